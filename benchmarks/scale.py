@@ -56,7 +56,6 @@ from trl_realloc.realloc.layout import layout_of  # noqa: E402
 from trl_realloc.realloc.schedule import make_schedule  # noqa: E402
 from trl_realloc.realloc.transfer import TransferOptions  # noqa: E402
 from trl_realloc.runtime import process_groups  # noqa: E402
-from trl_realloc.runtime.arriving_samples import Added  # noqa: E402
 from trl_realloc.runtime.call_runner import CallRunner  # noqa: E402
 from trl_realloc.runtime.calls import CallSettings, Step  # noqa: E402
 from trl_realloc.runtime.exchange import Exchange  # noqa: E402
@@ -142,7 +141,7 @@ class CountedRunner(CallRunner):
 
     lengths: torch.Tensor
 
-    def compute(self, call: Call, share: Share, step: Step, added: Added | None = None) -> Rollouts:
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         if call.kind is CallKind.TRAIN:
             name = self.algorithm.loss(call.name).statistic
             names = ("policy_loss", "clipped", "approxkl", "excess_ratio", "entropy")

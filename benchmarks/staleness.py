@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--confirm", action="store_true", help="two trainings with vLLM, k = 0 and 2")
     parser.add_argument("--throughput", action="store_true")
-    parser.add_argument("--overlap", action="store_true", help="streams and the first epoch on arrival, k = 0 and 1")
+    parser.add_argument("--overlap", action="store_true", help="streams, k = 0 and 1")
     parser.add_argument("--ages", action="store_true", help="mean age of tokens, beside what the planner expects")
     parser.add_argument("--stragglers", action="store_true", help="long samples, and with 4 processes a slow engine")
     parser.add_argument("--resume", action="store_true", help="a training that is killed after a checkpoint")
@@ -84,7 +84,6 @@ def _sections(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         import staleness_simulated
 
         made["simulated"] = list(staleness_simulated.rows())
-        made["first_epoch"] = list(staleness_simulated.first_epoch_rows())
     return made
 
 

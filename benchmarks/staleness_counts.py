@@ -22,7 +22,6 @@ BOUNDS = (1, 2, 4)
 OVERLAPS: dict[str, dict[str, Any]] = {  # arguments of `Phases.run`
     "whole batches": {"versions": 0},
     "streams": {"versions": 0, "streams": True},
-    "first epoch on arrival": {"versions": 0, "streams": {"first_epoch": ["critic.train"]}},
     "k = 1, whole batches": {"versions": 1},
     "k = 1, streams": {"versions": 1, "streams": True},
 }

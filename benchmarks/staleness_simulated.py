@@ -9,7 +9,6 @@ and clusters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fusion_simulated import models, pricing
@@ -22,7 +21,6 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.planner.ahead_choice import choose_staleness
 from trl_realloc.planner.choose import choose
-from trl_realloc.planner.corrections import Corrections
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
@@ -35,7 +33,6 @@ LIMITS = (1024, 8192)
 AHEAD = ("actor.generate", "reference.forward", "reward.forward")
 TRAINING_TP, ENGINE_TP = (2, 4, 8), (1, 2)
 STALENESS = (0, 1, 2, 4)
-EPOCHS = (1, 2, 4)
 SEARCH_S = 10.0  # of the planner
 
 
@@ -93,38 +90,6 @@ def rows() -> Iterator[dict[str, Any]]:
                 "oldest": priced.estimate.oldest,
             }
         yield from searched(limit, planned)
-
-
-def first_epoch_rows() -> Iterator[dict[str, Any]]:
-    """For each number of epochs and each staleness: what it would gain at most if the critic trained its first epoch on
-    samples as they arrive.
-
-    The epoch can take no more off an iteration than if it took no time, and it needs time in which the devices that
-    train have nothing to do.
-    """
-    for limit in LIMITS:
-        specs = {**models(7, 7), PROXIMAL_CALL: models(7, 7)["reference.forward"]}
-        for epochs in EPOCHS:
-            priced_as = pricing(CLUSTER, limit)
-            prices = replace(priced_as, workload=replace(priced_as.workload, epochs=epochs))
-            # no more than a small share of the critic's training, or all epochs but one
-            shorter = Corrections({"actor.train": 1.0, "critic.train": max(1e-9, 1 - 1 / epochs)})
-            for versions in STALENESS[1:]:
-                priced, nodes = best(prices, specs, versions)
-                free = estimate_plan(priced.plan, specs, replace(prices, corrections=shorter), exact=False)
-                busy = sum(call.cost.seconds for name, call in priced.calls.items() if name not in AHEAD)
-                idle = priced.seconds - busy - sum(priced.estimate.moves.values())
-                yield {
-                    "simulated": True,
-                    "limit": limit,
-                    "epochs": epochs,
-                    "k": versions,
-                    "nodes_that_train": nodes,
-                    "seconds": priced.seconds,
-                    "if_the_first_epoch_took_no_time": free.seconds,
-                    "idle_of_training": idle,
-                    "most_gain": priced.seconds / (priced.seconds - max(0.0, min(priced.seconds - free.seconds, idle))),
-                }
 
 
 def searched(limit: int, synchronous: PricedPlan, versions: Sequence[int] = STALENESS[1:]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from trl_realloc.algorithms import ppo
 from trl_realloc.algorithms.advantages import gae, kl_estimate, token_rewards, whiten
-from trl_realloc.algorithms.ppo import PPO
 from trl_realloc.algorithms.ppo_metrics import objective_metrics, update_metrics
 from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.ppo_weights import SampleWeights, mini_batches, response_widths, sample_weights
@@ -253,40 +251,6 @@ def test_over_all_tokens_the_weights_sum_to_one(
     if match_trl:
         assert float((weights.statistic * samples.tensor("width")).sum()) == pytest.approx(1, abs=1e-5)
         assert weights.group.tolist() == [i // per_device for i in range(ranks * local)]
-
-
-@fast
-@given(LENGTHS, SEEDS, st.integers(0, 2**16))
-def test_what_the_critic_learns_of_a_sample_that_arrives_hangs_on_the_others_by_one_factor(
-    lengths: list[int], seed: int, order: int
-) -> None:
-    rules = replace(PLAIN, missing_eos_penalty=0.5, kl_coef=0.3)
-    algorithm, samples = PPO(rules), scored(lengths, seed)
-    assert not algorithm.why_not_on_arrival("critic.train")
-    (batch, *_) = algorithm.mini_batches(algorithm.prepare(samples), 0)
-    scale = algorithm.arrival_scale("critic.train", batch)
-    places = {index: at for at, index in enumerate(batch.tensor("index").tolist())}
-    for part in np.array_split(np.random.default_rng(order).permutation(len(lengths)), 2):
-        known = algorithm.on_arrival("critic.train", samples.select(part.tolist()), len(lengths))
-        whole = batch.select([places[index] for index in part.tolist()])
-        for name in ("old_values", "returns"):
-            assert_ragged_close(known.ragged(name), whole.ragged(name))
-        torch.testing.assert_close(known.tensor("value_weight") * scale, whole.tensor("value_weight"))
-
-
-@pytest.mark.parametrize(
-    ("call", "changed", "reason"),
-    [
-        ("actor.train", {}, "whitened over the batch"),
-        ("critic.train", {"num_mini_batches": 2}, "num_mini_batches is 2"),
-        ("critic.train", {"whiten_rewards": True}, "whiten_rewards"),
-        ("critic.train", {"match_trl": True}, "match_trl"),
-    ],
-)
-def test_a_gradient_that_hangs_on_the_whole_batch_is_not_taken_on_arrival(
-    call: str, changed: dict[str, Any], reason: str
-) -> None:
-    assert reason in PPO(replace(PLAIN, **changed)).why_not_on_arrival(call)
 
 
 # --- losses -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from transformers import AutoConfig
@@ -49,45 +48,27 @@ def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[
         plan, correction = _corrected(random.Random(f"corrections of {seed}"), plan, model)
         plan = _overlapping(random.Random(f"overlaps of {seed}"), plan, model)
         made = ExecutionPlan.from_dict(plan)
-        return _on_arrival(
-            random.Random(f"first epochs of {seed}"),
-            {
-                "seed": seed,
-                "devices": devices,
-                "plan": plan,
-                # the generation is run, by an engine that replays
-                "replays": bool(made.streamed) or made["actor.generate"].engine == "vllm",
-                "model": model,
-                "samples": draw.choice([8, 12, 16]),
-                "mini_batches": draw.choice([1, 2, 3, 5]),
-                "config": {
-                    "num_ppo_epochs": draw.choice([1, 2]),
-                    "max_grad_norm": draw.choice([0.0, 0.05, 1.0]),
-                    "weight_decay": draw.choice([0.0, 0.1]),
-                    "whiten_rewards": draw.random() < 0.5,
-                    "missing_eos_penalty": draw.choice([None, 1.0]),
-                    "gradient_checkpointing": draw.random() < 0.3,
-                    "kl_estimator": draw.choice(["k1", "k3"]),
-                    **correction,
-                },
+        return {
+            "seed": seed,
+            "devices": devices,
+            "plan": plan,
+            # the generation is run, by an engine that replays
+            "replays": bool(made.streamed) or made["actor.generate"].engine == "vllm",
+            "model": model,
+            "samples": draw.choice([8, 12, 16]),
+            "mini_batches": draw.choice([1, 2, 3, 5]),
+            "config": {
+                "num_ppo_epochs": draw.choice([1, 2]),
+                "max_grad_norm": draw.choice([0.0, 0.05, 1.0]),
+                "weight_decay": draw.choice([0.0, 0.1]),
+                "whiten_rewards": draw.random() < 0.5,
+                "missing_eos_penalty": draw.choice([None, 1.0]),
+                "gradient_checkpointing": draw.random() < 0.3,
+                "kl_estimator": draw.choice(["k1", "k3"]),
+                **correction,
             },
-        )
+        }
     raise AssertionError(f"no legal plan in 1000 draws from seed {seed}")
-
-
-def _on_arrival(draw: random.Random, case: dict[str, Any]) -> dict[str, Any]:
-    """The case, or for most of those with streams one whose critic trains its first epoch on samples as they arrive."""
-    made = ExecutionPlan.from_dict(case["plan"])
-    if made.streams is None or draw.random() < 0.3:
-        return case
-    try:
-        plan = replace(
-            made, streams=replace(made.streams, first_epoch=("critic.train",), deterministic=False)
-        ).to_dict()
-    except PlanError:
-        return case
-    config = {**case["config"], "whiten_rewards": False}
-    return {**case, "plan": plan, "mini_batches": 1, "config": config}
 
 
 def _is_legal(plan: Mapping[str, Any], model: Mapping[str, Any]) -> bool:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from trl_realloc.plan.presets import (
     presets_of,
     resolve_plan,
     separate,
-    with_first_epoch,
 )
 
 
@@ -56,19 +54,6 @@ def test_every_preset_is_legal_with_every_engine_and_stage(
         if call.name != "actor.generate":
             expected = stage if call.trains or stage == 3 else 0
             assert plan[call.name].strategy.zero_stage == expected, call.name
-
-
-@given(presets, clusters, engines, stages)
-def test_the_first_epoch_is_trained_on_arrival_where_the_algorithm_and_the_engine_allow_it(
-    preset: str, cluster: Cluster, engine: str, stage: int
-) -> None:
-    plan = PRESETS[preset](cluster, generation_engine=engine, zero_stage=stage)
-    arriving = with_first_epoch(plan, ["critic.train"])
-    assert arriving.on_arrival == ("critic.train",)
-    assert replace(arriving, streams=None) == plan
-    assert with_first_epoch(plan, ()) == plan
-    grouped = PRESETS[preset](cluster, graph=grpo_graph())
-    assert with_first_epoch(grouped, ["actor.train"]) == grouped, "TRL's loop trains whole batches"
 
 
 @given(presets, clusters, engines, stages)

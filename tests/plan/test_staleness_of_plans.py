@@ -98,7 +98,6 @@ def changed(name: str, **fields: Any) -> ExecutionPlan:
             r"critic.forward runs on devices that run ahead and on others.*\(2, 3 run ahead\)",
         ),
         (streaming(migration=Migration(0.2)), "no samples move between them; leave out migration"),
-        (streaming(first_epoch=("critic.train",)), "critic.train trains when all samples .* leave out first_epoch"),
         (streaming(calls=("critic.forward",)), "critic.forward waits for the iteration that trains on its samples"),
         (replace(separate(Cluster(1, 4)), barrier=True), "barrier asks for iterations one after the other"),
     ],

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
-from trl_realloc.plan.assignment import ParallelStrategy
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
@@ -62,49 +61,11 @@ def test_a_dropped_copy_is_not_streamed() -> None:
         ({"migration": {"threshold": 0.2}, "deterministic": True}, "leave out one of them"),
         ({"migrate": 1}, "did you mean 'migration'"),
         (3, "true, false or a table"),
-        ({"first_epoch": "critic.train"}, "first_epoch names calls that train, like"),
-        ({"first_epoch": []}, "first_epoch names calls that train, like"),
-        ({"first_epoch": ["critic.tain"]}, "did you mean 'critic.train'"),
-        ({"first_epoch": ["critic.forward"]}, "critic.forward does not train"),
-        ({"first_epoch": ["critic.train"], "deterministic": True}, "order in which samples arrive"),
-        (
-            {"first_epoch": ["critic.train"], "calls": ["critic.forward"]},
-            "it reads what reference.forward and reward.forward makes of whole batches",
-        ),
     ],
 )
 def test_streams_that_cannot_run_are_refused_with_the_remedy(streams: object, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         ExecutionPlan.from_dict({**flatten(Cluster(1, 4)).to_dict(), "streams": streams})
-
-
-def test_a_first_epoch_on_arrival_is_written_and_read() -> None:
-    plan = replace(flatten(Cluster(1, 4)), streams=Streams(first_epoch=("critic.train",)))
-    assert plan.on_arrival == ("critic.train",)
-    assert "critic.train" not in plan.streamed
-    assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
-    assert "critic.train trains its first epoch on samples as they arrive" in str(plan.streams)
-
-
-def test_a_first_epoch_on_arrival_is_for_every_engine_and_not_for_calls_that_train_together() -> None:
-    streams = Streams(first_epoch=("critic.train",))
-    for stage in range(4):
-        sharded = replace(flatten(Cluster(1, 4), zero_stage=stage), streams=streams)
-        assert sharded.on_arrival == ("critic.train",)
-    plan = flatten(Cluster(1, 4))
-    split = replace(plan["critic.train"], strategy=ParallelStrategy(tp=2, pp=2, zero_stage=0), engine="megatron")
-    assignments = {**plan.assignments, "critic.train": split, "critic.forward": split}
-    assert replace(plan, assignments=assignments, streams=streams).on_arrival == ("critic.train",)
-    both = {**assignments, "actor.train": split}
-    fused = replace(plan, assignments=both, fused=("actor.train", "critic.train"))
-    with pytest.raises(PlanError, match="fused trains whole mini-batches"):
-        replace(fused, streams=streams)
-
-
-def test_the_loop_of_another_library_trains_whole_batches() -> None:
-    plan = flatten(Cluster(1, 2), graph=grpo_graph())
-    with pytest.raises(PlanError, match="TRL's loop trains when a whole batch"):
-        replace(plan, streams=Streams(first_epoch=("actor.train",)))
 
 
 def test_a_sleeping_engine_does_not_begin_early() -> None:

@@ -279,9 +279,7 @@ def test_a_run_that_streams_through_groups_is_not_taken_for_faster_than_it_is(mo
     split = {name: Assignment(mesh, pairs, "megatron") for name in ("reference.forward", "critic.train")}
     split["critic.forward"] = split["critic.train"]
     split["actor.generate"] = Assignment(mesh, pairs, "vllm")
-    streaming = replace(
-        whole, assignments={**whole.assignments, **split}, streams=Streams(first_epoch=("critic.train",))
-    )
+    streaming = replace(whole, assignments={**whole.assignments, **split}, streams=Streams())
     machine = Machine(lambda name: slower.get(name, 1.0), handover=0.0)
     corrections = learned(machine, streaming, Corrections(handover=0.0))
     for name in ("actor.generate", "reference.forward", "critic.train"):

@@ -11,11 +11,10 @@ from llamas import pricing, specs, work
 from rich.console import Console
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.plan.presets import flatten, separate
+from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import DeviceMemory
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import plan_cost_table
@@ -51,70 +50,6 @@ def test_a_long_tail_moves_and_the_plan_says_so() -> None:
     assert f"the last {best.streams.migration.threshold:.0%} to" in console.export_text()
     assert ExecutionPlan.from_yaml(best.plan.to_yaml()).streams == best.streams
     assert estimate_plan(best.plan, MODELS, costs(), exact=False).seconds == best.seconds
-
-
-def test_the_critics_first_epoch_is_trained_on_arrival_where_that_is_faster() -> None:
-    """Training beside generation, on devices of its own, that waits for few long samples."""
-    work_on_arrival = replace(LONG_TAIL, first_epoch=("critic.train",))
-    prices = costs(work_on_arrival)
-    plan = separate(prices.cluster)
-    whole = estimate_plan(plan, specs(1, 1), prices, exact=False)
-    choice = choose_streams(whole)
-    assert choice.arrived is not None and choice.still is not None
-    best = choice.fastest
-    assert best is choice.arrived
-    assert best.seconds * 1.02 < choice.still.seconds
-    assert "first epoch of critic.train" in choice.sentence
-    assert best.plan.on_arrival == ("critic.train",)
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(plan_cost_table(best))
-    assert "first epoch on arrival" in console.export_text()
-    assert estimate_plan(best.plan, specs(1, 1), prices, exact=False).seconds == best.seconds
-
-
-def test_a_first_epoch_on_arrival_is_planned_with_the_gradients_that_it_keeps() -> None:
-    prices = replace(costs(replace(LONG_TAIL, first_epoch=("critic.train",))), memory=DeviceMemory(80e9))
-    plan = separate(prices.cluster)
-    whole = estimate_plan(plan, specs(1, 1), prices, exact=False)
-    kept = whole.with_streams(Streams(first_epoch=("critic.train",))).estimate
-    gradients = whole.costs["critic.train"].gradients
-    assert gradients == 4 * specs(1, 1)["critic.train"][0].elements
-    # the actor's training needs the most, and has the critic's gradients beside it then
-    assert kept.memory - whole.estimate.memory == pytest.approx(gradients)
-    assert kept.holds["critic.train"] - whole.estimate.holds["critic.train"] == gradients
-    full = replace(prices, memory=DeviceMemory(whole.estimate.memory + gradients / 2))
-    choice = choose_streams(estimate_plan(plan, specs(1, 1), full, exact=False))
-    assert choice.arrived is not None and not choice.arrived.fits
-    assert choice.fastest is not choice.arrived
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_first_epoch_on_arrival_under_deepspeed_counts_the_collectives_of_its_backwards(stage: int) -> None:
-    prices = costs(replace(LONG_TAIL, first_epoch=("critic.train",)))
-    plan = separate(prices.cluster, zero_stage=stage)
-    choice = choose_streams(estimate_plan(plan, specs(1, 1), prices, exact=False))
-    assert choice.arrived is not None and choice.arrived.plan.on_arrival == ("critic.train",)
-    stream = StreamPrices.of(choice.arrived.plan, specs(1, 1), prices).stream
-    (team,) = next(scoring.teams for scoring in stream.scorings if scoring.name == "critic.train")
-    assert sum(team, ()) == tuple(plan.mesh("critic.train").devices), "all replicas add together"
-    work, critic = prices.workload, plan["critic.train"]
-    share = (work.tokens / critic.strategy.dp, work.episodes * work.mean_square / critic.strategy.dp)
-    (spec,) = specs(1, 1)["critic.train"]
-    added, whole = (
-        prices.training_of(spec, critic, *share),
-        prices.price(plan.graph.call("critic.train"), [spec], critic),
-    )
-    step = whole.parts["data"] / work.updates - added.get("data", 0.0)  # of the step, gathering the parameters
-    assert ("data" in added) == (stage > 1)
-    assert step > 0 if stage < 3 else step == pytest.approx(0, abs=1e-9)
-
-
-def test_no_first_epoch_is_proposed_where_the_loss_forbids_it_or_the_plan_has_to_repeat() -> None:
-    prices = costs(replace(LONG_TAIL, first_epoch=("critic.train",)))
-    other = costs()
-    assert choose_streams(estimate_plan(separate(other.cluster), specs(1, 1), other, exact=False)).arrived is None
-    fixed = estimate_plan(separate(prices.cluster), specs(1, 1), prices, exact=False)
-    assert choose_streams(fixed, deterministic=True).arrived is None
 
 
 def test_the_sweep_comes_close_to_all_thresholds_and_numbers_of_engines() -> None:

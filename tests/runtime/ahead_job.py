@@ -39,7 +39,6 @@ from trl_realloc.runtime import (
     stream_forwards,
     stream_worker,
 )
-from trl_realloc.runtime.arriving_samples import Added
 from trl_realloc.runtime.calls import CallSettings, Step
 from trl_realloc.runtime.exchange import Exchange
 from trl_realloc.runtime.executor import Executor
@@ -69,8 +68,8 @@ class SlowRunner(TimedRunner):
 
     train_s = 0.01
 
-    def compute(self, call: Call, share: Share, step: Step, added: Added | None = None) -> Rollouts:
-        made = super().compute(call, share, step, added)
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
+        made = super().compute(call, share, step)
         if call.trains:
             self.placement.clock.sleep(self.train_s)
         if call.name == "actor.train":

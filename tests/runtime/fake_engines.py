@@ -246,23 +246,6 @@ class FakeScoring:
             self.barrier.wait(30)
 
 
-class FakeAdding:
-    """The part of `AddingEngine` that a rank needs while samples arrive."""
-
-    def __init__(self, seconds: Callable[[Sequence[int]], float], clock: Clock) -> None:
-        self.seconds, self.clock = seconds, clock
-        self.added: list[int] = []
-
-    def add(self, samples: Rollouts, loss: object, micro_batch_tokens: int) -> Mapping[str, Any]:
-        assert {"old_values", "returns", "value_weight"} <= set(samples)
-        self.added += samples.tensor("index").tolist()
-        self.clock.sleep(self.seconds(samples.lengths.tolist()))
-        return {}
-
-    def drop(self) -> None:
-        self.added.clear()
-
-
 class FakePlacement:
     """What the executor asks of `Placement`, on one rank of a job in threads.
 
@@ -296,11 +279,6 @@ class FakePlacement:
                 barrier = barriers.get((call, number))
                 self.engines[call] = [FakeScoring(kind, partial(seconds, call), barrier, clock)]
         self.refreshed: list[str] = []
-        self.critic = FakeAdding(partial(seconds, "critic.train"), clock)
-
-    def trained(self, role: Role) -> FakeAdding:
-        assert role is Role.CRITIC
-        return self.critic
 
     def has(self, call: str) -> bool:
         return self.rank in self.plan.mesh(call)

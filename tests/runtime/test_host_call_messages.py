@@ -23,7 +23,6 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Call, CallKind
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.arriving_samples import Added
 from trl_realloc.runtime.call_runner import CallRunner
 from trl_realloc.runtime.calls import CallSettings, Step
 from trl_realloc.runtime.exchange import Exchange
@@ -65,7 +64,7 @@ class NoEngines:
 class Arithmetic(CallRunner):
     """The tokens of a response are its prompt's first one; log-probabilities are the token, entropies their half."""
 
-    def compute(self, call: Call, share: Share, step: Step, added: Added | None = None) -> Rollouts:
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         if call.kind is CallKind.TRAIN:
             (batch,) = share.mini_batches()
             norm = torch.full((len(batch),), 2.5)

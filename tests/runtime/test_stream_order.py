@@ -35,9 +35,9 @@ from trl_realloc.runtime import stream_worker
 STEP_S = 10e-3
 SHIFT_S = STEP_S / 4  # between the steps of two engines, of four
 POLL_S = 0.9 * SHIFT_S  # a rank sees every order before the step ends in which it was given
-TOKEN_S = {"reference.forward": 1.1e-3, "reward.forward": 0.7e-3, "critic.forward": 1.3e-3, "critic.train": 3.1e-3}
+TOKEN_S = {"reference.forward": 1.1e-3, "reward.forward": 0.7e-3, "critic.forward": 1.3e-3}
 MESSAGE_S = 1e-7  # next to nothing, as the executor's; but an engine begins its next step before the orders come
-SEEDS = {"plain": 3, "deterministic": 3, "migrated": 6, "on arrival": 3}
+SEEDS = {"plain": 3, "deterministic": 3, "migrated": 6}
 
 
 @dataclass
@@ -63,7 +63,7 @@ class KnownTimes(StreamPrices):
     def stream(self) -> Stream:  # type: ignore[override]
         prompts = batch_of(len(self.known)).prompts.ragged("prompts").lengths.tolist()
         budgets = dict.fromkeys(self.plan.order, BUDGET)
-        return stream_of(self.plan, prompts, LIMIT, budgets, on_arrival=self.plan.on_arrival)
+        return stream_of(self.plan, prompts, LIMIT, budgets)
 
     def lengths(self, generation: str) -> list[int]:
         return list(self.known)
@@ -107,7 +107,7 @@ def executed(plan: ExecutionPlan, lengths: Sequence[int], clock: VirtualClock) -
         return [0.0] * len(completions)
 
     times = {"step_s": STEP_S, "delay_s": SHIFT_S, "forward_s": forward_s}
-    out = run(plan, lengths, reward=reward, clock=clock, trains=bool(plan.on_arrival), **times)
+    out = run(plan, lengths, reward=reward, clock=clock, **times)
     assert not out.errors
     orders = [(o.call, o.team, o.parts) for o in out.executors[0].orders if isinstance(o, Score)]
     return Found(orders, {index: tokens for engine in out.engines for index, tokens in engine.moved.items()})
@@ -134,9 +134,6 @@ def drawn_lengths(draw: random.Random) -> list[int]:
 
 
 def drawn_streams(draw: random.Random, kind: str, engines: int) -> Streams:
-    if kind == "on arrival":
-        moves = Migration(draw.uniform(0.05, 0.95)) if engines > 1 and draw.random() < 0.5 else None
-        return Streams(migration=moves, first_epoch=("critic.train",))
     if kind != "migrated":
         return Streams(deterministic=kind == "deterministic")
     migration = Migration(draw.uniform(0.05, 0.95), draw.randint(1, engines - 1), draw.choice([1, 1, 20, 45]))
@@ -163,5 +160,3 @@ def test_the_executor_runs_the_forwards_that_are_simulated(
     expected, found = simulated(plan, lengths), executed(plan, lengths, clock)
     assert found.moved == expected.moved, (plan.streams, lengths)
     assert found.forwards == expected.forwards, (plan.streams, lengths)
-    trained = sorted(index for call, _, parts in found.forwards if call == "critic.train" for p in parts for index in p)
-    assert trained == (list(range(len(lengths))) if plan.on_arrival else [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import random
 import threading
@@ -31,7 +30,6 @@ from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.dispatcher import Score, Withdraw
 from trl_realloc.planner.stream import stream_of
 from trl_realloc.runtime import leader_link, stream_forwards, stream_worker
-from trl_realloc.runtime.arriving_samples import Added
 from trl_realloc.runtime.call_runner import CallRunner
 from trl_realloc.runtime.calls import CallSettings, Step
 from trl_realloc.runtime.exchange import Exchange
@@ -58,9 +56,9 @@ class TimedRunner(CallRunner):
     started: Sequence[Sequence[float]] = ()
     updates = 1
 
-    def compute(self, call: Call, share: Share, step: Step, added: Added | None = None) -> Rollouts:
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         if not call.trains:
-            return super().compute(call, share, step, added)
+            return super().compute(call, share, step)
         self.placement.clock.sleep(0.05)
         following = step.number + 1
         if call.name == "critic.train" and self.generates_early and following < self.updates:
@@ -70,8 +68,7 @@ class TimedRunner(CallRunner):
                 time.sleep(1e-3)
         policy = ("policy_loss", "clipped", "approxkl", "excess_ratio", "entropy")
         names = policy if call.name == "actor.train" else ("value_loss", "value_clipped")
-        first = [] if added is None else [added.samples.tensor("index")]
-        parts = [*first, *(part.tensor("index") for part in share.mini_batches())]
+        parts = [part.tensor("index") for part in share.mini_batches()]
         update = [torch.full_like(index, number) for number, index in enumerate(parts)]
         index = torch.cat(parts)
         return Rollouts(index=index, update=torch.cat(update), **{name: torch.zeros(len(index)) for name in names})
@@ -122,7 +119,6 @@ def run(
     clock: Clock = REAL,
     delay_s: float = 0.0,
     forward_s: Callable[[str, Sequence[int]], float] | None = None,
-    skips: bool = False,
 ) -> Outcome:
     """Run iterations on all ranks.
 
@@ -132,7 +128,6 @@ def run(
         then: the plan of the iterations after the first.
         delay_s: how much later than the one before each engine begins its first step.
         forward_s: seconds of a forward, from the call and the tokens of its samples; by default `token_s` for each.
-        skips: leave out the training on a batch that is not finite.
     """
     batches = [batch_of(len(lengths), seed) for seed in range(updates)]
     boxes, ranks = Mailboxes(30.0, clock.queue), range(plan.cluster.size)
@@ -154,7 +149,7 @@ def run(
     }
     reward = reward or (lambda prompts, completions, **_: [float(len(c)) for c in completions])
     settings = CallSettings(
-        Sampling(LIMIT, 1.0), 0, None, Tokens(), [FunctionReward(reward, "length")], {"length": 1.0}, skips
+        Sampling(LIMIT, 1.0), 0, None, Tokens(), [FunctionReward(reward, "length")], {"length": 1.0}
     )
     algorithm = PPO(PPOSettings(LIMIT), 0, None)
     outcomes: dict[tuple[int, int], Iteration] = {}
@@ -233,21 +228,6 @@ PLANS = {
         },
     ),
 }
-
-
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_first_epoch_on_arrival_takes_each_sample_once_and_is_dropped_with_its_batch(name: str, finite: bool) -> None:
-    def reward(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
-        return [math.nan if not finite and len(c.split()) == 7 else 1.0 for c in completions]
-
-    plan = replace(PLANS[name], streams=Streams(first_epoch=("critic.train",)))
-    out = run(plan, [7, 3, 30, 12, 55], trains=True, reward=reward, skips=True)
-    assert not out.errors
-    added = sorted(index for executor in out.executors for index in executor.placement.critic.added)
-    assert added == ([0, 1, 2, 3, 4] if finite else [])
-    of_critic = [span for span in out.results.spans if span.call == "critic.train"]
-    assert len(of_critic) > plan.mesh("critic.train").size
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -23,7 +23,6 @@ from transformers import TrainingArguments as PlainArguments
 from trl_realloc import GRPOConfig, PPOConfig, PPOTrainer
 from trl_realloc.algorithms.rewards import FunctionReward, RewardError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
@@ -148,12 +147,6 @@ def test_streams_by_the_clock_are_refused_where_runs_are_to_be_equal(tmp_path: P
     check_plan(args, replace(plan, streams=Streams(deterministic=True)), {}, [])
     with pytest.raises(ConfigError, match="write streams: {deterministic: true}"):
         check_plan(args, replace(plan, streams=Streams()), {}, [])
-
-
-def test_a_first_epoch_on_arrival_that_the_loss_forbids_is_refused(tmp_path: Path) -> None:
-    plan = {**flatten(Cluster(1, 1)).to_dict(), "streams": {"first_epoch": ["critic.train"]}}
-    with pytest.raises(PlanError, match="whiten_rewards divides by the deviation of the whole batch. Leave it out"):
-        tiny.trainer(tmp_path, plan=plan, whiten_rewards=True)
 
 
 def test_a_word_in_the_place_of_a_boolean_is_refused_by_its_setting(tmp_path: Path) -> None:

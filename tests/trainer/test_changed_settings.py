@@ -15,8 +15,6 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_realloc import GRPOConfig, GRPOTrainer
-from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.config_checks import ConfigError
 
 
@@ -124,18 +122,6 @@ def test_a_setting_of_ppo_that_the_engines_would_not_follow_is_refused(tmp_path:
 def test_a_changed_setting_must_be_in_its_range(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be"):
         trained(tmp_path, {1: {name: value}})
-
-
-def test_rewards_are_not_whitened_under_a_plan_that_trains_on_samples_as_they_arrive(tmp_path: Path) -> None:
-    plan = flatten(Cluster(1, 1), generation_engine="transformers").to_dict() | {
-        "streams": {"first_epoch": ["critic.train"]}
-    }
-    given = trained(tmp_path / "given", gamma=0.5, plan=plan, num_mini_batches=1)
-    now = trained(tmp_path / "now", {0: {"gamma": 0.5}}, plan=plan, num_mini_batches=1)
-    assert tiny.updates(now) == tiny.updates(given)
-    made = tiny.trainer(tmp_path, callbacks=[Sets({1: {"whiten_rewards": True}})], plan=plan)
-    with pytest.raises(ConfigError, match="whiten_rewards was False .* is now True"):
-        made.train()
 
 
 def test_the_token_that_ends_a_response_is_not_changed(tmp_path: Path) -> None:

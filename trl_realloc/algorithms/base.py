@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -88,30 +88,6 @@ class Algorithm(Protocol):
         Args:
             steps: each mini-batch, and the statistics of its samples, (n,) each, from every loss whose optimizer step
                 was taken.
-        """
-
-
-@runtime_checkable
-class ArrivalAlgorithm(Algorithm, Protocol):
-    """An algorithm that may add a sample's gradients before the rest of its batch is known (`plan.first_epoch`)."""
-
-    def why_not_on_arrival(self, call: str) -> str:
-        """Why this training call cannot do so, as a sentence; empty if it can. It can if its first mini-batch is the
-        whole batch, and the other samples change a sample's gradient only by a factor that all samples share."""
-
-    def on_arrival(self, call: str, samples: Rollouts, n: int) -> Rollouts:
-        """Add the columns that the loss of the call reads, as far as they are known without the factor.
-
-        Args:
-            samples: some samples of the batch, with the columns that the call reads.
-            n: samples of the batch.
-        """
-
-    def arrival_scale(self, call: str, mini_batch: Rollouts) -> float:
-        """The factor, by which the gradients are multiplied when all are added.
-
-        Args:
-            mini_batch: the first of `mini_batches`, with every column.
         """
 
 

@@ -8,14 +8,13 @@ weights of rollouts that another policy has drawn are in `corrections`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS, ppo_not_on_arrival
+from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS
 from ..plan.dataflow import DataflowGraph, Role
 from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
 from .base import TrainingLoss
@@ -202,27 +201,6 @@ class PPO:
             of_tokens = PolicyLoss(self.settings.cliprange, old_logprobs(self.settings), weights)
             return TrainingLoss("policy", "policy_loss", of_tokens)
         return TrainingLoss("value", "value_loss", ValueLoss(self.settings.cliprange_value, self.settings.vf_coef))
-
-    def why_not_on_arrival(self, call: str) -> str:
-        """See `base.ArrivalAlgorithm`. Of the actor's advantages none is known before the last score, because they are
-        whitened over the batch."""
-        settings = self.settings
-        role, mini_batches = self.graph.call(call).role, settings.num_mini_batches
-        return ppo_not_on_arrival(role, mini_batches, settings.whiten_rewards, settings.match_trl)
-
-    def on_arrival(self, call: str, samples: Rollouts, n: int) -> Rollouts:
-        """See `base.ArrivalAlgorithm`. A position has about the weight that it would have if all responses had the
-        maximum length, because the number of positions of the batch is not known yet."""
-        _, _, values, _, returns = _estimates(samples, self.settings)
-        weight = torch.full((len(samples),), self._first_weight(n))
-        return samples.plus(old_values=values, returns=returns, value_weight=weight)
-
-    def arrival_scale(self, call: str, mini_batch: Rollouts) -> float:
-        """See `base.ArrivalAlgorithm`."""
-        return float(SampleWeights.of(mini_batch).value[0]) / self._first_weight(len(mini_batch))
-
-    def _first_weight(self, n: int) -> float:
-        return 2.0 ** -math.ceil(math.log2(n * self.settings.response_length))  # to multiply by it rounds nothing
 
     def sample_metrics(self, samples: Rollouts) -> dict[str, float]:
         metrics = objective_metrics(samples, self.settings, self.eos_token_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..plan.algorithm_graphs import ppo_first_epoch, ppo_graph
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.dataflow import DataflowGraph
 from .corrections import Correction, Mode
 
@@ -59,8 +59,3 @@ class PPOSettings:
     def graph(self) -> DataflowGraph:
         """PPO's calls, with `actor.forward` if there is a correction."""
         return ppo_graph(proximal=self.correction is not None)
-
-    @property
-    def first_epoch(self) -> tuple[str, ...]:
-        """The calls whose first epoch can be trained on samples as they arrive."""
-        return ppo_first_epoch(self.num_mini_batches, self.whiten_rewards, self.match_trl)

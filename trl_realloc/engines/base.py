@@ -377,6 +377,9 @@ class TrainingEngine(ScoringEngine, Protocol):
             NonFiniteError: the gradients are not finite; on every rank of the mesh. The step was not taken.
         """
 
+    def drop(self) -> None:
+        """Forget the gradients that an interrupted `train` has left. Not collective."""
+
     def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
         """The parameters for files: each element once on the mesh's first rank, tensor by tensor or a few at a time;
         other ranks may get none. Of a parameter that is divided into ranges the first rank holds some `piece_bytes` of

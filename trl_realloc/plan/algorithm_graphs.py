@@ -37,25 +37,6 @@ def ppo_graph(*, proximal: bool = False) -> DataflowGraph:
     )
 
 
-def ppo_not_on_arrival(role: Role, num_mini_batches: int, whiten_rewards: bool, match_trl: bool = False) -> str:
-    """Why PPO cannot train a role's first epoch on samples as they arrive, in words; an empty text if it can."""
-    if role is not Role.CRITIC:
-        return "its advantages are whitened over the batch, so none is known before the last sample has its score"
-    if num_mini_batches > 1:
-        return f"num_mini_batches is {num_mini_batches}, and each mini-batch is a random draw from the whole batch"
-    if whiten_rewards:
-        return "whiten_rewards divides by the deviation of the whole batch"
-    return "match_trl weights a sample by the micro-batch that TRL would draw it into" if match_trl else ""
-
-
-def ppo_first_epoch(num_mini_batches: int, whiten_rewards: bool, match_trl: bool = False) -> tuple[str, ...]:
-    """The calls whose first epoch PPO can train on samples as they arrive."""
-    trained = [(role, f"{role}.train") for role in (Role.ACTOR, Role.CRITIC)]
-    return tuple(
-        name for role, name in trained if not ppo_not_on_arrival(role, num_mini_batches, whiten_rewards, match_trl)
-    )
-
-
 def grpo_graph(*, reference: bool = True, reward_models: bool = True) -> DataflowGraph:
     """GRPO (Shao et al. 2024) and RLOO (Ahmadian et al. 2024): several responses of each prompt, each a sample, and no
     critic. `actor.forward` computes the log-probabilities and entropies that the loss of the host is a function of.

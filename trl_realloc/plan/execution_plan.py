@@ -86,7 +86,7 @@ class ExecutionPlan:
 
     def __post_init__(self) -> None:
         problems = Problems(_problems(self.cluster, self.assignments, self.graph))
-        problems += stream_problems(self.graph, self.assignments, self.streams, self.fused)
+        problems += stream_problems(self.graph, self.assignments, self.streams)
         if not isinstance(self.barrier, bool):
             problems.append(f"barrier is true or false, not {shown(self.barrier)}.")
         problems += staleness_problems(self.graph, self.assignments, self.staleness, self.streams, self.barrier)
@@ -116,12 +116,6 @@ class ExecutionPlan:
         """The calls that take part in the streams, in order; empty if the plan has none."""
         streamed = streamed_calls(self.graph, self.assignments, self.streams)
         return streamed_ahead(self.graph, streamed) if self.staleness.versions else streamed
-
-    @property
-    def on_arrival(self) -> tuple[str, ...]:
-        """The calls that train their first epoch on samples as they arrive, in order."""
-        first_epoch = () if self.streams is None else self.streams.first_epoch
-        return tuple(name for name in self.order if name in first_epoch)
 
     def runs_of(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """These calls, in the order in which every device runs them: the fused ones together, the others one by
@@ -310,7 +304,6 @@ _HEADER = f"""\
 #   streams: true, or a table: scoring begins while other samples are being generated, on devices that do not generate
 #     migration: {{threshold: 0.2, engines: 1}}: when less than a fifth is unfinished, one engine takes it
 #     deterministic: true repeats a run bit for bit; calls: [reference.forward] streams these alone
-#     first_epoch: [critic.train] adds a sample's gradients when it is scored, where one mini-batch is the batch
 #   barrier: true begins no iteration before the one before has ended everywhere
 #   staleness: 1 generates for the next batch while this one trains, on devices on which nothing trains; a token is
 #     trained at most so many updates after the policy that drew it; with streams, what runs ahead scores samples as

@@ -5,7 +5,7 @@ Plans that are searched for are in `planner`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +16,7 @@ from .algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from .cluster import Cluster, DeviceMesh, halves
 from .dataflow import CallKind, DataflowGraph, Role
 from .execution_plan import Assignment, ExecutionPlan, ParallelStrategy
-from .first_epoch import calls_on_arrival
 from .fitting import plan_of_run, read_plan
-from .streams import Streams, streamed_calls
 
 
 class Preset(Protocol):
@@ -135,14 +133,6 @@ def with_sleeping_engines(plan: ExecutionPlan) -> ExecutionPlan:
         for name, a in plan.assignments.items()
     }
     return replace(plan, assignments=assignments)
-
-
-def with_first_epoch(plan: ExecutionPlan, names: Collection[str]) -> ExecutionPlan:
-    """The plan with streams in which those of the calls `names` that can (`first_epoch`) train their first epoch on
-    samples as they arrive. Without streams, as it is, if none can."""
-    streamed = streamed_calls(plan.graph, plan.assignments, Streams())
-    chosen = calls_on_arrival(plan.graph, plan.assignments, names, streamed, plan.fused)
-    return replace(plan, streams=Streams(first_epoch=chosen)) if chosen else plan
 
 
 def load_plan(path: str | Path, graph: DataflowGraph | None = None) -> ExecutionPlan:

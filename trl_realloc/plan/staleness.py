@@ -178,11 +178,6 @@ def _stream_problems(
             )
     if streams.calls is None and not streamed_ahead(graph, streamed_calls(graph, assignments, streams)):
         yield "staleness: no call that scores runs ahead of the training in this plan; leave out streams."
-    if streams.first_epoch:
-        yield (
-            f"staleness: {' and '.join(streams.first_epoch)} trains when all samples of its batch are there; leave out "
-            f"first_epoch."
-        )
     if streams.migration is not None:
         yield (
             "staleness: engines that have ended a batch generate the next one, so no samples move between them; leave "

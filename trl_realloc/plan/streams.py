@@ -13,7 +13,6 @@ from typing import Any
 from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
 from .assignment import Assignment, sleeps
 from .dataflow import CallKind, DataflowGraph
-from .first_epoch import first_epoch_problems, read_first_epoch
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,14 @@ class Streams:
         migration: `None` if samples stay in the engine that began them.
         deterministic: the samples of one forward do not depend on when they were finished, so that two runs give the
             same bits. Forwards are smaller then.
-        first_epoch: calls that train, which add the gradients of their first epoch sample by sample, as soon as a
-            sample is scored (`first_epoch`).
 
     Raises:
-        PlanError: a value has the wrong type, or migration or a first epoch on arrival is asked for in a deterministic
-            plan.
+        PlanError: a value has the wrong type, or migration is asked for in a deterministic plan.
     """
 
     calls: tuple[str, ...] | None = None
     migration: Migration | None = None
     deterministic: bool = False
-    first_epoch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -92,19 +87,12 @@ class Streams:
                 "when a sample moves depends on the clock, and its log-probabilities differ in rounding by where it is "
                 "computed, so a plan with migration is not deterministic; leave out one of them."
             )
-        if self.deterministic is True and self.first_epoch:
-            problems.append(
-                "first_epoch adds gradients in the order in which samples arrive, so its plan is not deterministic; "
-                "leave out one of them."
-            )
         problems.refuse()
 
     def to_dict(self) -> dict[str, Any]:
         flat: dict[str, Any] = {} if self.calls is None else {"calls": list(self.calls)}
         if self.migration is not None:
             flat["migration"] = self.migration.to_dict()
-        if self.first_epoch:
-            flat["first_epoch"] = list(self.first_epoch)
         return {**flat, **({"deterministic": True} if self.deterministic else {})}
 
     def __str__(self) -> str:
@@ -113,8 +101,6 @@ class Streams:
         if self.migration is not None:
             engines = f"{self.migration.engines} engine{'s' if self.migration.engines > 1 else ''}"
             text += f"; when less than {self.migration.threshold:.0%} are unfinished, these move to {engines}"
-        if self.first_epoch:
-            text += f"; {' and '.join(self.first_epoch)} trains its first epoch on samples as they arrive"
         return text + ("; deterministic" if self.deterministic else "")
 
     @staticmethod
@@ -126,7 +112,6 @@ class Streams:
             raise PlanError(f"streams is true, false or a table like {{deterministic: true}}, not {shown(value)}.")
         problems = Problems(unknown_keys(value, [part.name for part in fields(Streams)], "streams has no key"))
         calls, migration = value.get("calls"), None
-        first_epoch: tuple[str, ...] = ()
         if calls is not None and not (isinstance(calls, list | tuple) and all(isinstance(c, str) for c in calls)):
             problems.append(f"streams: calls is a list like [reference.forward], not {shown(calls)}.")
             calls = None
@@ -138,10 +123,8 @@ class Streams:
             with problems.of("streams"):
                 migration = Migration.from_dict(value["migration"])
         with problems.of("streams"):
-            first_epoch = read_first_epoch(value.get("first_epoch"))
-        with problems.of("streams"):
             chosen = None if calls is None else tuple(calls)
-            streams = Streams(chosen, migration, value.get("deterministic", False), first_epoch)
+            streams = Streams(chosen, migration, value.get("deterministic", False))
         problems.refuse()
         return streams
 
@@ -153,7 +136,7 @@ def streamed_calls(
     call that generates, if it reads columns of the data set alone, and the scoring calls that read what it makes, or
     what other streamed calls make, and nothing else that a call makes. A second call that generates waits for its turn
     on the engines, so it runs after the streams, as a whole batch. So does training, because a mini-batch is drawn from
-    all samples, but for the first epoch of the calls of `Streams.first_epoch`.
+    all samples.
     """
     if streams is None:
         return ()
@@ -183,13 +166,9 @@ def why_not_streamed(graph: DataflowGraph, assignments: Mapping[str, Assignment]
 
 
 def stream_problems(
-    graph: DataflowGraph, assignments: Mapping[str, Assignment], streams: Streams | None, fused: Sequence[str] = ()
+    graph: DataflowGraph, assignments: Mapping[str, Assignment], streams: Streams | None
 ) -> Iterator[str]:
-    """Sentences about what is wrong with a plan's streams.
-
-    Args:
-        fused: the calls that the plan trains together.
-    """
+    """Sentences about what is wrong with a plan's streams."""
     if streams is None:
         return
     streamed = streamed_calls(graph, assignments, streams)
@@ -202,7 +181,6 @@ def stream_problems(
             yield f"streams: {name} reads what a call outside the streams makes; add that call, or leave {name} out."
     if not streamed and streams.calls is None:
         yield "streams: no scoring call of this plan reads what another call generates; leave streams out."
-    yield from first_epoch_problems(graph, assignments, streams.first_epoch, streamed, fused)
     if streams.migration is None:
         return
     generations = [name for name in streamed if graph.call(name).kind is CallKind.GENERATE and name in assignments]

@@ -49,12 +49,6 @@ class CallCost:
         gradients = max(self.gradients, other.gradients)
         return CallCost(parts, self.static + other.static, max(self.transient, other.transient), gradients)
 
-    @property
-    def with_kept_gradients(self) -> CallCost:
-        """The cost of a call whose gradients are held during the whole iteration."""
-        static, transient = self.static + self.gradients, self.transient - self.gradients
-        return replace(self, static=static, transient=transient, gradients=0.0)
-
     def times(self, factor: float) -> CallCost:
         """The cost of a call that takes `factor` times as long."""
         return replace(self, parts={name: factor * seconds for name, seconds in self.parts.items()})

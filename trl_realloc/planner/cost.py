@@ -322,19 +322,6 @@ class Pricing:
             parts["data"] = micro * gather * self.rates.zero(3, trains=False)
         return parts
 
-    def training_of(self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float) -> dict[str, float]:
-        """Seconds by cause of one replica's forward and backward of `tokens` tokens, without those of an optimizer
-        step; `squared` is the sum of the squared lengths."""
-        strategy = assignment.strategy
-        micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, strategy), strategy.pp)
-        parts, compute = self._pass(spec, assignment, tokens / micro, squared / micro, micro, train=True)
-        if strategy.dp > 1 and assignment.engine == "zero" and strategy.zero_stage > 1:
-            elements = spec.trained_share * _part(spec, strategy)
-            gradients = elements * gradient_bytes(spec.bytes_per_element, assignment)
-            backward = self._replicas(spec, assignment).backward(strategy.zero_stage, gradients, spec.bytes, compute)
-            parts["data"] = micro * backward * self.rates.zero(strategy.zero_stage, trains=True)
-        return parts
-
     def _stage_layers(self, spec: ModelSpec, assignment: Assignment) -> int:
         return math.ceil(_layers(spec) / assignment.strategy.pp)
 

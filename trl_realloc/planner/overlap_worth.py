@@ -160,8 +160,6 @@ class OverlapWorth:
         yield Way("streams", streams.still, self._verdict(streams.still))
         if streams.moved is not None:
             yield Way("streams, the last samples moved", streams.moved, self._verdict(streams.moved))
-        if streams.arrived is not None:
-            yield Way("streams, first epoch on arrival", streams.arrived, self._verdict(streams.arrived))
 
     def _stalenesses(self) -> Iterator[Way]:
         if not self.staleness.by_versions:

@@ -16,7 +16,6 @@ from ..plan.timeline import Timeline
 from .ahead_simulation import AheadIterations, simulate_ahead
 from .call_cost import CallCost
 from .fused_cost import FusedCost
-from .plan_memory import PlanMemory
 from .simulate import Overlap, spans_of, steady_times, tasks_of
 from .space import Candidate, Space
 from .stream_cost import StreamPrices
@@ -121,8 +120,7 @@ class PricedPlan:
     def with_streams(self, streams: Streams | None) -> PricedPlan:
         """The same assignments with these streams, and the seconds that an iteration takes then. Each device holds as
         much as without streams, because an engine that sleeps between its calls gives its memory back before its
-        devices score; but a first epoch on arrival keeps its gradients while other calls run. Raises `PlanError` where
-        the plan cannot have the streams."""
+        devices score. Raises `PlanError` where the plan cannot have the streams."""
         assert self.streams is None, "the estimate of a plan without streams"
         changed = replace(self, streams=streams)
         if streams is None or not changed.plan.streamed:
@@ -130,21 +128,7 @@ class PricedPlan:
         if self.staleness.versions:
             return changed._of_iterations_ahead()
         estimate = replace(self.estimate, seconds=changed.streamed().seconds)
-        return replace(changed, estimate=changed._keeping_gradients(estimate) if streams.first_epoch else estimate)
-
-    def _keeping_gradients(self, estimate: Estimate) -> Estimate:
-        """With the memory of a plan whose first epochs on arrival keep their gradients."""
-        assert self.streams is not None, "first epochs on arrival are streamed"
-        state = tuple(
-            replace(self.calls[name], cost=self.calls[name].cost.with_kept_gradients)
-            if name in self.streams.first_epoch
-            else self.calls[name]
-            for name in self.space.graph.order
-        )
-        memory = PlanMemory(self.space)
-        stays = memory.stays(state)
-        most, fullest = memory.fullest(state, stays)
-        return replace(estimate, memory=most, fullest=fullest, holds=memory.holds(state, stays, fullest))
+        return replace(changed, estimate=estimate)
 
     def ahead(self) -> AheadIterations:
         """Some iterations of a plan that has a staleness."""

@@ -12,7 +12,7 @@ from typing import Any
 from ..common.errors import MOST_LISTED, PlanError, Problems, nearest, shown
 from ..common.files import exists, read_json_mapping, read_yaml_mapping, shortened
 from ..common.settings import MIN_TEMPERATURE, SETTINGS, number_of_text, read_settings
-from ..plan.algorithm_graphs import grpo_graph, ppo_first_epoch, ppo_graph
+from ..plan.algorithm_graphs import grpo_graph, ppo_graph
 from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, Head, ModelSpec
@@ -185,7 +185,6 @@ class Recipe:
             recompute=recomputes(settings),
             forward_tokens=settings["local_rollout_forward_batch_size"] * longest,
             train_tokens=each * longest,
-            first_epoch=ppo_first_epoch(parts, settings["whiten_rewards"], settings["match_trl"]),
         )
 
 

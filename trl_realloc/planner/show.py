@@ -46,8 +46,6 @@ def plan_cost_table(plan: PricedPlan) -> Table:
         table.add_row(f"parameters to {name}", "", "", "", "", f"{seconds:.3f} s")
     if plan.streams is not None:
         table.add_row("streams", "", "", _migration(plan.streams), "", "")
-        for name in plan.streams.first_epoch:
-            table.add_row(name, "", "", "first epoch on arrival", "", "")
     if plan.staleness.versions:
         table.add_row(f"staleness {plan.staleness.versions}", "", "", ages(plan), "", "")
     table.add_section()

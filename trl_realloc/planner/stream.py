@@ -32,7 +32,7 @@ class StreamedGeneration:
 
 @dataclass(frozen=True)
 class StreamedScoring:
-    """A call that scores, or trains its first epoch, while samples are being generated.
+    """A call that scores while samples are being generated.
 
     Args:
         teams: the ranks that run a forward together, by team and by data-parallel replica of the team. A team has one
@@ -79,21 +79,19 @@ def stream_of(
     dealt: Sequence[Sequence[int]] | None = None,
     *,
     scores_beside: bool = False,
-    on_arrival: Sequence[str] = (),
 ) -> Stream:
     """The streamed calls of an iteration of a plan that has streams.
 
     Args:
         prompts, limit, scores_beside: as of `Stream`.
-        budgets: most tokens of one forward of each scoring call, and of each of `on_arrival`.
+        budgets: most tokens of one forward of each scoring call.
         dealt: the indices of the samples that each engine begins; `None` for those in turn.
-        on_arrival: the calls that train their first epoch on samples as they arrive.
     """
     generate, *scoring_calls = plan.streamed
     engines, scorings = replicas_of(plan, generate), []
     in_turn = [range(first, len(prompts), len(engines)) for first in range(len(engines))]
     shares = tuple(tuple(share) for share in (in_turn if dealt is None else dealt))
-    for name in (*scoring_calls, *on_arrival):
+    for name in scoring_calls:
         replicas = replicas_of(plan, name)
         producers = dict.fromkeys(filter(None, map(plan.graph.producer, plan.graph.call(name).inputs)))
         in_step = runs_in_step(plan.graph.call(name), plan[name])

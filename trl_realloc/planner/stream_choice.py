@@ -15,7 +15,6 @@ from functools import cached_property
 
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
-from ..plan.first_epoch import calls_on_arrival
 from ..plan.fused import joined
 from ..plan.staleness import devices_ahead
 from ..plan.streams import Migration, Streams
@@ -38,22 +37,19 @@ class StreamChoice:
         still: with streams and without migration. `None` where no call can stream, or where streams cannot save more
             than the estimates' error.
         moved: with the best migration that was found. `None` where samples cannot move.
-        arrived: the faster of these, with first epochs that are trained on samples as they arrive. `None` where no
-            call can train so.
         reason: why nothing was simulated, where `still` is `None`.
     """
 
     whole: PricedPlan
     still: PricedPlan | None = None
     moved: PricedPlan | None = None
-    arrived: PricedPlan | None = None
     reason: str = ""
 
     @property
     def fastest(self) -> PricedPlan:
         """The plan with the fewest seconds, without what gains no more than the estimates' error."""
         best, error = self.whole, self.whole.space.pricing.rates.error
-        for plan in (self.still, self.moved, self.arrived):
+        for plan in (self.still, self.moved):
             if plan is not None and plan.fits and plan.seconds * (1 + error) < best.seconds:
                 best = plan
         return best
@@ -70,12 +66,6 @@ class StreamChoice:
             parts.append(
                 f"with the last {migration.threshold:.0%} of the samples moved to {to} it "
                 f"{_gain(self.moved, self.whole)}"
-            )
-        if self.arrived is not None and self.arrived.streams is not None:
-            called = " and ".join(self.arrived.streams.first_epoch)
-            parts.append(
-                f"with the first epoch of {called} trained on samples as they arrive it "
-                f"{_gain(self.arrived, self.whole)}"
             )
         return ", ".join(parts)
 
@@ -99,9 +89,7 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
         streamed = still.plan.streamed
     except PlanError:  # no call can stream
         return StreamChoice(whole, reason="no scoring call can begin while others generate")
-    # a plan that repeats bit by bit, or has a staleness, has no first epoch on arrival
-    arriving = () if deterministic or whole.staleness.versions else _on_arrival(whole, streamed)
-    if not streamed or not _can_gain(whole, streamed, arriving):
+    if not streamed or not _can_gain(whole, streamed):
         reason = "scoring while others generate could save no more than estimates are good for"
         return StreamChoice(whole, reason=reason)
     if time.perf_counter() >= deadline:
@@ -110,27 +98,14 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
     if deterministic or whole.staleness.versions:
         return StreamChoice(whole, still)
     sweep = MigrationSweep(whole, streamed, deadline)
-    moved = sweep.best() if sweep.engines > 1 else None
-    fastest = min((plan for plan in (still, moved) if plan is not None), key=lambda plan: plan.seconds)
-    arrived = None
-    if arriving and fastest.streams is not None and time.perf_counter() < deadline:
-        arrived = whole.with_streams(replace(fastest.streams, first_epoch=arriving))
-    return StreamChoice(whole, still, moved, arrived)
+    return StreamChoice(whole, still, sweep.best() if sweep.engines > 1 else None)
 
 
-def _on_arrival(priced: PricedPlan, streamed: tuple[str, ...]) -> tuple[str, ...]:
-    """The calls that can train their first epoch on samples as they arrive, by their loss and by the plan."""
-    plan, names = priced.plan, priced.space.pricing.workload.first_epoch
-    return calls_on_arrival(plan.graph, plan.assignments, names, streamed, plan.fused)
-
-
-def _can_gain(plan: PricedPlan, streamed: tuple[str, ...], arriving: tuple[str, ...]) -> bool:
-    """Whether an iteration without the streamed scoring calls, and without the first epochs of the `arriving` calls,
-    would be faster by more than the estimates' error."""
+def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
+    """Whether an iteration without the streamed scoring calls would be faster by more than the estimates' error."""
     graph, error = plan.space.graph, plan.space.pricing.rates.error
     scored = [name for name in streamed if graph.call(name).kind is CallKind.FORWARD]
     seconds = sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored)
-    seconds += sum(plan.costs[name].seconds / plan.space.pricing.workload.epochs for name in arriving)
     if plan.staleness.versions:  # the devices that train work on while others score
         seconds = min(seconds, plan.seconds - _training(plan))
     return seconds > error * plan.seconds

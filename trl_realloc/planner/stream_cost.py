@@ -59,10 +59,10 @@ class StreamPrices:
         work, plan = self.pricing.workload, self.plan
         budgets = {
             name: max(1, int(self.pricing.budget(plan.graph.call(name).kind, plan[name].strategy) / self.weight))
-            for name in (*plan.streamed[1:], *plan.on_arrival)
+            for name in plan.streamed[1:]
         }
         prompts = [round(work.prompt_tokens)] * self.episodes
-        return stream_of(plan, prompts, work.response_tokens[-1], budgets, on_arrival=plan.on_arrival)
+        return stream_of(plan, prompts, work.response_tokens[-1], budgets)
 
     def lengths(self, generation: str) -> list[int]:
         """The response length of each sample, by the sample's index, if this call generates it."""
@@ -121,7 +121,7 @@ class StreamPrices:
         return sum(self._corrected(generation, each) for each in parts)
 
     def score(self, scoring: str, parts: Sequence[Sequence[int]], *, loads: bool) -> float:
-        """Seconds of one forward of a team, with its backward if the call trains.
+        """Seconds of one forward of a team.
 
         Args:
             parts: the tokens of each sample, by replica of the team.
@@ -137,13 +137,8 @@ class StreamPrices:
         )
 
     def again(self, name: str, seconds: float) -> float:
-        """Seconds of a call's further passes over the batch, after the streams, of `seconds` of all passes. Those of a
-        call that trains are its other epochs and all optimizer steps."""
-        call, work = self._call(name), self.pricing.workload
-        if call.trains:
-            dp = self.plan[name].strategy.dp
-            first = self._forward(name, work.tokens / dp, work.episodes * work.mean_square / dp)
-            return max(0.0, seconds - first)
+        """Seconds of a call's further passes over the batch, after the streams, of `seconds` of all passes."""
+        call = self._call(name)
         repeats = call.kind is CallKind.FORWARD and call.role is Role.ACTOR
         return seconds * (1 - 1 / self.pricing.workload.policy_forwards) if repeats else 0.0
 
@@ -158,8 +153,7 @@ class StreamPrices:
 
     def _forward(self, scoring: str, tokens: float, squared: float) -> float:
         assignment, pricing = self.plan[scoring], self.pricing
-        seconds_of = pricing.training_of if self._call(scoring).trains else pricing.forward_of
-        parts = (seconds_of(spec, assignment, tokens, squared) for spec in self.specs.get(scoring, ()))
+        parts = (pricing.forward_of(spec, assignment, tokens, squared) for spec in self.specs.get(scoring, ()))
         return sum(self._corrected(scoring, each) for each in parts) if tokens else 0.0
 
     def _functions(self, scoring: str, samples: float) -> float:

@@ -42,8 +42,7 @@ class StreamedEstimates:
 
     def _told(self, spans: Iterable[Span]) -> list[Span]:
         """Those spans of a simulation that a run tells too: of a replica's streamed calls those of its first device."""
-        streamed = (*self.plan.streamed, *self.plan.on_arrival)
-        first = {name: {ranks[0] for ranks in replicas_of(self.plan, name)} for name in streamed}
+        first = {name: {ranks[0] for ranks in replicas_of(self.plan, name)} for name in self.plan.streamed}
         return [span for span in spans if span.call not in first or span.device in first[span.call]]
 
     def functions(self, update: MeasuredUpdate, work: Mapping[str, float]) -> dict[str, float]:
@@ -83,7 +82,7 @@ class StreamedEstimates:
         expected = MeasuredUpdate.of(self._told(simulate_streams(prices, seconds, moves).spans), update.lengths)
         better = dict(factors)
         for name in (*self.plan.order, *self._names):
-            of = "device_seconds" if name in (*self.plan.streamed, *self.plan.on_arrival) else "spans"
+            of = "device_seconds" if name in self.plan.streamed else "spans"
             measured, estimated = getattr(update, of).get(name, 0.0), getattr(expected, of).get(name, 0.0)
             if measured > 0 and estimated > 0 and name not in functions:
                 better[name] = bounded(factors.get(name, 1.0) * measured / estimated)

@@ -78,8 +78,7 @@ class _Simulation:
         streams = plan.streams
         assert streams is not None, "a plan with streams"
         self.dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
-        rest = {name: prices.again(name, seconds[name]) for name in plan.on_arrival}
-        tasks = tasks_of(plan, {**seconds, **dict.fromkeys(plan.streamed, 0.0), **rest}, moves)
+        tasks = tasks_of(plan, {**seconds, **dict.fromkeys(plan.streamed, 0.0)}, moves)
         again = [Task(name, (plan.mesh(name),), prices.again(name, seconds.get(name, 0.0))) for name in plan.streamed]
         self.rest = [task for task in again if task.seconds]
         self.rest += [task for task in tasks if not _calls(task) & set(plan.streamed)]

@@ -42,7 +42,6 @@ class Workload:
         train_tokens: the same for one training forward.
         generation_batch: samples that an engine of Transformers generates at once; `None` for those of one scoring
             forward of the longest samples.
-        first_epoch: calls that may train their first epoch on samples as they arrive (`plan.first_epoch`).
 
     Raises:
         PlanError: a number is below 1, `mini_batches` is not above 0, or `response_tokens` is empty.
@@ -58,7 +57,6 @@ class Workload:
     forward_tokens: int = 65_536
     train_tokens: int = 8_192
     generation_batch: int | None = None
-    first_epoch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = ("episodes", "prompt_tokens", "epochs", "policy_forwards", "forward_tokens", "train_tokens")

@@ -100,8 +100,7 @@ def state_bytes(element_bytes: int, assignment: Assignment, moments: int = MOMEN
 
 def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()) -> None:
     """Compare the parameters with the cluster's `memory_gb`. Of the calls that the plan offloads or drops only the
-    largest counts. A call's gradients count while it runs, of two calls that train together those of both, and those of
-    a first epoch on arrival all the time.
+    largest counts. A call's gradients count while it runs, of two calls that train together those of both.
 
     Raises:
         PlanError: a device would have to hold more. The message lists the bytes of each call.
@@ -135,7 +134,5 @@ def _most_at_once(plan: ExecutionPlan, sizes: Mapping[str, CallBytes]) -> int:
         for name in names:
             of_call, leaves = sizes[name], plan[name].offload or plan[name].drop
             held += 0 if leaves else of_call.held
-            held += of_call.gradients if name in plan.on_arrival else 0
-            adds[-1] += of_call.held if leaves else 0
-            adds[-1] += 0 if name in plan.on_arrival else of_call.gradients
+            adds[-1] += of_call.gradients + (of_call.held if leaves else 0)
     return held + max(adds)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 from transformers.utils import logging
 
-from ..algorithms.base import Algorithm, ArrivalAlgorithm
+from ..algorithms.base import Algorithm
 from ..algorithms.nonfinite import NonFiniteError, problem_of, with_text
 from ..algorithms.rollout import Rollouts
 from ..plan.dataflow import Call
@@ -43,7 +43,6 @@ class CallInputs:
         self._prepared: Rollouts | None = None
         # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
         self.skips_training = False
-        self.arrived: ArrivalAlgorithm | None = None  # of the calls whose first mini-batch is added sample by sample
 
     def share(self, call: Call, batch: Rollouts) -> Share | CallsFailed:
         """This rank's share of a call's inputs; why there is none, if a call that it needs has failed.
@@ -134,9 +133,8 @@ class CallInputs:
         if self.skips_training:
             count = self.plan[call.name].strategy.dp if replicas is None else len(replicas)
             return [Share(Rollouts(), is_skipped=True)] * count
-        arrived = self.arrived if call.name in self.plan.on_arrival else None
         return shares_of_training(
-            self.plan, call, self.algorithm, prepared, self.step, replicas, arrived=arrived, attention_at=attention_at
+            self.plan, call, self.algorithm, prepared, self.step, replicas, attention_at=attention_at
         )
 
     def prepare(self, samples: Rollouts) -> Rollouts:

@@ -16,7 +16,6 @@ from ..engines.base import EngineError
 from ..plan.dataflow import Call, CallKind
 from ..plan.timeline import Span
 from . import calls, training_calls
-from .arriving_samples import Added, ArrivingSamples
 from .call_inputs import CallInputs
 from .calls import CallSettings, Step
 from .early_generation import EarlyGeneration
@@ -36,14 +35,12 @@ class RunningIteration:
         exchange: of its samples.
         inputs: what its calls read.
         failure: the latest exception of one of its calls on this rank.
-        arriving: what this rank has added of its first epoch; `None` if every call trains on whole mini-batches.
     """
 
     step: Step
     exchange: Exchange
     inputs: CallInputs
     failure: BaseException | None = None
-    arriving: ArrivingSamples | None = None
 
 
 class CallRunner:
@@ -94,20 +91,15 @@ class CallRunner:
                 spans = (Span(moved.name, rank, moved.start, moved.end, step.number, bytes=moved.bytes),)
             if share is None:
                 return True
-            arriving = iteration.arriving if call.trains else None
-            spans += tuple(arriving.spans.get(name, ())) if arriving is not None else ()
             if isinstance(share, CallsFailed) or share.is_skipped:
                 output = share.failures if isinstance(share, CallsFailed) else CallOutput(Rollouts(), spans)
-                if arriving is not None:
-                    arriving.drop(call)
             else:
                 self.placement.check_fresh(name)
                 if is_collective:
                     self._meet(name, f"{name} of {step.name}")
                 start = time.time()
                 with self.placement.resident(name):
-                    added = None if arriving is None or share.scale is None else arriving.added(name, share.scale)
-                    outputs = self.compute(call, share, step, added)
+                    outputs = self.compute(call, share, step)
                 output = CallOutput(outputs, (*spans, self._span(call, step, outputs, start)))
         except JobFailed:
             raise
@@ -164,11 +156,10 @@ class CallRunner:
         stages = () if ran is None else stage_spans(ran, (first.name, second.name), step.number)
         return [CallOutput(columns[0], (spans[0],), stages), CallOutput(columns[1], (spans[1],))]
 
-    def compute(self, call: Call, share: Share, step: Step, added: Added | None = None) -> Rollouts:
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         """The outputs of a call of any kind for this rank's share.
 
         Args:
-            added: of a call that trains, its first mini-batch, if this was added sample by sample.
         """
         placement, settings = self.placement, self.settings
         match call.kind:
@@ -180,7 +171,7 @@ class CallRunner:
                 return calls.forward(placement, settings, call, share.samples, step)
             case CallKind.TRAIN:
                 loss = self.algorithm.loss(call.name).of_tokens
-                return training_calls.train(placement, settings, loss, call, share.mini_batches(), step, added)
+                return training_calls.train(placement, settings, loss, call, share.mini_batches(), step)
 
     def _meet(self, name: str, what: str) -> None:
         """Wait for the other ranks of a call's mesh before its first collective. One may still be in another call, such

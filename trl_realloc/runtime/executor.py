@@ -24,7 +24,6 @@ from ..plan.streams import early_call
 from ..plan.timeline import Span
 from ..planner.dispatcher import Dispatcher, Order
 from .ahead_runs import AheadRuns
-from .arriving_samples import ArrivingSamples, arrival_algorithm
 from .call_runner import CallRunner
 from .calls import CallSettings, Step
 from .drawn_samples import DrawnSamples
@@ -140,8 +139,7 @@ class Executor:
         self.begin(this_step, whole)
         for name, samples in known.items():
             self.exchange.know(name, samples)
-        trains_on_arrival = set(self.plan.on_arrival) <= set(whole)
-        leader = self._run_streamed(batch, trains=trains_on_arrival) if streamed else None
+        leader = self._run_streamed(batch) if streamed else None
         of_rank = self.plan.runs_of([name for name in whole if self.placement.takes_part(name)])
         for now, later in zip_longest(of_rank, of_rank[1:], fillvalue=()):
             running = [self.plan.graph.call(name) for name in now]
@@ -165,17 +163,9 @@ class Executor:
         self._now = self.ahead.run(step, batch, following).running
         return self._finish(batch, self.plan.order, ())
 
-    def _run_streamed(self, batch: PromptBatch, *, trains: bool = False) -> StreamLeader | None:
-        """Run the streamed calls of this rank, and publish their outputs. Returns the leader, on rank 0.
-
-        Args:
-            trains: the iteration runs all calls that train.
-        """
-        algorithm = arrival_algorithm(self.algorithm, self.plan) if trains else None
-        arriving = None if algorithm is None else ArrivingSamples(self.placement, algorithm, len(batch))
-        self._now.arriving, self._now.inputs.arrived = arriving, algorithm
-        on_arrival = () if arriving is None else self.plan.on_arrival
-        stream = stream_of_batch(self.placement, self.settings, self._now.step, batch, on_arrival=on_arrival)
+    def _run_streamed(self, batch: PromptBatch) -> StreamLeader | None:
+        """Run the streamed calls of this rank, and publish their outputs. Returns the leader, on rank 0."""
+        stream = stream_of_batch(self.placement, self.settings, self._now.step, batch)
         tag, messages = self.exchange.stream_tag, self.exchange.messages
         leader, streams = None, self.plan.streams
         assert streams is not None, "the plan has streamed calls"
@@ -183,7 +173,7 @@ class Executor:
             dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
             leader = StreamLeader(messages, tag, stream, dispatcher)
             self.orders = leader.orders
-        if any(self.placement.takes_part(name) for name in (*self.plan.streamed, *on_arrival)):
+        if any(self.placement.takes_part(name) for name in self.plan.streamed):
             link = StreamLink(messages, tag, leader, End) if self.rank in stream.ranks else None
             worker = StreamWorker(
                 self.placement,
@@ -196,7 +186,6 @@ class Executor:
                 self._now.step,
                 batch,
                 self.runner.early,
-                arriving,
             )
             for name, output in worker.run().items():
                 self.exchange.publish(name, output)

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 
-from ..engines.adding_engine import AddingEngine
 from ..engines.base import GenerationEngine, ScoringEngine, TrainingEngine
 from ..engines.child_process import die_with_launcher
 from ..engines.device import free_bytes, is_accelerator, release_cached_memory
@@ -109,8 +108,7 @@ class Placement:
         assert self.plan.cluster.size == 1, "no other rank waits for this one"
         self.engine_processes.close()
         for engine in self.trainers.values():
-            if isinstance(engine, AddingEngine):
-                engine.drop()
+            engine.drop()
         self.forget_copies()
         self._was_reset = True
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from ..algorithms.base import Algorithm, ArrivalAlgorithm
+from ..algorithms.base import Algorithm
 from ..algorithms.rollout import Ragged, Rollouts
 from ..plan.batching import balance, work
 from ..plan.dataflow import Call, CallKind
@@ -31,14 +31,11 @@ class Share:
         steps: of a call that trains: for each optimizer step the columns `index` and those that the algorithm adds to
             a mini-batch, of the replica's samples of it. Empty for other calls.
         is_skipped: the call is not run, because its batch is not finite and the run skips such batches.
-        scale: of a call whose first mini-batch was added sample by sample, what its gradients are multiplied by
-            (`ArrivingSamples`). `steps` are then the others. `None` for every other call.
     """
 
     samples: Rollouts
     steps: tuple[Rollouts, ...] = ()
     is_skipped: bool = False
-    scale: float | None = None
 
     def mini_batches(self) -> Iterator[Rollouts]:
         """The replica's samples of each optimizer step, with every column."""
@@ -56,15 +53,15 @@ class Share:
         own = rows_of(batch, self.samples.tensor("index"))
         return replace(self, samples=own.plus(**self.samples))
 
-    def packed(self) -> tuple[bytes, list[bytes], bool, float | None]:
+    def packed(self) -> tuple[bytes, list[bytes], bool]:
         """The share as bytes."""
-        return self.samples.to_bytes(), [step.to_bytes() for step in self.steps], self.is_skipped, self.scale
+        return self.samples.to_bytes(), [step.to_bytes() for step in self.steps], self.is_skipped
 
     @staticmethod
-    def of(packed: tuple[bytes, list[bytes], bool, float | None]) -> Share:
+    def of(packed: tuple[bytes, list[bytes], bool]) -> Share:
         """The inverse of `packed`."""
-        samples, steps, is_skipped, scale = packed
-        return Share(Rollouts.from_bytes(samples), tuple(map(Rollouts.from_bytes, steps)), is_skipped, scale)
+        samples, steps, is_skipped = packed
+        return Share(Rollouts.from_bytes(samples), tuple(map(Rollouts.from_bytes, steps)), is_skipped)
 
 
 def shares_of_samples(
@@ -117,7 +114,6 @@ def shares_of_training(
     step: int,
     replicas: Iterable[int] | None = None,
     *,
-    arrived: ArrivalAlgorithm | None = None,
     attention_at: float = math.inf,
 ) -> list[Share]:
     """The share of each replica of a call that trains. The work of every mini-batch is balanced over the replicas.
@@ -126,15 +122,10 @@ def shares_of_training(
         prepared: the global batch after `Algorithm.prepare`.
         step: the number of the iteration.
         replicas, attention_at: as of `shares_of_samples`.
-        arrived: the algorithm, if the gradients of the first mini-batch have been added.
     """
-    scale = None
     dp, made = plan[call.name].strategy.dp, {column for other in plan.graph.calls for column in other.outputs}
     steps: dict[int, list[Rollouts]] = {replica: [] for replica in (range(dp) if replicas is None else replicas)}
-    for number, batch in enumerate(algorithm.mini_batches(prepared, step)):
-        if arrived is not None and not number:
-            scale = arrived.arrival_scale(call.name, batch)
-            continue
+    for batch in algorithm.mini_batches(prepared, step):
         added = ("index", *(name for name in batch if name not in prepared))
         positions = balance(work(batch.lengths.tolist(), attention_at), dp)
         for replica, of_replica in steps.items():
@@ -144,7 +135,7 @@ def shares_of_training(
     shares = []
     for own_steps in steps.values():
         index = torch.cat([own.tensor("index") for own in own_steps]).unique() if own_steps else torch.zeros(0).long()
-        shares.append(Share(rows_of(read, index), tuple(own_steps), scale=scale))
+        shares.append(Share(rows_of(read, index), tuple(own_steps)))
     return shares
 
 

@@ -11,7 +11,7 @@ import contextlib
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from ..plan.timeline import Span
 from ..planner.dispatcher import Score
 from ..planner.stream import Stream, stream_of
 from . import calls
-from .arriving_samples import ArrivingSamples
 from .calls import CallSettings, Step
 from .failures.alarm import Alarm
 from .messages import Messages
@@ -40,13 +39,11 @@ def stream_of_batch(
     batch: PromptBatch,
     *,
     scores_beside: bool = False,
-    on_arrival: Sequence[str] = (),
 ) -> Stream:
     """The streamed calls of a batch.
 
     Args:
         scores_beside: as of `Stream`.
-        on_arrival: the calls that train their first epoch on samples as they arrive.
     """
     plan = placement.plan
     forwards = [n for n in plan.streamed if plan.graph.call(n).kind is CallKind.FORWARD]
@@ -54,9 +51,9 @@ def stream_of_batch(
     prompts = batch.prompts.ragged(generate.inputs[0])
     dealt = deal(prompts, plan[generate.name].strategy.dp)
     limit = calls.sampling_of(settings, generate, step).max_tokens
-    budgets = {name: placement.budget(name) for name in (*forwards, *on_arrival)}
+    budgets = {name: placement.budget(name) for name in forwards}
     lengths = prompts.lengths.tolist()
-    return stream_of(plan, lengths, limit, budgets, dealt, scores_beside=scores_beside, on_arrival=on_arrival)
+    return stream_of(plan, lengths, limit, budgets, dealt, scores_beside=scores_beside)
 
 
 class ForwardSamples:
@@ -119,19 +116,10 @@ class ForwardRunner:
     Args:
         messages: of this rank.
         tag: of the samples that the first rank of a replica passes on.
-        arriving: takes the samples of calls that train; `None` where none does.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        alarm: Alarm,
-        messages: Messages,
-        tag: int,
-        arriving: ArrivingSamples | None = None,
-    ) -> None:
+    def __init__(self, placement: Placement, alarm: Alarm, messages: Messages, tag: int) -> None:
         self.placement, self.alarm, self.messages, self.tag = placement, alarm, messages, tag
-        self.arriving = arriving
         self.plan, self.rank = placement.plan, placement.rank
         self._columns = _columns_read(self.plan)
         self._resident = contextlib.ExitStack()
@@ -157,12 +145,7 @@ class ForwardRunner:
             self.placement.check_fresh(name)
             self._resident.enter_context(self.placement.resident(name))
             self._call = name
-        outputs = Rollouts()
-        if not call.trains:
-            outputs = calls.forward(self.placement, settings, call, samples, step, keeps=False)
-        else:
-            assert self.arriving is not None, "only iterations that train have such forwards"
-            self.arriving.add(call, samples)
+        outputs = calls.forward(self.placement, settings, call, samples, step, keeps=False)
         span = Span(name, self.rank, start, max(start, time.time()), step.number, samples=len(task.samples))
         return Forwarded(outputs, span, self.rows(name, outputs))
 
@@ -170,9 +153,7 @@ class ForwardRunner:
         """The columns of a call's outputs that streamed calls read, by sample."""
         if not self._columns[name] or not len(outputs):
             return {}
-        # a loss also reads whether a response has ended, which is no column of the graph
-        trains_on_it = self.arriving is not None and name == self.plan.streamed[0]
-        read = outputs if trains_on_it else outputs.only(("index", *self._columns[name]))
+        read = outputs.only(("index", *self._columns[name]))
         index = outputs.tensor("index").tolist()
         return {sample: read.select([at]).to_bytes() for at, sample in enumerate(index)}
 
@@ -192,13 +173,11 @@ class ForwardRunner:
         call = self.plan.graph.call(task.call)
         of_data = rows_of(batch.prompts, task.samples)
         texts = (calls.TEXTS,) if call.role is Role.REWARD and calls.TEXTS in of_data else ()
-        samples = of_data.plus(**columns)
-        return samples if call.trains else samples.only(("index", *call.inputs, *texts))
+        return of_data.plus(**columns).only(("index", *call.inputs, *texts))
 
 
 def _columns_read(plan: ExecutionPlan) -> dict[str, list[str]]:
     """Of each streamed call, the columns that other streamed calls read."""
-    readers = (*plan.streamed[1:], *plan.on_arrival)
-    read = [column for name in readers for column in plan.graph.call(name).inputs]
-    outputs = {name: plan.graph.call(name).outputs for name in (*plan.streamed, *plan.on_arrival)}
+    read = [column for name in plan.streamed[1:] for column in plan.graph.call(name).inputs]
+    outputs = {name: plan.graph.call(name).outputs for name in plan.streamed}
     return {name: [column for column in dict.fromkeys(read) if column in made] for name, made in outputs.items()}

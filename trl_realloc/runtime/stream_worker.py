@@ -20,7 +20,6 @@ from ..plan.timeline import Span
 from ..planner.dispatcher import Release, Withdraw
 from ..planner.stream import Stream
 from . import calls
-from .arriving_samples import ArrivingSamples
 from .calls import CallSettings, Step
 from .early_generation import EarlyGeneration
 from .exchange import CallFailure, CallOutput, Failures, failure_of
@@ -50,7 +49,6 @@ class StreamWorker:
         stream: of the phase.
         step, batch: the iteration and its global batch.
         early: the generation that has been begun in the iteration before.
-        arriving: the iteration's first epoch of calls that train on samples as they arrive; `None` if there is none.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class StreamWorker:
         step: Step,
         batch: PromptBatch,
         early: EarlyGeneration | None = None,
-        arriving: ArrivingSamples | None = None,
     ) -> None:
         self.placement, self.settings, self.alarm = placement, settings, alarm
         self.messages, self.tag, self.link = messages, tag, link
@@ -77,8 +74,7 @@ class StreamWorker:
         self._generation: Generation | None = None
         self._is_generating = False
         self._unfinished: set[int] = set()
-        self.arriving = arriving
-        self._forwards = ForwardRunner(placement, alarm, messages, tag, arriving)
+        self._forwards = ForwardRunner(placement, alarm, messages, tag)
         self._failures: Failures = ()  # of the phase
         self._own_failures: Failures = ()
         self.error: Exception | None = None  # the latest failure of a call on this rank
@@ -105,8 +101,6 @@ class StreamWorker:
                 if self._generation is not None:
                     self._generation.close()
         self.link.report(Left())
-        if self.arriving is not None:
-            self.arriving.spans = {name: self._spans[name] for name in self.plan.on_arrival}
         if self.error is not None and not self._failures:  # rank 0 had ended the phase when an engine failed to end
             self._failures = self._own_failures
         of_rank = [name for name in self.plan.streamed if self.placement.has(name)]

@@ -16,7 +16,6 @@ from ..algorithms.nonfinite import NonFiniteError, all_finite, check_rates, with
 from ..algorithms.rollout import Rollouts
 from ..engines.training.fused_training import FusedShare
 from ..plan.dataflow import Call
-from .arriving_samples import Added, adding
 from .calls import CallSettings, Step
 from .placement import Placement
 from .process_groups import from_every_rank
@@ -35,13 +34,11 @@ def train(
     call: Call,
     mini_batches: Iterable[Rollouts],
     step: Step,
-    added: Added | None = None,
 ) -> Rollouts:
     """Train one role for all epochs and mini-batches.
 
     Args:
         mini_batches: this rank's share of the samples of each optimizer step.
-        added: the first mini-batch, if its gradients have been added; `mini_batches` are then the others.
 
     Returns:
         A row for each sample of each optimizer step: `index` (the sample), `update` (the step), the loss's statistics,
@@ -54,14 +51,7 @@ def train(
     """
     engine, log = placement.trained(call.role), _TrainingLog(placement, settings, call, step)
     assert engine is not None, "only the ranks of a call's mesh run it"
-    if added is not None:
-        try:
-            adding(placement, call).step(added.samples, added.statistics, step.learning_rates[call.role], added.scale)
-        except NonFiniteError as error:
-            log.skip(0, added.samples, error)
-        else:
-            log.add(0, added.samples, added.statistics)
-    for update, samples in enumerate(mini_batches, start=int(added is not None)):
+    for update, samples in enumerate(mini_batches):
         try:
             statistics = engine.train(samples, loss, placement.budget(call.name), step.learning_rates[call.role])
         except NonFiniteError as error:

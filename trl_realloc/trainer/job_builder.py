@@ -96,7 +96,6 @@ def ppo_job(
         recompute=recomputes(args),
         forward_tokens=args.local_rollout_forward_batch_size * context_length,
         train_tokens=args.per_device_train_batch_size * context_length,
-        first_epoch=settings.first_epoch,
     )
     options = engine_options(
         args,

@@ -6,7 +6,7 @@ Choosing a plan for `plan: auto` is in `profiling.auto_plan`; whether the models
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..engines.model_configs import read_config
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import AUTO, PRESETS, resolve_plan, with_first_epoch, with_sleeping_engines
+from ..plan.presets import AUTO, PRESETS, resolve_plan, with_sleeping_engines
 from ..plan.staleness import Staleness
 from ..runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ..runtime.launch.launcher import check_device
@@ -58,7 +58,6 @@ def read_plan_request(
     world: Any,
     model: Any,
     graph: DataflowGraph,
-    first_epoch: Collection[str] = (),
 ) -> PlanRequest:
     """The execution plan of this job, unless the planner is to choose it (`auto`). All ranks together.
 
@@ -67,7 +66,6 @@ def read_plan_request(
         world: Accelerate's `PartialState`.
         model: the policy as the user gave it.
         graph: the run's calls.
-        first_epoch: the calls whose first epoch the algorithm can train on samples as they arrive.
 
     Raises:
         PlanError: there is no such plan, or it is for another number of processes or another algorithm.
@@ -86,7 +84,7 @@ def read_plan_request(
     one_host_device = cluster.size == 1 and not is_accelerator(args.device)
     plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph, may_choose=not one_host_device)
     if plan is not None:
-        plan = _with_settings(plan, args, first_epoch, is_preset=plugin.plan == "separate")
+        plan = _with_settings(plan, args, is_preset=plugin.plan == "separate")
     engines = [engine] if plan is None else [assignment.engine for assignment in plan.assignments.values()]
     if "vllm" in engines and not is_vllm_available():
         raise ConfigError(
@@ -168,20 +166,16 @@ def _requested_plan(
     return None
 
 
-def _with_settings(plan: ExecutionPlan, args: Any, first_epoch: Collection[str], *, is_preset: bool) -> ExecutionPlan:
+def _with_settings(plan: ExecutionPlan, args: Any, *, is_preset: bool) -> ExecutionPlan:
     """The plan with what the training arguments say of it: its staleness, and engines that sleep.
 
     Args:
-        first_epoch: as of `read_plan_request`.
         is_preset: whether it is the preset `separate`, which uses all that the settings allow.
 
     Raises:
         ConfigError: the plan's staleness is above the bound, or its engines never rest.
     """
     plan = _with_staleness(plan, getattr(args, "max_staleness", 0), is_preset=is_preset)
-    # in the order of arrival the sums of gradients differ in their last bits
-    if is_preset and not plan.staleness.versions and not args.full_determinism:
-        plan = _with_first_epoch(plan, first_epoch)
     if not args.vllm_enable_sleep_mode:
         return plan
     if plan.staleness.versions:
@@ -220,10 +214,3 @@ def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> Execu
     name = f"the plan {plan.name!r}" if plan.name else "the plan"
     notice(f"{name} has no staleness, so max_staleness {most} has no effect; the preset separate generates ahead")
     return plan
-
-
-def _with_first_epoch(plan: ExecutionPlan, names: Collection[str]) -> ExecutionPlan:
-    """The preset `separate`, with the first epoch on samples as they arrive where several engines generate. Scoring is
-    on the engines' devices, so with one engine no sample arrives before the last one has ended, and only the forwards
-    would be smaller."""
-    return with_first_epoch(plan, names) if plan["actor.generate"].strategy.dp > 1 else plan

@@ -161,10 +161,7 @@ class PPOTrainer(
             peft_config=peft_config,
             reward_processing_classes=reward_processing_classes,
         )
-        settings = args.ppo_settings()
-        # a function may compare the samples that it is called with, so no preset divides them without being asked
-        first_epoch = () if inputs.has_reward_functions else settings.first_epoch
-        request = read_plan_request(args, self.plugin, world, model, settings.graph, first_epoch)
+        request = read_plan_request(args, self.plugin, world, model, args.ppo_settings().graph)
         self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with self.alarm.covers():
             self.setup: Setup = prepare(args, self.plugin, request, world.process_index, inputs)

@@ -24,7 +24,6 @@ from ..plan.execution_plan import ExecutionPlan
 from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels
-from ..runtime.arriving_samples import arrival_algorithm
 from ..runtime.calls import CallSettings
 from ..runtime.engine_options import EngineOptions
 from ..runtime.launch.hosts import Process, check_gpus
@@ -125,8 +124,6 @@ def prepare(
     prompts = read_prompts(args, inputs, configs[Role.ACTOR][0], tokens.pad)
     args.set_batch_sizes(request.cluster.size, len(prompts.train))
     algorithm = PPO(args.ppo_settings(), args.seed, tokens.eos)
-    if request.plan is not None:
-        arrival_algorithm(algorithm, request.plan)
     for function in rewards.functions:
         for dataset, columns in prompts.columns.items():
             function.check_parameters(columns, dataset)

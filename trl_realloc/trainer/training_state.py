@@ -94,9 +94,7 @@ class TrainingStateMixin:
         Raises:
             ConfigError: a setting is not allowed, or the plan, the engines or the data were made from it.
         """
-        # samples are trained on as they arrive only without whitened rewards
-        fixed = {**self._fixed, "whiten_rewards": False} if self.setup.plan.on_arrival else self._fixed
-        refuse_changed(fixed, fixed_settings(self.args, fixed))
+        refuse_changed(self._fixed, fixed_settings(self.args, self._fixed))
         settings = self.executor.exchange.spread(self.args.ppo_settings())
         if settings == self.setup.algorithm.settings:
             return
@@ -106,8 +104,6 @@ class TrainingStateMixin:
         algorithm = replace(self.setup.algorithm, settings=settings)
         self.setup = replace(self.setup, algorithm=algorithm)
         self.executor.algorithm = algorithm
-        if not set(self.setup.job.workload.first_epoch) <= set(settings.first_epoch):
-            self.replanner = self.measuring = None  # another plan might train on samples as they arrive
 
     def _log_metrics(self) -> None:
         if metrics := self.metrics.take():

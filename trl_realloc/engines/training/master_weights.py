@@ -258,11 +258,10 @@ class SplitMasters:
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
 
     @torch.no_grad()
-    def step(self, max_norm: float, scale: float = 1.0) -> float:
+    def step(self, max_norm: float) -> float:
         """Sum the gradients over the mesh, clip them by their global norm, step, and copy the result to every replica.
 
         Args:
-            scale: what the gradients are multiplied by first.
 
         Returns:
             The norm before clipping, the same on all ranks. If it is not finite, the step was not taken, and the
@@ -270,8 +269,6 @@ class SplitMasters:
         """
         gradients = {master.name: master.take_gradient() for master in self.all}
         self._sum(gradients)
-        if scale != 1.0 and gradients:
-            torch._foreach_mul_(list(gradients.values()), scale)
         norm = self._norm(gradients)
         if not norm.isfinite():
             return float(norm)

@@ -49,11 +49,11 @@ from .weight_source import fill, to_device
 
 
 if TYPE_CHECKING:
-    from ..adding_engine import AddingEngine
+    from ..base import TrainingEngine
 
 
 class MegatronEngine:
-    """Keeps `AddingEngine`, whose docstring describes the methods. All ranks of a replica (its tensor groups and
+    """Keeps `base.TrainingEngine`, whose docstring describes the methods. All ranks of a replica (its tensor groups and
     stages) get the same samples and return the same results.
 
     Args:
@@ -156,12 +156,12 @@ class MegatronEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
-        statistics = self.add(samples, loss, micro_batch_tokens)
+        statistics = self._backward(samples, loss, micro_batch_tokens)
         self.step(samples, statistics, learning_rate)
         return statistics
 
-    def add(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
-        """See `AddingEngine`."""
+    def _backward(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
+        """Add the gradients of samples. Returns their statistics."""
         assert self.masters is not None, "a frozen role cannot be trained"
         self.head.train()
         if self.pipeline is None:
@@ -189,19 +189,24 @@ class MegatronEngine:
         parts = [batch.statistics[at] for at in range(len(batch.statistics))]
         return self._from_last_stage(statistics_in_order(parts, batch.batches))
 
-    def step(
-        self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate, scale: float = 1.0
-    ) -> None:
-        """See `AddingEngine`."""
+    def step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
+        """Take an optimizer step with the gradients that are there. Collective over the mesh.
+
+        Args:
+            samples, statistics: of this rank's share of the mini-batch.
+
+        Raises:
+            NonFiniteError: as `train`.
+        """
         assert self.masters is not None, "a frozen role cannot be trained"
         self.masters.settings.give(learning_rate)
-        self.grad_norm = self.masters.step(self.max_grad_norm, scale)
+        self.grad_norm = self.masters.step(self.max_grad_norm)
         if not math.isfinite(self.grad_norm):
             raise refusal(self.groups.mesh, samples, statistics)
         self.version += 1
 
     def drop(self) -> None:
-        """See `AddingEngine`."""
+        """See `base.TrainingEngine`."""
         assert self.masters is not None, "a frozen role has no gradients"
         self.masters.drop()
 
@@ -320,7 +325,7 @@ def check_model(model: Any, tp: int, pp: int) -> None:
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
-    _ADDS: type[AddingEngine] = MegatronEngine
+    _TRAINS: type[TrainingEngine] = MegatronEngine
 
 
 __all__ = ["MegatronEngine", "check_model"]

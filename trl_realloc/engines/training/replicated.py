@@ -44,12 +44,11 @@ from .weight_source import fill
 
 
 if TYPE_CHECKING:
-    from ..adding_engine import AddingEngine
-    from ..base import InPlaceEngine
+    from ..base import InPlaceEngine, TrainingEngine
 
 
 class ReplicatedEngine:
-    """Keeps `AddingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods.
+    """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods.
 
     Args:
         head: the role's model, in its head. Parameters on the meta device are read onto `device`.
@@ -114,15 +113,9 @@ class ReplicatedEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
-        statistics = self.add(samples, loss, micro_batch_tokens)
-        self.step(samples, statistics, learning_rate)
-        return statistics
-
-    def add(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
-        """See `AddingEngine`."""
         assert self.optimizer is not None, "a frozen role cannot be trained"
         self.head.train()
-        return run_training(
+        statistics = run_training(
             self._call,
             samples,
             loss,
@@ -132,19 +125,17 @@ class ReplicatedEngine:
             lambda value, is_last: self.scaler.scale(value).backward(),
             kept=self._kept,
         )
+        self._step(samples, statistics, learning_rate)
+        return statistics
 
-    def step(
-        self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate, scale: float = 1.0
-    ) -> None:
-        """See `AddingEngine`."""
+    def _step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
+        """Take an optimizer step with the gradients that are there."""
         assert self.optimizer is not None and self._settings is not None, "a frozen role cannot be trained"
         self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also where there were no samples
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
         if self.scaler.is_enabled():  # it neither unscales other gradients nor sees that they are not finite
             self._clear_others()
-        if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in self._with_gradients() if p.grad is not None], scale)
         self.grad_norm = float(self._clip())
         if not math.isfinite(self.grad_norm):
             self._refuse(samples, statistics)
@@ -156,7 +147,7 @@ class ReplicatedEngine:
         self.version += 1
 
     def drop(self) -> None:
-        """See `AddingEngine`."""
+        """See `base.TrainingEngine`."""
         self._clear()
 
     def _not_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -311,5 +302,5 @@ def whole_parts(model: nn.Module) -> Parts:
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols
-    _ADDS: type[AddingEngine] = ReplicatedEngine
+    _TRAINS: type[TrainingEngine] = ReplicatedEngine
     _LENDS: type[InPlaceEngine] = ReplicatedEngine

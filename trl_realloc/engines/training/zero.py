@@ -42,19 +42,18 @@ from .packed_forward import RoleHead, run_forward, run_training
 from .replicated import whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
-from .zero_gradients import GradientMemory, drop_gradients, end_accumulation, multiplied_gradients
+from .zero_gradients import GradientMemory
 from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
 from .zero_scaling import check_gradients, loss_scale, set_loss_scale
 from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype, unify_trained
 
 
 if TYPE_CHECKING:
-    from ..adding_engine import AddingEngine
-    from ..base import InPlaceEngine
+    from ..base import InPlaceEngine, TrainingEngine
 
 
 class ZeroEngine:
-    """Keeps `AddingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods. The arguments that
+    """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods. The arguments that
     are not listed are those of `ReplicatedEngine`.
 
     Args:
@@ -143,36 +142,16 @@ class ZeroEngine:
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
         with self._within_step(learning_rate):
-            statistics = self._backward(samples, loss, micro_batch_tokens, ends_step=True)
+            statistics = self._backward(samples, loss, micro_batch_tokens)
         self._end_step(samples, statistics)
         return statistics
 
-    def add(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
-        """See `AddingEngine`."""
-        with self._within_step():
-            return self._backward(samples, loss, micro_batch_tokens, ends_step=False)
-
-    def step(
-        self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate, scale: float = 1.0
-    ) -> None:
-        """See `AddingEngine`."""
-        with self._within_step(learning_rate):
-            end_accumulation(self.engine)
-            with multiplied_gradients(self.engine.optimizer, scale):
-                self.engine.step()
-        self._end_step(samples, statistics)
-
     def drop(self) -> None:
-        """See `AddingEngine`."""
-        drop_gradients(self.engine.optimizer)
-        self._gradients.free()
+        """See `base.TrainingEngine`. DeepSpeed cannot forget a part of a step: `_within_step` refuses the next one."""
 
     @contextlib.contextmanager
-    def _within_step(self, learning_rate: Rate | None = None) -> Iterator[None]:
-        """What is done inside is a part of an optimizer step, which has to be done whole.
-
-        Args:
-            learning_rate: of the step; `None` if it is not taken inside.
+    def _within_step(self, learning_rate: Rate) -> Iterator[None]:
+        """What is done inside is one optimizer step, which has to be done whole.
 
         Raises:
             EngineError: another one was not.
@@ -184,8 +163,7 @@ class ZeroEngine:
                 "gradients; save the model, and make a new trainer to train it."
             )
         self._is_within_step = True
-        if learning_rate is not None:
-            self._settings.give(learning_rate)
+        self._settings.give(learning_rate)
         try:
             yield
         except BaseException:
@@ -193,13 +171,11 @@ class ZeroEngine:
             raise
         self._is_within_step = False
 
-    def _backward(
-        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, *, ends_step: bool
-    ) -> dict[str, Tensor]:
-        """Add the gradients of samples, and with `ends_step` take the optimizer step."""
+    def _backward(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
+        """Compute the gradients of a mini-batch, and take the optimizer step."""
 
         def backward(value: Tensor, is_last: bool) -> None:
-            self.engine.set_gradient_accumulation_boundary(ends_step and is_last)
+            self.engine.set_gradient_accumulation_boundary(is_last)
             # DeepSpeed averages gradients over the mesh, but the loss needs their sum
             self.engine.backward(value * self.group.size)
             self.engine.step()
@@ -339,5 +315,5 @@ class ZeroEngine:
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols
-    _ADDS: type[AddingEngine] = ZeroEngine
+    _TRAINS: type[TrainingEngine] = ZeroEngine
     _LENDS: type[InPlaceEngine] = ZeroEngine
