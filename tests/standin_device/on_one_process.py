@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import standin_device
 
 
 DEVICE = standin_device.accelerator()  # before anything asks which accelerator there is
-os.environ["ACCELERATE_TORCH_DEVICE"] = f"{DEVICE.type}:0"
+SIM = standin_device.rank_device()
 
 import tiny  # noqa: E402
 import torch  # noqa: E402
@@ -34,7 +33,7 @@ from trl_realloc.engines.base import EngineError  # noqa: E402
 from trl_realloc.engines.device import has_room  # noqa: E402
 from trl_realloc.engines.generation.weight_buffers import WeightBuffers  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups  # noqa: E402
-from trl_realloc.engines.training import sliced_head  # noqa: E402
+from trl_realloc.engines.training import packed_attention, sliced_head  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
@@ -48,8 +47,9 @@ from trl_realloc.runtime.placement import Placement  # noqa: E402
 from trl_realloc.runtime.residency import DroppedCopy, Residency, move_to_host  # noqa: E402
 
 
-SIM, CPU = torch.device(DEVICE.type, 0), torch.device("cpu")
+CPU = torch.device("cpu")
 of_standin = pytest.mark.skipif(not DEVICE.is_standin, reason="is about the stand-in")
+of_cuda = pytest.mark.skipif(DEVICE.is_standin, reason="needs CUDA's kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +239,34 @@ def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, m
         assert peaks[1 << 40] > 4 * tokens * vocabulary
         weights = 8 * vocabulary * there.model.config.hidden_size  # the weight's gradient, and that of a slice
         assert peaks[0] < peaks[1 << 40] - 2 * tokens * vocabulary + (weights if trains else 0), peaks
+
+
+@of_cuda
+@pytest.mark.parametrize("most", [1 << 40, 0], ids=["whole", "in slices"])
+def test_packed_rows_by_variable_length_attention_give_the_hosts_numbers(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 on the GPU, against float32 on the host."""
+    samples, here = rollouts(4), PolicyHead(tiny.policy(head_dim=64), 1.0)
+    expected = here(samples)["logprobs"].values
+    expected.sum().backward()
+    there, calls = PolicyHead(tiny.policy(head_dim=64), 1.0).to(SIM), list[int]()
+    varlen = packed_attention.varlen_attention
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return varlen(*arguments)
+
+    monkeypatch.setattr(packed_attention, "varlen_attention", counted)
+    monkeypatch.setattr(sliced_head, "MOST_LOGITS", most)
+    monkeypatch.setattr(sliced_head, "LOGITS_SLICE", 16 * tiny.VOCABULARY)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = there(samples.to(SIM))["logprobs"].values
+    found.sum().backward()
+    assert calls, "torch's variable-length attention is used"
+    assert torch.allclose(on_host(found).float(), expected.detach(), rtol=5e-2, atol=5e-2)
+    gradients = on_host(there.model.lm_head.weight.grad), here.model.lm_head.weight.grad
+    assert torch.allclose(*gradients, rtol=5e-2, atol=5e-2)
 
 
 def test_a_model_whose_logits_cannot_be_cut_gives_the_hosts_numbers() -> None:
