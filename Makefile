@@ -24,7 +24,8 @@ help:
 	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (an hour)"
 	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"
-	@echo "make check-gpu  on a machine with GPUs: what the tests cannot run without one (20 minutes)"
+	@echo "make check-gpu  on one GPU of 80 GB: what the tests cannot run without one (at most 10 minutes; where it was"
+	@echo "                interrupted it goes on); CHECK=--rehearse runs the same parts without a GPU"
 	@echo "make docs       the documentation as a site, in build/site; refuses links that lead nowhere"
 	@echo "make lint | format | typecheck | setup | setup-evidence | setup-next | clean"
 
@@ -126,7 +127,7 @@ test-next: setup-next
 
 # Not built from `setup`, whose packages are for the CPU: PYTHON is the interpreter of an environment with CUDA.
 check-gpu:
-	$(PYTHON) benchmarks/check_gpu.py
+	$(PYTHON) benchmarks/check_gpu.py $(CHECK)
 
 # One line with quotes, so that it can be copied into a shell as make prints it.
 DEMO_OPTIONS = $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(PLAN),--plan '$(PLAN)') \

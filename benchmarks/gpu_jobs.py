@@ -182,8 +182,11 @@ def generate(
     losses(made)
     rows = [row for row in made.state.log_history if any("sampling_logp_difference" in name for name in row)]
     worst = max((row["sampling/sampling_logp_difference/max"] for row in rows), default=float("inf"))
-    # Vllm drew the tokens by what the trainer has learned, or its weights are others. An older policy's differ more
+    # vLLM drew the tokens by what the trainer has learned, or its weights are others. An older policy's differ more
     assert staleness or worst < MISMATCH[dtype], made.state.log_history
+    if staleness:
+        oldest = max(row.get("staleness/oldest", -1.0) for row in made.state.log_history)
+        assert oldest == staleness, made.state.log_history
     numbers["largest difference of a token's log-probability"] = round(worst, 4)
     if RANK == 0:
         note(**numbers)

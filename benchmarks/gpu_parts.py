@@ -19,13 +19,25 @@ def job(name: str, **options: Any) -> tuple[str, ...]:
 
 def engine(algorithm: str, what: str, ranks: int = 1, gpus: int = 1, environment: Any = (), **options: Any) -> Part:
     """A training with vLLM engines. Starting one takes 63 to 90 s on a GPU, more beside other processes."""
-    name = f"{algorithm.upper()} with vLLM, {what}"
+    claim = "updates on tokens that an engine draws by the trainer's newest weights"
+    if options.get("staleness"):
+        claim = "updates on tokens of older policies, no token older than it may be"
     command = job("generate", algorithm=algorithm, **options)
-    return Part(name, name, command, ranks, gpus, 150, dict(environment), vllm=True, rehearsed_on="cpu")
+    return Part(
+        f"{algorithm.upper()} with vLLM, {what}",
+        claim,
+        command,
+        ranks,
+        gpus,
+        150,
+        dict(environment),
+        vllm=True,
+        rehearsed_on="cpu",
+    )
 
 
 def plans(name: str, ranks: int, **options: Any) -> Part:
-    return Part(name, f"{name}: losses of the first plan", job("compare", **options), ranks, limit_s=150)
+    return Part(name, "the losses are the same under every plan", job("compare", **options), ranks, limit_s=150)
 
 
 def fused(ranks: int, connections: int) -> Part:
