@@ -176,7 +176,7 @@ def main() -> None:
     print(f"{gpus} x {device}" if gpus else "a rehearsal: the stand-in device and the CPU", flush=True)
     records = [] if options.again else load(options.json)
     waiting = missing(chosen, records, options.commit, device)
-    for part in [part for part in waiting if part.gpus > max(1, gpus)]:
+    for part in [part for part in waiting if 0 < gpus < part.gpus]:
         print(f"left out    {part.name}: needs {part.gpus} GPUs")
         waiting.remove(part)
     lanes = options.lanes or max(1, min(4, cores() // 4))

@@ -21,7 +21,7 @@ def engine(algorithm: str, what: str, ranks: int = 1, gpus: int = 1, environment
     """A training with vLLM engines. Starting one takes 63 to 90 s on a GPU, more beside other processes."""
     claim = "updates on tokens that an engine draws by the trainer's newest weights"
     if options.get("staleness"):
-        claim = "updates on tokens of older policies, no token older than it may be"
+        claim = "tokens of the policy of the update before, and none older"
     command = job("generate", algorithm=algorithm, **options)
     return Part(
         f"{algorithm.upper()} with vLLM, {what}",
@@ -47,9 +47,9 @@ def fused(ranks: int, connections: int) -> Part:
     return Part(f"fused, {ranks} ranks, {connections} connections", claim, command, ranks, 1, 120, environment)
 
 
-def run_of(algorithm: str) -> Part:
-    command = str(ROOT / "benchmarks" / "gpu_run.py"), "--algorithm", algorithm, "--sleep", "drop", "--json", NUMBERS
-    claim = f"{algorithm.upper()} of 1.2 billion parameters, beside what the planner expects"
+def run_of(algorithm: str, *engine: str) -> Part:
+    command = str(ROOT / "benchmarks" / "gpu_run.py"), "--algorithm", algorithm, *engine, "--json", NUMBERS
+    claim = "seconds and memory of updates, beside what the planner expects"
     more: dict[str, Any] = {"vllm": True, "alone": True, "rehearsed_on": "cpu", "rehearsal": ("--small",)}
     return Part(f"{algorithm.upper()} of 1.2 billion", claim, command, limit_s=180, **more)
 
@@ -59,15 +59,13 @@ PARTS: Sequence[Part] = (
     Part("one process", "the tests of one process give the host's numbers", tests("on_one_process.py"), limit_s=240),
     Part("two ranks", "the tests of two ranks give the host's numbers", tests("on_two_ranks.py"), 2, limit_s=240),
     # engines, one at a time: the lane that takes longest
-    engine("ppo", "awake, float32", dtype="float32"),
-    engine("grpo", "streams, older policies by 1", staleness=1, streams=True, **APART),
+    engine("ppo", "streams, float32", streams=True, dtype="float32", **APART),
     engine("rloo", "asleep without weights", engine="drop"),
-    engine("ppo", "streams", streams=True, dtype="float32", **APART),
-    engine("grpo", "awake"),
+    engine("grpo", "streams, max_staleness 1", streams=True, staleness=1, **APART),
     engine("ppo", "asleep without weights", engine="drop"),
-    engine("rloo", "streams, older policies by 1", staleness=1, streams=True, **APART),
+    engine("rloo", "streams, max_staleness 1", streams=True, staleness=1, **APART),
     engine("grpo", "asleep with weights on the host", engine="offload"),
-    engine("ppo", "streams, older policies by 1", staleness=1, streams=True, **APART),
+    engine("ppo", "streams, max_staleness 1", streams=True, staleness=1, **APART),
     engine("rloo", "awake, this package's sampler, weights by host memory", repeatable=True,
            environment={"TRL_REALLOC_CUDA_IPC": "0"}),
     engine("ppo", "an engine on each of 2 GPUs", ranks=2, gpus=2, preset="interleave"),
@@ -84,6 +82,6 @@ PARTS: Sequence[Part] = (
          job("killed"), 2, says=r"rank 1 on host .*SIGKILL|rank 1 on host .*(killed|lost|gone)"),
     *(Part(f"late, {algorithm.upper()}", "a rank whose judge takes 40 s does not end a run with `ddp_timeout=20`",
            job("late", algorithm=algorithm), 2, limit_s=150) for algorithm in ("ppo", "grpo")),
-    run_of("ppo"),
+    run_of("ppo", "--sleep", "drop"),
     run_of("grpo"),
 )  # fmt: skip
