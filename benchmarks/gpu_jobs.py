@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -34,15 +35,16 @@ import torch.distributed as dist  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 import trl_realloc  # noqa: E402
-from trl_realloc.plan.algorithm_graphs import grpo_graph  # noqa: E402
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402
+from trl_realloc.plan.dataflow import DataflowGraph  # noqa: E402
 from trl_realloc.plan.presets import resolve_plan  # noqa: E402
 
 
 SIZES = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 CACHE = 16 << 30  # bytes of an engine for keys and values: far more than all models here
 SAME = {"float32": 2e-3, "bf16": 2e-2}  # differences of losses between plans, relative above 1
-MISMATCH = {"float32": 5e-3, "bf16": 0.15}  # of a token's log-probability between vLLM and the trainer
+MISMATCH = {"float32": 5e-3, "bf16": 0.15}  # of log-probabilities between vLLM and the trainer
 
 
 def note(**numbers: Any) -> None:
@@ -69,7 +71,7 @@ def trainer(algorithm: str, plan: Any, reward: Any = tiny.short, **settings: Any
     else:
         tiny.policy(**sizes).save_pretrained(folder / "policy")
         settings["use_vllm"] = settings.pop("generation_engine") == "vllm"
-        groups = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12}
+        groups = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "beta": 0.05}
         config = getattr(trl_realloc, f"{algorithm.upper()}Config")
         args = config(output_dir=str(folder), **{**tiny.BARE, **groups, **settings})
         parts |= {"model": str(folder / "policy"), "reward_funcs": reward}
@@ -88,6 +90,10 @@ def losses(made: Any) -> list[float]:
     return found
 
 
+def graph_of(algorithm: str) -> DataflowGraph:
+    return ppo_graph() if algorithm == "ppo" else grpo_graph(reward_models=False)
+
+
 def plan_of(name: str, algorithm: str) -> dict[str, Any]:
     """A plan for all ranks, without vLLM.
 
@@ -95,9 +101,8 @@ def plan_of(name: str, algorithm: str) -> dict[str, Any]:
         name: `flatten`, `zero 1` to `zero 3`, degrees like `tp 2 pp 2` for every training and scoring, or `fused`,
             which is actor and critic in fused pipelines of all ranks.
     """
-    graph = None if algorithm == "ppo" else grpo_graph(reference=False, reward_models=False)
     stage = int(name[-1]) if name.startswith("zero") else 0
-    options: dict[str, Any] = {"generation_engine": "transformers", "zero_stage": stage, "graph": graph}
+    options: dict[str, Any] = {"generation_engine": "transformers", "zero_stage": stage, "graph": graph_of(algorithm)}
     plan = resolve_plan("flatten", Cluster(1, RANKS), **options).to_dict()
     degrees = {kind: int(number) for kind, number in re.findall(r"(tp|pp) (\d+)", name)}
     names = [call for call in plan["calls"] if not call.startswith(("actor.generate", "reward"))]
@@ -136,6 +141,18 @@ def compare(
                 note(**{f"{plan}, {dtype}: largest difference": float(f"{gap:.1e}")} if plan != plans[0] else {})
 
 
+def mismatch(made: Any) -> float:
+    """The largest difference between an engine's log-probabilities and the trainer's: of a token, or of a response in
+    RLOO, which logs the ratios of responses alone."""
+    found = []
+    for row in made.state.log_history:
+        found += [value for name, value in row.items() if name.endswith("sampling_logp_difference/max")]
+        ratios = [row.get(f"sampling/importance_sampling_ratio/{which}") for which in ("min", "max")]
+        if "sampling/sampling_logp_difference/max" not in row:
+            found += [abs(math.log(ratio)) if ratio else math.inf for ratio in ratios if ratio is not None]
+    return max(found, default=math.inf)
+
+
 def generate(
     algorithm: str,
     preset: str = "flatten",
@@ -153,8 +170,7 @@ def generate(
         tp: of each engine.
         repeatable: by this package's sampler.
     """
-    graph = None if algorithm == "ppo" else grpo_graph(reference=False, reward_models=False)
-    plan = resolve_plan(preset, Cluster(1, RANKS), graph=graph).to_dict()
+    plan = resolve_plan(preset, Cluster(1, RANKS), graph=graph_of(algorithm)).to_dict()
     call = plan["calls"]["actor.generate"]
     call |= {} if engine == "awake" else {engine: True}
     call |= {"dp": call["dp"] // tp, "tp": tp} if tp > 1 else {}
@@ -180,14 +196,13 @@ def generate(
         # parts beside this one take some too
         assert taken < CACHE, f"{taken} bytes are taken by an engine that sleeps"
     losses(made)
-    rows = [row for row in made.state.log_history if any("sampling_logp_difference" in name for name in row)]
-    worst = max((row["sampling/sampling_logp_difference/max"] for row in rows), default=float("inf"))
+    worst = mismatch(made)
     # vLLM drew the tokens by what the trainer has learned, or its weights are others. An older policy's differ more
     assert staleness or worst < MISMATCH[dtype], made.state.log_history
     if staleness:
         oldest = max(row.get("staleness/oldest", -1.0) for row in made.state.log_history)
         assert oldest == staleness, made.state.log_history
-    numbers["largest difference of a token's log-probability"] = round(worst, 4)
+    numbers["largest difference of a log-probability"] = round(worst, 4)
     if RANK == 0:
         note(**numbers)
     made.close()
