@@ -54,6 +54,11 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> list[str]:
 def tables(rows: Sequence[Row]) -> list[str]:
     """What was learned and how fast, the accuracies at equal updates, the plans, and the seconds of their calls."""
     updates = sorted({point[0] for row in rows for point in row["curve"]})
+    calls = [
+        [label(row), call["call"], *(f"{s:.2f} s" if s else "" for s in (call["estimated"], call["measured"]))]
+        for row in rows
+        for call in row.get("calls", ())
+    ]
     return [
         *table(
             ["run", "before", "after", "to the common accuracy", "training", "tokens/s", "memory"], map(result, rows)
@@ -63,14 +68,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
             ["run", "greedy, before and after", "engine against trainer", "plan", "hardware", "commit", "`--rows`"],
             map(run, rows),
         ),
-        *table(
-            ["run", "call", "estimated", "measured"],
-            (
-                [label(row), call["call"], *(f"{s:.2f} s" if s else "" for s in (call["estimated"], call["measured"]))]
-                for row in rows
-                for call in row.get("calls", ())
-            ),
-        ),
+        *(table(["run", "call", "estimated", "measured"], calls) if calls else []),
     ]
 
 
