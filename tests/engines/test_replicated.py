@@ -170,31 +170,6 @@ def test_gradients_that_the_optimizer_leaves_out_are_not_added_up_over_the_steps
     assert all(parameter.grad is None for parameter in made.head.parameters())
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16, "bfloat16 parameters"])
-def test_gradients_can_be_added_by_and_by_and_scaled_at_the_end(samples: Rollouts, dtype: Any) -> None:
-    def made() -> ReplicatedEngine:
-        head = value_head()
-        options = {"compute_dtype": dtype} if dtype is torch.float16 else {}
-        return engine(head.to(torch.bfloat16) if isinstance(dtype, str) else head, max_grad_norm=0.05, **options)
-
-    whole, parts = made(), made()
-    parts.add(samples.select([1, 2]), VALUE_LOSS, 30)
-    parts.drop()
-    expected = whole.train(samples, VALUE_LOSS, 30, 1.0)
-    halves = samples.plus(value_weight=samples.tensor("value_weight") / 2)
-    order = [[5, 1, 0], [2], [7, 6, 3, 4]]
-    found = [parts.add(halves.select(of_part), VALUE_LOSS, 30) for of_part in order]
-    together = {name: torch.cat([statistics[name] for statistics in found]) for name in expected}
-    parts.step(samples.select(sum(order, [])), together, 1.0, scale=2.0)
-    accuracy = 1e-5 if dtype is None else 2e-2
-    assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=accuracy)
-    assert (parts.version, whole.version) == (1, 1)
-    for name, column in expected.items():
-        torch.testing.assert_close(together[name], column[sum(order, [])], rtol=accuracy, atol=accuracy)
-    for one, other in zip(parts.head.parameters(), whole.head.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=accuracy, atol=accuracy)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_precision_computes_roughly_and_keeps_float32_parameters(samples: Rollouts, dtype: torch.dtype) -> None:
     precise, rough = engine(value_head()), engine(value_head(), compute_dtype=dtype)

@@ -148,22 +148,6 @@ def gap(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return max((float(each.max()) for each in gaps), default=0.0)
 
 
-def added_by_and_by(
-    engine: MegatronEngine, samples: Rollouts, loss: Any, budget: int, learning_rate: float
-) -> dict[str, Tensor]:
-    """What `train` does, with gradients that each replica adds in parts of its own, of a half of their weights."""
-    if len(samples):
-        engine.add(samples.select([0]), loss, budget)
-        engine.drop()
-    halves = samples.plus(**{name: samples.tensor(name) / 2 for name in ("policy_weight", "value_weight")})
-    parts = [list(range(len(samples)))[at :: 1 + engine.groups.dp.index] for at in range(1 + engine.groups.dp.index)]
-    found = [engine.add(halves.select(part), loss, budget) for part in parts if part]
-    order = torch.tensor([at for part in parts for at in part]).argsort()
-    statistics = {name: torch.cat([each[name] for each in found])[order] for name in (found[0] if found else ())}
-    engine.step(samples, statistics, learning_rate, scale=2.0)
-    return statistics
-
-
 def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     rank, tp, pp = dist.get_rank(), case.get("tp", 1), case.get("pp", 1)
     dp = world // (tp * pp)
@@ -191,10 +175,9 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     mine = deal(samples, dp, rank // (tp * pp), case)
     differences: dict[str, float] = {}
     budget = case.get("tokens", 40)
-    for number in range(2):
+    for _ in range(2):
         expected, expected_norm = of_whole(lambda w: (w.train(samples, loss, 60, 1e-2), w.grad_norm))
-        train = added_by_and_by if number else MegatronEngine.train
-        made = train(split, mine, loss, budget, 1e-2)
+        made = split.train(mine, loss, budget, 1e-2)
         at = mine.tensor("index")
         here = {name: sums[at] for name, sums in expected.items()} if len(mine) else {}
         differences["statistics"] = max(differences.get("statistics", 0.0), gap(made, here))

@@ -161,20 +161,3 @@ def test_where_processes_see_one_gpu_each_no_engine_over_two_is_chosen(
     with pytest.raises(Chosen) as chosen:
         tiny.trainer(tmp_path)
     assert chosen.value.args[0]["actor.generate"].strategy.tp == tp
-
-
-@pytest.mark.parametrize(("is_function", "arriving"), [(False, ("critic.train",)), (True, ())])
-def test_the_preset_separate_does_not_divide_what_a_reward_function_is_called_with(
-    is_function: bool, arriving: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Asked(Exception):
-        pass
-
-    def ask(*given: Any) -> None:
-        raise Asked(given[-1])
-
-    monkeypatch.setattr(ppo_trainer, "read_plan_request", ask)
-    reward = (lambda completions, **_: [0.0] * len(completions)) if is_function else tiny.classifier(2)
-    with pytest.raises(Asked) as asked:
-        tiny.trainer(tmp_path, given={"reward_model": reward}, plan="separate")
-    assert asked.value.args == (arriving,)

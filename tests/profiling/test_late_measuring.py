@@ -139,8 +139,8 @@ def test_a_run_that_saves_has_saved_its_state_before_it_measures() -> None:
         made: Any = Run()
         made.can_rebuild = can_rebuild
         made.args, made.state = SimpleNamespace(save_strategy=strategy), SimpleNamespace(max_steps=9, global_step=step)
-        made.setup = SimpleNamespace(job=None)
-        made.observer = SimpleNamespace(note=lambda *_: None, job_plan=None)
+        made.setup, made.placement = SimpleNamespace(job=None), SimpleNamespace(generators={})
+        made.observer = SimpleNamespace(note=lambda *_: None, note_decoding=lambda *_: None, job_plan=None)
         made.replanner = SimpleNamespace(note=lambda lengths: None)
         made.measuring = SimpleNamespace(is_over=False, note=lambda seconds: None, budget=lambda *_: 1.0)
         made._replan([], [], 1.0, 9 - step)

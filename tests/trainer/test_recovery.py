@@ -145,7 +145,7 @@ def test_a_training_that_failed_in_its_middle_leaves_no_gradients(
     made._start()
     engine: Any = made.placement.trained("actor")  # type: ignore[arg-type]  # a role is its name
     with monkeypatch.context() as patched:
-        patched.setattr(type(engine), "step", lambda *given: 1 / 0)
+        patched.setattr(engine.optimizer, "step", lambda *given: 1 / 0)
         with pytest.raises(JobFailed):
             made.train()
     assert all(parameter.grad is None for parameter in made.policy_model.parameters())
