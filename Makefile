@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 NEXT ?= .venv-next
+OLDEST ?= .venv-oldest
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq -c requirements/tested.txt
@@ -10,12 +11,13 @@ RUN_STAMP := $(VENV)/.runs
 STAMP := $(VENV)/.complete
 EVIDENCE_STAMP := $(VENV)/.evidence
 NEXT_STAMP := $(NEXT)/.complete
+OLDEST_STAMP := $(OLDEST)/.complete
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-evidence setup-next lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
-	test-processes test-processes-1 test-processes-2 test-fast test-next check-gpu demo evidence docs clean
+.PHONY: help setup setup-evidence setup-next setup-oldest lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
+	test-processes test-processes-1 test-processes-2 test-fast test-next test-oldest check-gpu demo evidence docs clean
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
@@ -24,6 +26,7 @@ help:
 	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (an hour)"
 	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
 	@echo "make test-fast  the tests that need no second process"
+	@echo "make test-oldest  a training on the oldest torch and vLLM (a minute to install, 5 GB)"
 	@echo "make check-gpu  on one GPU of 80 GB: what the tests cannot run without one (at most 10 minutes; where it was"
 	@echo "                interrupted it goes on); CHECK=--rehearse runs the same parts without a GPU"
 	@echo "make docs       the documentation as a site, in build/site; refuses links that lead nowhere"
@@ -61,15 +64,29 @@ $(EVIDENCE_STAMP): $(RUN_STAMP)
 
 setup-next: $(NEXT_STAMP)
 
-# An overlay: everything is $(VENV)'s but what requirements/next.txt names.
+# An overlay: everything is $(VENV)'s but what is installed in it.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+define overlay
+	@test ! -e $(1)/pyvenv.cfg || rm -rf $(1)
+	$(PYTHON) -m venv $(1)
+	$(BIN)/python $(PURELIB) > $$($(1)/bin/python $(PURELIB))/overlay.pth
+	echo '$(CURDIR)' >> $$($(1)/bin/python $(PURELIB))/overlay.pth
+endef
+
 $(NEXT_STAMP): $(STAMP) requirements/next.txt
-	@test ! -e $(NEXT)/pyvenv.cfg || rm -rf $(NEXT)
-	$(PYTHON) -m venv $(NEXT)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> $$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/overlay.pth
-	echo '$(CURDIR)' >> $$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/overlay.pth
+	$(call overlay,$(NEXT))
 	@echo "setup: the newest releases in $(NEXT)"
 	$(NEXT)/bin/python -m pip install -qq --no-deps --ignore-installed -r requirements/next.txt
+	@touch $@
+
+setup-oldest: $(OLDEST_STAMP)
+
+# torch with its dependencies: another build of it may come with other libraries.
+$(OLDEST_STAMP): $(STAMP) requirements/oldest.txt
+	$(call overlay,$(OLDEST))
+	@echo "setup: the oldest releases of torch and vLLM in $(OLDEST)"
+	$(OLDEST)/bin/python -m pip install -qq $$(grep ^torch= requirements/oldest.txt)
+	$(OLDEST)/bin/python -m pip install -qq --no-deps -r requirements/oldest.txt
 	@touch $@
 
 lint: setup
@@ -122,8 +139,13 @@ test-fast: setup
 	$(PYTEST) -m "not multiprocess and not vllm and not deepspeed and not slow"
 
 # With a cache of its own, because two releases of vLLM would each write what the other has noted of a model anew.
+OVERLAID = VLLM_CACHE_ROOT=$(abspath $(1))/vllm-cache PATH=$(abspath $(1)/bin):$(abspath $(BIN)):$$PATH $(1)/bin/python
 test-next: setup-next
-	VLLM_CACHE_ROOT=$(abspath $(NEXT))/vllm-cache PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python -m pytest -m newest
+	$(call OVERLAID,$(NEXT)) -m pytest -m newest
+
+# Not of `make test`: torch 2.11 comes with 4.6 GB of libraries for CUDA.
+test-oldest: setup-oldest
+	$(call OVERLAID,$(OLDEST)) -m pytest tests/multiprocess/test_newest.py tests/engines/test_pipeline.py
 
 # Not built from `setup`, whose packages are for the CPU: PYTHON is the interpreter of an environment with CUDA.
 check-gpu:
@@ -139,7 +161,7 @@ demo: $(if $(filter smollm2,$(MODEL)),$(EVIDENCE_STAMP),$(RUN_STAMP))
 # Rows that are in the results are kept, so that this goes on where it was interrupted.
 # By the newest TRL, which has no PPO of its own.
 evidence: $(EVIDENCE_STAMP) $(NEXT_STAMP)
-	VLLM_CACHE_ROOT=$(abspath $(NEXT))/vllm-cache PATH=$(abspath $(NEXT)/bin):$(abspath $(BIN)):$$PATH $(NEXT)/bin/python benchmarks/evidence.py
+	$(call OVERLAID,$(NEXT)) benchmarks/evidence.py
 	$(BIN)/python benchmarks/evidence_page.py
 
 docs: setup
