@@ -24,9 +24,9 @@ help:
 	@echo "                PLAN=... for another plan, STALENESS=2 to generate for later updates while one trains"
 	@echo "                MODEL=smollm2: a pretrained model learns sums by GRPO (5 minutes)"
 	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (an hour)"
-	@echo "make test       lint, type check, all tests, and trainings on the newest releases (test-next)"
+	@echo "make test       lint, type check, all tests, and trainings on the newest and on the oldest releases (test-next,"
+	@echo "                test-oldest)"
 	@echo "make test-fast  the tests that need no second process"
-	@echo "make test-oldest  a training on the oldest torch and vLLM (a minute to install, 5 GB)"
 	@echo "make check-gpu  on one GPU of 80 GB: what the tests cannot run without one (at most 10 minutes; where it was"
 	@echo "                interrupted it goes on); CHECK=--rehearse runs the same parts without a GPU"
 	@echo "make docs       the documentation as a site, in build/site; refuses links that lead nowhere"
@@ -81,11 +81,11 @@ $(NEXT_STAMP): $(STAMP) requirements/next.txt
 
 setup-oldest: $(OLDEST_STAMP)
 
-# torch with its dependencies: another build of it may come with other libraries.
+# torch with its dependencies: PyPI has 2.11 with CUDA, whose libraries (4.6 GB) it loads on a CPU too.
 $(OLDEST_STAMP): $(STAMP) requirements/oldest.txt
 	$(call overlay,$(OLDEST))
 	@echo "setup: the oldest releases of torch and vLLM in $(OLDEST)"
-	$(OLDEST)/bin/python -m pip install -qq $$(grep ^torch= requirements/oldest.txt)
+	$(OLDEST)/bin/python -m pip install -qq --no-cache-dir $$(grep ^torch= requirements/oldest.txt)
 	$(OLDEST)/bin/python -m pip install -qq --no-deps -r requirements/oldest.txt
 	@touch $@
 
@@ -127,7 +127,7 @@ test-one-process-2: setup
 FIRST_PROCESSES := tests/standin_device $(filter-out %/test_grpo_plans.py, $(wildcard tests/multiprocess/test_*.py))
 
 test-processes: setup
-	@$(MAKE) $(SIDE_BY_SIDE) test-processes-1 test-processes-2 test-next
+	@$(MAKE) $(SIDE_BY_SIDE) test-processes-1 test-processes-2 test-next test-oldest
 
 test-processes-1: setup
 	$(PYTEST) -p no:cacheprovider -m multiprocess --deselect tests/multiprocess/test_newest.py $(FIRST_PROCESSES)
@@ -143,7 +143,7 @@ OVERLAID = VLLM_CACHE_ROOT=$(abspath $(1))/vllm-cache PATH=$(abspath $(1)/bin):$
 test-next: setup-next
 	$(call OVERLAID,$(NEXT)) -m pytest -m newest
 
-# Not of `make test`: torch 2.11 comes with 4.6 GB of libraries for CUDA.
+# A training and the pipelines alone, for these have what torch 2.11 lacks.
 test-oldest: setup-oldest
 	$(call OVERLAID,$(OLDEST)) -m pytest tests/multiprocess/test_newest.py tests/engines/test_pipeline.py
 
