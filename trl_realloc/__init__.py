@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .trainer.ppo_trainer import PPOTrainer
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Assignment": "plan.execution_plan",

@@ -1,4 +1,4 @@
-"""What a call is priced at. The first tests are the errors of ReaL's estimator, one each (`docs/planner.md`)."""
+"""What a call is priced at. First the errors of ReaL's estimator, one each (`docs/studies/planner.md`)."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_a_copy_of_an_adapted_policy_takes_its_base() -> None:
 
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
 def test_in_bfloat16_the_ratio_of_the_first_pass_is_1_to_rounding(tmp_path: Path, loaded: torch.dtype) -> None:
-    """The generation engine's products round otherwise than the training's; docs/differences.md says by how much."""
+    """The generation engine's products round otherwise than the training's; docs/mismatch.md says by how much."""
     size = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "initializer_range": 0.1}
     given = {"model": tiny.policy(**size).to(loaded), "value_model": tiny.classifier().to(loaded)}
     made = tiny.trainer(
