@@ -69,7 +69,7 @@ PARTS: Sequence[Part] = (
     engine("grpo", "max_staleness 1", staleness=1, **APART),
     engine("ppo", "asleep without weights", engine="drop"),
     engine("grpo", "streams", streams=True, **APART),
-    engine("ppo", "streams, max_staleness 1", streams=True, staleness=1, **APART),
+    engine("ppo", "max_staleness 1", staleness=1, **APART),
     engine("grpo", "asleep with weights on the host", engine="offload"),
     engine("rloo", "max_staleness 1", staleness=1, **APART),
     engine("rloo", "streams, this package's sampler, weights by host memory", streams=True, repeatable=True,

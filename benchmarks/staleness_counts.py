@@ -23,7 +23,6 @@ OVERLAPS: dict[str, dict[str, Any]] = {  # arguments of `Phases.run`
     "whole batches": {"versions": 0},
     "streams": {"versions": 0, "streams": True},
     "k = 1, whole batches": {"versions": 1},
-    "k = 1, streams": {"versions": 1, "streams": True},
 }
 SAVED, UPDATES, CONFIRMED = 5, 12, (0, 2)
 KILLED_AFTER_S = 2.0  # since the checkpoint was complete

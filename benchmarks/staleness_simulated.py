@@ -24,7 +24,6 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.stream_choice import choose_streams
 
 
 CLUSTER, NODES, PER_NODE = "h100:16x8", 16, 8
@@ -105,7 +104,6 @@ def searched(limit: int, synchronous: PricedPlan, versions: Sequence[int] = STAL
     found = choose_staleness(whole.space, whole, max(versions), time_limit_s=SEARCH_S).by_versions
     for number in versions:
         plan = found[number]
-        streams = choose_streams(plan)
         yield {
             "simulated": True,
             "limit": limit,
@@ -114,7 +112,6 @@ def searched(limit: int, synchronous: PricedPlan, versions: Sequence[int] = STAL
             "nodes_ahead": plan.calls["actor.generate"].assignment.mesh.size // PER_NODE,
             "seconds": plan.seconds,
             "gain_over_planned": synchronous.seconds / plan.seconds,
-            "seconds_with_streams": streams.still.seconds if streams.still is not None else None,
             "mean_age": plan.estimate.mean_age,
             "oldest": plan.estimate.oldest,
         }

@@ -15,7 +15,7 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
-from trl_realloc.plan.streams import Migration, Streams
+from trl_realloc.plan.streams import Streams
 
 
 def stale(versions: int = 1, **fields: Any) -> ExecutionPlan:
@@ -31,28 +31,9 @@ def test_generation_and_frozen_roles_run_ahead_and_the_critic_does_not() -> None
     assert devices_ahead(plan.graph, plan.assignments) == {2, 3}
 
 
-def test_with_streams_the_calls_that_run_ahead_score_samples_as_they_end() -> None:
-    plan = replace(stale(), streams=Streams())
-    assert plan.streamed == ("actor.generate", "reference.forward", "reward.forward")
-    assert "critic.forward" in replace(plan, staleness=Staleness()).streamed
-    assert replace(plan, streams=Streams(calls=("reward.forward",))).streamed == ("actor.generate", "reward.forward")
-
-
-def test_a_graph_whose_scoring_is_asked_for_by_another_loop_has_no_streams_beside_a_staleness() -> None:
-    plan = separate(Cluster(1, 4), graph=grpo_graph())
-    with pytest.raises(PlanError, match="no call that scores runs ahead of the training in this plan"):
-        replace(plan, staleness=Staleness(1), streams=Streams())
-
-
 @pytest.mark.parametrize(
     "plan",
-    [
-        stale(),
-        stale(4),
-        stale(2, kv_cache="recompute"),
-        separate(Cluster(1, 4)),
-        replace(stale(), streams=Streams(deterministic=True)),
-    ],
+    [stale(), stale(4), stale(2, kv_cache="recompute"), separate(Cluster(1, 4))],
 )
 def test_a_plan_with_a_staleness_is_read_as_it_was_written(plan: ExecutionPlan) -> None:
     assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
@@ -77,10 +58,6 @@ def test_a_wrong_value_is_refused(value: Any, sentence: str) -> None:
         ExecutionPlan.from_dict({**separate(Cluster(1, 4)).to_dict(), "staleness": value})
 
 
-def streaming(**fields: Any) -> ExecutionPlan:
-    return replace(separate(Cluster(1, 4)), streams=Streams(**fields))
-
-
 def changed(name: str, **fields: Any) -> ExecutionPlan:
     plan = separate(Cluster(1, 4))
     return replace(plan, assignments={**plan.assignments, name: replace(plan[name], **fields)})
@@ -97,8 +74,11 @@ def changed(name: str, **fields: Any) -> ExecutionPlan:
             changed("critic.forward", mesh=DeviceMesh(0, 4), strategy=ParallelStrategy(dp=4)),
             r"critic.forward runs on devices that run ahead and on others.*\(2, 3 run ahead\)",
         ),
-        (streaming(migration=Migration(0.2)), "no samples move between them; leave out migration"),
-        (streaming(calls=("critic.forward",)), "critic.forward waits for the iteration that trains on its samples"),
+        (replace(separate(Cluster(1, 4)), streams=Streams()), "leave out streams, or the staleness"),
+        (
+            replace(separate(Cluster(1, 4), graph=grpo_graph()), streams=Streams(calls=("reference.forward",))),
+            "samples do not stream where generation runs ahead of the training",
+        ),
         (replace(separate(Cluster(1, 4)), barrier=True), "barrier asks for iterations one after the other"),
     ],
 )

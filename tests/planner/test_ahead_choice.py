@@ -125,8 +125,8 @@ def test_a_difference_of_two_plans_in_words(seconds: float, said: str) -> None:
 def test_a_chosen_plan_that_saves_nothing_is_not_said_to_save() -> None:
     prices = replace(costs(nodes=1), memory=None)
     plan = estimate_plan(separate(prices.cluster, graph=GRAPH), MODELS, prices, exact=False)
-    decision: Any = SimpleNamespace(best=plan, search=SimpleNamespace(exhaustive=True), streams_ahead={})
-    for name in ("fused", "fused_ahead", "streams", "stream_ahead", "staleness"):
+    decision: Any = SimpleNamespace(best=plan, search=SimpleNamespace(exhaustive=True))
+    for name in ("fused", "fused_ahead", "streams", "staleness"):
         setattr(decision, name, None)
     worth = OverlapWorth(decision, GRAPH, MODELS, 0, corrects=False)
     vars(worth)["apart"] = replace(plan, estimate=replace(plan.estimate, seconds=1.001 * plan.seconds))

@@ -1,5 +1,5 @@
 """A job whose plan has a staleness: the executors of all its ranks in threads, with engines whose times are known, in
-virtual time. What is tested with it is in `test_ahead` and `test_scoring_ahead`.
+virtual time. What is tested with it is in `test_ahead`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,7 @@ from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.plan.streams import Streams
-from trl_realloc.runtime import (
-    batches_ahead,
-    call_runner,
-    in_flight,
-    leader_link,
-    results,
-    stream_forwards,
-    stream_worker,
-)
+from trl_realloc.runtime import batches_ahead, call_runner, in_flight, leader_link, results
 from trl_realloc.runtime.calls import CallSettings, Step
 from trl_realloc.runtime.exchange import Exchange
 from trl_realloc.runtime.executor import Executor
@@ -118,7 +109,7 @@ class MeetingPlacement(FakePlacement):
 def time_of(clock: VirtualClock) -> Iterator[None]:
     """Everything that an executor does ahead of its training takes the time of this clock."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (batches_ahead, call_runner, in_flight, results, stream_forwards, stream_worker):
+        for module in (batches_ahead, call_runner, in_flight, results):
             patch.setattr(module, "time", clock)
         patch.setattr(leader_link, "threading", SimpleNamespace(Thread=clock.thread, Lock=threading.Lock))
         patch.setattr(leader_link, "queue", SimpleNamespace(SimpleQueue=clock.queue, Empty=queue.Empty))
@@ -203,8 +194,8 @@ class Job:
         return made, errors
 
 
-def stale(plan: ExecutionPlan, versions: int, streams: Streams | None = None) -> ExecutionPlan:
-    return replace(plan, staleness=Staleness(versions), streams=streams)
+def stale(plan: ExecutionPlan, versions: int) -> ExecutionPlan:
+    return replace(plan, staleness=Staleness(versions))
 
 
 def apart() -> ExecutionPlan:
@@ -227,12 +218,6 @@ PLANS = {
     "two": separate(Cluster(1, 2)),
     "critic at home": critic_at_home(),
     "apart": apart(),
-}
-STREAMS = {
-    "whole batches": None,
-    "streams": Streams(),
-    "deterministic": Streams(deterministic=True),
-    "one call": Streams(calls=("reward.forward",)),
 }
 
 

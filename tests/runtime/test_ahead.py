@@ -8,29 +8,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ahead_job import LIMIT, PLANS, SAMPLES, SCORING, STREAMS, Job, check, lengths_of, stale
+from ahead_job import LIMIT, PLANS, SAMPLES, SCORING, Job, check, lengths_of, stale
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_streams import batch_of
 
 from trl_realloc.engines.base import Sampling
-from trl_realloc.plan.streams import Streams
 from trl_realloc.runtime.calls import EVALUATION_STEP
 from trl_realloc.runtime.drawn_samples import DrawnSamples
 from trl_realloc.runtime.failures.alarm import JobFailed
 from trl_realloc.runtime.results import IN_FLIGHT_S, POLICY_VERSIONS
 
 
-@pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
 @pytest.mark.parametrize("name", PLANS)
 @given(draw=st.randoms(use_true_random=False), versions=st.integers(1, 3), train_s=st.sampled_from([0.0, 0.004]))
 @settings(max_examples=6, deadline=None, phases=[Phase.generate])
-def test_every_sample_is_trained_once_and_none_is_too_old(
-    name: str, streams: Streams | None, draw: Any, versions: int, train_s: float
-) -> None:
+def test_every_sample_is_trained_once_and_none_is_too_old(name: str, draw: Any, versions: int, train_s: float) -> None:
     lengths = lengths_of(draw, 5)
     batches = [batch_of(SAMPLES, seed) for seed in range(5)]
-    job = Job(stale(PLANS[name], versions, streams), lengths, train_s=train_s)
+    job = Job(stale(PLANS[name], versions), lengths, train_s=train_s)
     made, errors = job.train(batches)
     assert not errors
     assert len(made) == len(batches)

@@ -22,7 +22,7 @@ from .assignment import ENGINES, RELEASE_FLAGS, Assignment, ParallelStrategy, as
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge
 from .fused import Fused, fused_problems, is_reversed, read_fused, together
-from .staleness import Staleness, staleness_problems, streamed_ahead
+from .staleness import Staleness, staleness_problems
 from .streams import Streams, stream_problems, streamed_calls
 
 
@@ -114,8 +114,7 @@ class ExecutionPlan:
     @cached_property
     def streamed(self) -> tuple[str, ...]:
         """The calls that take part in the streams, in order; empty if the plan has none."""
-        streamed = streamed_calls(self.graph, self.assignments, self.streams)
-        return streamed_ahead(self.graph, streamed) if self.staleness.versions else streamed
+        return streamed_calls(self.graph, self.assignments, self.streams)
 
     def runs_of(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """These calls, in the order in which every device runs them: the fused ones together, the others one by
@@ -306,8 +305,7 @@ _HEADER = f"""\
 #     deterministic: true repeats a run bit for bit; calls: [reference.forward] streams these alone
 #   barrier: true begins no iteration before the one before has ended everywhere
 #   staleness: 1 generates for the next batch while this one trains, on devices on which nothing trains; a token is
-#     trained at most so many updates after the policy that drew it; with streams, what runs ahead scores samples as
-#     they end
+#     trained at most so many updates after the policy that drew it; not together with streams
 #   fused: [actor.train, critic.train] trains both at the same time on one mesh, by engine megatron with pp above 1: a
 #     stage computes for one role while it would wait for the other's; the second role's stages lie in reverse
 """

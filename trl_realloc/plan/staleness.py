@@ -7,7 +7,7 @@ user sets). Which call is run when is decided by `planner.ahead_order`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..common.errors import Problems, shown, unknown_keys
 from .algorithm_graphs import has_host_loop
 from .assignment import Assignment, sleeps
 from .dataflow import CallKind, DataflowGraph
-from .streams import Streams, streamed_calls
+from .streams import Streams
 
 
 MOST_VERSIONS = 64
@@ -112,14 +112,6 @@ def devices_ahead(graph: DataflowGraph, assignments: Mapping[str, Assignment]) -
     return frozenset(device for name in calls_ahead(graph) for device in assignments[name].mesh.devices)
 
 
-def streamed_ahead(graph: DataflowGraph, streamed: Sequence[str]) -> tuple[str, ...]:
-    """Those of the calls that could stream which run ahead; empty if none of them scores. The others use parameters of
-    the iteration that trains, when all of its samples are there."""
-    ahead = calls_ahead(graph)
-    both = tuple(name for name in streamed if name in ahead)
-    return both if any(graph.call(name).kind is CallKind.FORWARD for name in both) else ()
-
-
 def staleness_problems(
     graph: DataflowGraph,
     assignments: Mapping[str, Assignment],
@@ -135,7 +127,11 @@ def staleness_problems(
         if not ahead:
             yield "staleness: no call of this plan generates from the data set alone; leave it out."
         return
-    yield from _stream_problems(graph, assignments, streams)
+    if streams is not None:
+        yield (
+            "staleness: samples do not stream where generation runs ahead of the training; leave out streams, or the "
+            "staleness."
+        )
     if barrier:
         yield "staleness: barrier asks for iterations one after the other; leave out one of them."
     generations = graph.calls_of(CallKind.GENERATE)
@@ -161,28 +157,6 @@ def staleness_problems(
                 f"staleness: {name} runs on devices that run ahead and on others; give it devices of one kind "
                 f"({', '.join(map(str, sorted(devices)))} run ahead)."
             )
-
-
-def _stream_problems(
-    graph: DataflowGraph, assignments: Mapping[str, Assignment], streams: Streams | None
-) -> Iterator[str]:
-    """What is wrong with the streams of a plan with a staleness."""
-    if streams is None:
-        return
-    ahead = calls_ahead(graph)
-    for name in streams.calls or ():
-        if name in graph.order and name not in ahead:
-            yield (
-                f"staleness: {name} waits for the iteration that trains on its samples, so it cannot be streamed; "
-                f"leave it out of the calls of streams."
-            )
-    if streams.calls is None and not streamed_ahead(graph, streamed_calls(graph, assignments, streams)):
-        yield "staleness: no call that scores runs ahead of the training in this plan; leave out streams."
-    if streams.migration is not None:
-        yield (
-            "staleness: engines that have ended a batch generate the next one, so no samples move between them; leave "
-            "out migration."
-        )
 
 
 def _first_on(device: int, ahead: tuple[str, ...], assignments: Mapping[str, Assignment]) -> str:

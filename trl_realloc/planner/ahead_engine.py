@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import overload
 
 from ..plan.execution_plan import ExecutionPlan
@@ -64,7 +63,7 @@ class _Repeated(Sequence[int]):
 
 
 class EngineAhead:
-    """Engines of a call that do the same at the same time, of which one is simulated; or a single engine.
+    """Engines of a call that do the same at the same time, of which one is simulated.
 
     Args:
         units: the parts of the cluster that they are on.
@@ -73,7 +72,6 @@ class EngineAhead:
         batches: the response lengths of the simulated engine's samples in each batch, as many in each; later batches
             repeat them.
         generated: called when a batch has ended.
-        finished: called with samples that have ended: their batch, and of each (its place in the batch, tokens).
 
     Attributes:
         version: updates that have made their parameters.
@@ -86,7 +84,7 @@ class EngineAhead:
     def __init__(
         self,
         call: str,
-        prices: StreamPrices,
+        prices: EnginePrices,
         activities: Activities[Event],
         *,
         units: Iterable[int],
@@ -94,9 +92,8 @@ class EngineAhead:
         engines: int,
         batches: Sequence[Sequence[int]],
         generated: Callable[[int], None],
-        finished: Callable[[int, Sequence[tuple[int, int]]], None],
     ) -> None:
-        self.units, self.engines, self._generated, self._told = frozenset(units), engines, generated, finished
+        self.units, self.engines, self._generated = frozenset(units), engines, generated
         self._size = len(batches[0])
         prompts = [round(prices.pricing.workload.prompt_tokens)]
         lengths = [length for batch in batches for length in batch]
@@ -150,8 +147,6 @@ class EngineAhead:
             self._engine.reread()
 
     def _finished(self, samples: Sequence[int]) -> None:
-        for batch, of_batch in groupby(sorted(samples), key=lambda index: index // self._size):
-            self._told(batch, [(index % self._size, self._work.lengths[index]) for index in of_batch])
         for index in samples:
             batch = index // self._size
             self._left[batch] -= 1

@@ -6,7 +6,7 @@ What they are given, and what follows from its end, is in `ahead_simulation`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,6 @@ class Work:
         stops: whether engines on these stand still meanwhile.
         needs: calls of the same iteration whose outputs it reads.
         end: called when it has ended.
-        samples: that it scores; 0 where they are not counted.
     """
 
     name: str
@@ -34,31 +33,24 @@ class Work:
     stops: bool
     needs: frozenset[str] = frozenset()
     end: Callable[[], None] = lambda: None
-    samples: int = 0
 
 
 @dataclass
 class Units:
-    """The devices in parts of which all devices run the same calls, and so do the same at the same time.
-
-    Args:
-        apart: devices that are parts of their own, because they score different samples.
-    """
+    """The devices in parts of which all devices run the same calls, and so do the same at the same time."""
 
     plan: ExecutionPlan
-    apart: Collection[int] = ()
     devices: list[list[int]] = field(default_factory=list)
     of_call: dict[str, frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts: dict[tuple[tuple[str, ...], int], list[int]] = {}
+        parts: dict[tuple[str, ...], list[int]] = {}
         for device in range(self.plan.cluster.size):
-            own = device if device in self.apart else -1
-            parts.setdefault((self.plan.calls_on(device), own), []).append(device)
-        parts = {key: devices for key, devices in parts.items() if key[0]}
+            if calls := self.plan.calls_on(device):
+                parts.setdefault(calls, []).append(device)
         self.devices = list(parts.values())
         self.of_call = {
-            name: frozenset(at for at, (calls, _) in enumerate(parts) if name in calls) for name in self.plan.order
+            name: frozenset(at for at, calls in enumerate(parts) if name in calls) for name in self.plan.order
         }
         self._of_device = {device: at for at, part in enumerate(self.devices) for device in part}
 

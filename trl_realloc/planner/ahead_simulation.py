@@ -4,8 +4,7 @@ the engines' parameters, and what is handed over between two iterations, in virt
 The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`, what a device runs
 next in `ahead_queues`. Engines whose devices run the same calls do the same at the same time, so one of them is
 simulated: of each batch, that with the longest sample. Batches differ as random ones do, because one with a long sample
-delays the training of later ones, whose tokens grow older meanwhile. Where samples are scored as they end, each engine
-is simulated (`ahead_samples`).
+delays the training of later ones, whose tokens grow older meanwhile.
 
 While an engine's devices take parameters, it stands still. While they score, it stands still on a device of its own: a
 GPU that two processes use does the work of both in the same time. On devices that share processors, as CPU ranks do, it
@@ -15,7 +14,6 @@ is one more process that decodes on, and slows training too.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,15 +26,12 @@ from ..plan.staleness import calls_ahead, devices_ahead
 from ..plan.timeline import Span
 from .activities import Activities, devices_by_node
 from .ahead_engine import MOST_SAMPLES, EngineAhead, engine_prices
-from .ahead_order import AheadOrder, AheadTask, EndIteration, EndScoring, RunCall, ScoreSamples, TakeUpdate
+from .ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
 from .ahead_queues import DeviceQueues, Units, Work
-from .ahead_samples import Finished, SamplesAhead
 from .call_cost import CallCost
 from .cost import Pricing
-from .dispatcher import Score
 from .stream import replicas_of
 from .stream_engine import Event
-from .stream_simulation import MESSAGE
 from .workload import BATCHES
 
 
@@ -53,14 +48,12 @@ class AheadIterations:
         mean_age: updates from the policy that drew a token to the one that is trained on it; mean over the tokens.
         oldest: the most such updates of a token.
         spans: of the last `SHOWN` iterations' batches; the first of them is step 0.
-        orders: to the devices ahead, from the first iteration on.
     """
 
     seconds: float
     mean_age: float
     oldest: int
     spans: tuple[Span, ...]
-    orders: tuple[AheadTask, ...]
 
 
 def simulate_ahead(
@@ -107,19 +100,13 @@ class _Simulation:
         train = graph.train_call(graph.call(self.generate).role)
         assert train is not None, "the role that generates is trained"
         self.train = train
-        devices = devices_ahead(graph, plan.assignments)
-        self.samples = SamplesAhead(plan, specs, pricing) if plan.streamed else None
-        self.units = Units(plan, devices if self.samples is not None else ())
-        self.units_ahead = self.units.of(devices)
-        sources = {name: (plan.mesh(name).first,) for name in plan.order}
-        streams = self.samples
-        self.order = AheadOrder(plan, sources, 0, None if streams is None else lambda iteration: streams.stream)
-        self.orders: list[AheadTask] = []
+        self.units = Units(plan)
+        self.units_ahead = self.units.of(devices_ahead(graph, plan.assignments))
+        self.order = AheadOrder(plan, {name: (plan.mesh(name).first,) for name in plan.order}, 0)
         self.queues = DeviceQueues(
             self.units, self.activities, has_inputs=self._has_inputs, begins=self._stop_engines, ended=self._end
         )
         self.works: dict[tuple[int, str], Work] = {}  # that devices which train and devices ahead run together
-        self.published_by = Counter[tuple[int, str]]()  # units that have published what a streamed call has made
         self.done = dict.fromkeys(plan.order, 0)  # by call, iterations; each runs its iterations in order
         self.published: dict[int, int] = {}  # by engine, batches
         self.generated: dict[int, set[int]] = {}
@@ -132,13 +119,13 @@ class _Simulation:
         self.engines = self._engines(specs, pricing)
 
     def _engines(self, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> list[EngineAhead]:
-        """One for all engines on the same units; each by itself where samples are scored as they end."""
-        samples, replicas = self.samples, replicas_of(self.plan, self.generate)
-        alike: dict[frozenset[int] | int, list[tuple[int, ...]]] = {}
-        for number, ranks in enumerate(replicas):
-            alike.setdefault(self.units.of(ranks) if samples is None else number, []).append(ranks)
-        prices = engine_prices(self.plan, self.generate, specs, pricing) if samples is None else samples.prices
-        longest = pricing.workload.longest_engine_by_batch(len(replicas), MOST_SAMPLES) if samples is None else ()
+        """One for all engines on the same units."""
+        replicas = replicas_of(self.plan, self.generate)
+        alike: dict[frozenset[int], list[tuple[int, ...]]] = {}
+        for ranks in replicas:
+            alike.setdefault(self.units.of(ranks), []).append(ranks)
+        prices = engine_prices(self.plan, self.generate, specs, pricing)
+        batches = pricing.workload.longest_engine_by_batch(len(replicas), MOST_SAMPLES)
         engines = []
         for number, group in enumerate(alike.values()):
             self.published[number], self.generated[number] = 0, set()
@@ -150,9 +137,8 @@ class _Simulation:
                     units=self.units.of(group[0]),
                     devices=devices_by_node(chain.from_iterable(group), self.plan.cluster.devices_per_node),
                     engines=len(group),
-                    batches=longest if samples is None else samples.batches(number),
+                    batches=batches,
                     generated=partial(self._generated, number),
-                    finished=partial(self._finished, number),
                 )
             )
         return engines
@@ -176,31 +162,15 @@ class _Simulation:
         self._publish()
         self._advance()
 
-    def _finished(self, number: int, batch: int, ended: Sequence[Finished]) -> None:
-        if self.samples is not None:
-            self.samples.finish(number, batch, ended)
-
     def _publish(self) -> None:
-        """A rank says what its engine has ended, and publishes batches in their order, when it runs nothing else."""
+        """A rank publishes the batches that its engine has ended, in their order, when it runs nothing else."""
         for number, engine in enumerate(self.engines):
             if engine.units & self.queues.busy:
                 continue
-            if self.samples is not None:
-                for batch, ended in self.samples.take(number):
-                    self._tell(partial(self.order.generated, batch, number, ended))
             while self.published[number] in self.generated[number]:
                 self.published[number] += 1
         while min(self.published.values()) > self.done[self.generate]:
             self._report(self.generate)
-
-    def _tell(self, event: Callable[[], Sequence[AheadTask]]) -> None:
-        """What follows from a rank's message, when the orders that it leads to have arrived."""
-
-        def arrive() -> None:
-            self._take(event())
-            self._advance()
-
-        self.activities.start(2 * MESSAGE, {}, arrive)
 
     def _report_all(self, calls: Sequence[str]) -> None:
         for call in calls:
@@ -226,43 +196,17 @@ class _Simulation:
         self._advance()
 
     def _take(self, orders: Sequence[AheadTask]) -> None:
-        self.orders += orders
         for order in orders:
             match order:
                 case RunCall(iteration, call):
                     for work in self._works(iteration, (call,)):
                         self.queues.add(work, work.units & self.units_ahead)
-                case ScoreSamples(iteration, score):
-                    work = self._forward(iteration, score)
-                    self.queues.add(work, work.units)
-                case EndScoring(iteration, call):
-                    for unit in self.units.of_call[call]:
-                        self.queues.add(self._publication(iteration, call, unit), [unit])
                 case TakeUpdate(iteration):
                     work = self._update(iteration)
                     self.queues.add(work, work.units & self.units_ahead)
                     self.queues.add(self._load(iteration), self.units.of_call[self.generate])
                 case EndIteration():
                     self.is_ending = True
-
-    def _forward(self, iteration: int, score: Score) -> Work:
-        """One forward of a streamed call."""
-        assert self.samples is not None, "a plan that streams"
-        units, seconds = self.units.of(self.samples.ranks(score)), self.samples.seconds(iteration, score)
-        end = partial(self._tell, partial(self.order.scored, iteration, score.number))
-        stops, samples = score.call in self.stopping, self.samples.count(score)
-        return Work(score.call, iteration, units, seconds, stops, end=end, samples=samples)
-
-    def _publication(self, iteration: int, call: str, unit: int) -> Work:
-        """A rank publishes what it has made of an iteration's samples. The seconds are in those of its forwards."""
-
-        def end() -> None:
-            self.published_by[iteration, call] += 1
-            if self.published_by[iteration, call] == len(self.units.of_call[call]):
-                del self.published_by[iteration, call]
-                self._report(call)
-
-        return Work("", iteration, frozenset([unit]), 0.0, stops=False, end=end)
 
     def _works(self, iteration: int, names: Sequence[str]) -> list[Work]:
         """A call, and before it the reallocation to it, if there is one; or the two calls that the plan fuses."""
@@ -351,7 +295,7 @@ class _Simulation:
         if work.iteration >= self.iterations - SHOWN:
             of_unit = partial(Span, work.name, start=start, end=self.activities.now, step=work.iteration)
             devices = [device for unit in work.units for device in self.units.devices[unit]]
-            self.spans += [of_unit(device=device, samples=work.samples) for device in devices]
+            self.spans += [of_unit(device=device) for device in devices]
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
@@ -368,7 +312,7 @@ class _Simulation:
         under_way = self.plan.staleness.versions + 1
         elapsed = sum(self.ends[-under_way:]) - sum(self.ends[warm_up - under_way : warm_up])
         seconds = elapsed / under_way / len(batches)
-        return AheadIterations(seconds, ages / tokens, oldest, self._shown(), tuple(self.orders))
+        return AheadIterations(seconds, ages / tokens, oldest, self._shown())
 
     def _shown(self) -> tuple[Span, ...]:
         first = self.iterations - SHOWN

@@ -34,7 +34,6 @@ STREAMS_SHARE = 0.25  # of a search's time limit: the time in which streams are 
 PRICED_SHARE = 0.5  # of a search's time limit: the time in which what it has found is priced by transfer schedules
 WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
 MOST_STREAMED = 1024  # devices; on more, the simulation of streams takes several seconds
-MOST_STREAMED_AHEAD = 256  # devices; the same beside a staleness, of which some thirty iterations are simulated
 # Estimates of plans of one device err alike: the same calls run on the same device, one after the other. So a preset is
 # preferred there only if it takes less than this longer.
 SAME = 0.02
@@ -113,10 +112,7 @@ def choose(
     if fused is not None and fused.fastest is fused.fused:
         by_versions = {**choice.by_versions, fused.fastest.staleness.versions: fused.fastest}
         choice = replace(choice, by_versions=by_versions)
-    ahead = _streams_ahead(choice, time_limit_s) if streams else {}
-    with_streams = {versions: found.fastest for versions, found in ahead.items()}
-    choice = replace(choice, by_versions={**choice.by_versions, **with_streams})
-    return replace(_with_staleness(decision, choice, ahead), fused_ahead=fused)
+    return replace(_with_staleness(decision, choice), fused_ahead=fused)
 
 
 def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float, *, is_allowed: bool) -> FusedChoice | None:
@@ -131,23 +127,8 @@ def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float, *, 
     return choose_fused(space, space.candidates(), [best], deadline, latest, exact=exact, is_allowed=is_allowed)
 
 
-def _streams_ahead(choice: StalenessChoice, time_limit_s: float) -> dict[int, StreamChoice]:
-    """What streams are worth beside each staleness, the fastest first, as far as there is time."""
-    deadline = time.perf_counter() + STREAMS_SHARE * time_limit_s
-    plans = sorted(choice.by_versions.items(), key=lambda item: item[1].seconds)
-    return {
-        versions: choose_streams(plan, deadline)
-        for versions, plan in plans
-        if plan.space.cluster.size <= MOST_STREAMED_AHEAD and time.perf_counter() < deadline
-    }
-
-
-def _with_staleness(decision: Decision, choice: StalenessChoice, streams: Mapping[int, StreamChoice]) -> Decision:
-    """The decision where a staleness is allowed.
-
-    Args:
-        streams: what they are worth beside each staleness.
-    """
+def _with_staleness(decision: Decision, choice: StalenessChoice) -> Decision:
+    """The decision where a staleness is allowed."""
     best, whole = choice.fastest, decision.best
     alternatives = list(decision.alternatives)
     if best is not whole:
@@ -158,11 +139,7 @@ def _with_staleness(decision: Decision, choice: StalenessChoice, streams: Mappin
     for plan in choice.by_versions.values():
         if plan is not best:
             alternatives.append(Alternative(plan.name, plan, _why_not(plan, best)))
-    beside = streams.get(best.staleness.versions)
-    if beside is not None and beside.whole is not best:
-        alternatives.append(Alternative(beside.whole.name, beside.whole, f"without streams; {beside.sentence}"))
-    found = tuple(alternatives)
-    return replace(decision, best=best, alternatives=found, staleness=choice, streams_ahead=streams)
+    return replace(decision, best=best, alternatives=tuple(alternatives), staleness=choice)
 
 
 def _why_not(plan: PricedPlan, best: PricedPlan) -> str:

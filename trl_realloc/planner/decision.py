@@ -5,8 +5,7 @@ The choice is made in `choose`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..plan.assignment import Assignment, between_uses
 from ..plan.fused import Fused, joined, parted
@@ -41,7 +40,6 @@ class Decision:
         fused: what fused training is worth; `None` where it was not looked for.
         fused_ahead: what it is worth beside a staleness; `None` where there is none.
         streams: what streams are worth; `None` where that was not simulated.
-        streams_ahead: what they are worth beside each staleness, by the staleness; without those not looked at.
         staleness: what a staleness is worth; `None` where none is allowed.
     """
 
@@ -52,13 +50,6 @@ class Decision:
     staleness: StalenessChoice | None = None
     fused: FusedChoice | None = None
     fused_ahead: FusedChoice | None = None
-    streams_ahead: Mapping[int, StreamChoice] = field(default_factory=dict)
-
-    @property
-    def stream_ahead(self) -> StreamChoice | None:
-        """What streams are worth beside the staleness that is chosen; `None` where none is, or that was not
-        simulated."""
-        return self.streams_ahead.get(self.best.staleness.versions)
 
     @property
     def summary(self) -> str:
@@ -66,7 +57,6 @@ class Decision:
         how = "all of them" if self.search.exhaustive else "a search"
         worth = [choice.sentence for choice in (self.fused, self.streams, self.staleness) if choice is not None]
         worth += [f"beside a staleness {self.fused_ahead.sentence}"] if self.fused_ahead is not None else []
-        worth += [f"beside that staleness {self.stream_ahead.sentence}"] if self.stream_ahead is not None else []
         return "; ".join(
             [
                 f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "

@@ -8,7 +8,7 @@ order in which they were given. Two forwards with collectives therefore never wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..plan.batching import balance
@@ -92,7 +92,6 @@ class Dispatcher:
         stream: the calls and samples.
         migration: when unfinished samples move.
         deterministic: score the same samples together whenever they were finished.
-        teams: of several streams whose samples are scored by the same teams; by default of this stream alone.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class Dispatcher:
         migration: Migration | None = None,
         *,
         deterministic: bool = False,
-        teams: FreeTeams | None = None,
     ) -> None:
         self.stream, self.migration = stream, migration
         n = len(stream.prompts)
@@ -121,7 +119,7 @@ class Dispatcher:
             for s in stream.scorings
         }
         self._calls = list(self._scoring)
-        self._teams = FreeTeams(stream, DEPTH) if teams is None else teams
+        self._teams = FreeTeams(stream, DEPTH)
         self._responses: dict[int, int] = {}  # sample -> tokens
         self._joined: set[int] = set()
         self._open: dict[int, Score] = {}
@@ -143,14 +141,13 @@ class Dispatcher:
         orders: list[Order] = []
         for engine in self._engines_of.get(rank, ()):
             orders += self._release(engine)
-        return [*orders, *self.scores()]
+        return [*orders, *self._scores()]
 
-    def finish(self, engine: int, samples: Sequence[tuple[int, int]], *, scores: bool = True) -> list[Order]:
+    def finish(self, engine: int, samples: Sequence[tuple[int, int]]) -> list[Order]:
         """Samples have been generated.
 
         Args:
             samples: (index, tokens of the response) of each.
-            scores: order the forwards that follow; otherwise `scores` does.
         """
         state = self._generating
         for index, tokens in samples:
@@ -158,7 +155,7 @@ class Dispatcher:
             self._responses[index] = tokens
         state.left -= len(samples)
         self._produced(state.stream.name, [index for index, _ in samples])
-        return [*self._migrate(), *self._release(engine), *(self.scores() if scores else ())]
+        return [*self._migrate(), *self._release(engine), *self._scores()]
 
     def withdraw(self, engine: int, samples: Sequence[int]) -> list[Order]:
         """An engine has answered `Withdraw` with the samples that it stopped. Its others go on."""
@@ -173,28 +170,14 @@ class Dispatcher:
         orders: list[Order] = [Continue(destination, tuple(moved[destination])) for destination in sorted(moved)]
         for other in (engine, *state.destinations):
             orders += self._release(other)
-        return [*orders, *self.scores()]
+        return [*orders, *self._scores()]
 
     def scored(self, number: int) -> list[Order]:
         """All ranks of a team have run the forward of this number."""
-        self.end_forward(number)
-        return list(self.scores())
-
-    def end_forward(self, number: int) -> None:
-        """As `scored`, without the orders that follow."""
         order = self._open.pop(number)
         self._teams.end((self._calls.index(order.call), order.team))
         self._produced(order.call, [index for part in order.parts for index in part])
-
-    def is_open(self, number: int) -> bool:
-        """Whether the forward of this number has been ordered and not ended."""
-        return number in self._open
-
-    def abandon(self) -> None:
-        """The forwards that are open count no longer: their teams are free for other streams."""
-        for order in self._open.values():
-            self._teams.end((self._calls.index(order.call), order.team))
-        self._open.clear()
+        return list(self._scores())
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
@@ -240,35 +223,20 @@ class Dispatcher:
             self._teams.end_generation(rank)
         return [Release(engine)]
 
-    def scores(self) -> list[Score]:
+    def _scores(self) -> Iterator[Score]:
         """Forwards for the ranks that are free."""
-        orders: list[Score] = []
-        while teams := self._next_teams():
-            orders += [self._order(team) for team in teams if self._ready(team[0]).has(0)]
-        return orders
+        while (team := self._next_team()) is not None:
+            yield self._order(team)
 
-    def _ready(self, call: int) -> ReadySamples:
-        return self._scoring[self._calls[call]].ready
-
-    def _next_teams(self) -> list[Team]:
-        """The teams that run a forward next; empty if none can."""
-        if self.stream.scores_beside:
-            return self._teams_beside()
+    def _next_team(self) -> Team | None:
+        """The team that runs a forward next; `None` if none can."""
         teams = [
             best
             for call, state in enumerate(self._scoring.values())
             if state.ready and (best := self._teams.best(call)) is not None
             if state.ready.has(self._wanted(state)) or (not best[0] and self._is_short(state))
         ]
-        return [min(teams)[2:]] if teams else []
-
-    def _teams_beside(self) -> list[Team]:
-        """All teams beside one engine at the same time, so that they hold it up once."""
-        for call, state in enumerate(self._scoring.values()):
-            teams = self._teams.beside_one_engine(call) if state.ready else []
-            if teams and state.ready.has(self._wanted(state) * len(teams)):
-                return teams
-        return []
+        return min(teams)[2:] if teams else None
 
     def _is_short(self, state: _Scoring) -> bool:
         """Whether the samples of a call that are ready and those that are to come make up less than a forward. A team
@@ -298,7 +266,7 @@ class Dispatcher:
         order = Score(self._number, state.stream.name, team[1], parts)
         self._number += 1
         self._open[order.number] = order
-        self._teams.give(team, max(sum(taken[at][1] for at in part) for part in positions))
+        self._teams.give(team)
         return order
 
     def _fitting(self, state: _Scoring, taken: Sequence[tuple[int, int]], part: Sequence[int]) -> list[int]:

@@ -33,14 +33,9 @@ class FreeTeams:
             for rank in ranks:
                 self._teams_of[rank].append(team)
         self._joined: set[int] = set()
-        engines = () if stream.scores_beside else stream.generation.engines
-        self._generating = {rank for engine in engines for rank in engine}
+        self._generating = {rank for engine in stream.generation.engines for rank in engine}
         self._load = Counter[int]()
         self._latest: dict[int, int] = {}  # rank -> call of its latest forward
-        engine_of = {rank: at for at, ranks in enumerate(stream.generation.engines) for rank in ranks}
-        alone = len(stream.generation.engines)  # from here on the numbers of ranks without an engine
-        self._beside = {team: engine_of.get(ranks[0], alone + ranks[0]) for team, ranks in self.ranks.items()}
-        self._tokens = Counter[int]()  # of the forwards that each rank has been given
         self._unfree = {team: len(ranks) for team, ranks in self.ranks.items()}  # ranks that are not free
         self._absent = dict(self._unfree)  # ranks that have not joined, or whose engine generates
         self._loaded = dict.fromkeys(self.ranks, 0)  # ranks that have a forward
@@ -61,12 +56,11 @@ class FreeTeams:
         self._generating.discard(rank)
         self._changed(rank, before)
 
-    def give(self, team: Team, tokens: int) -> None:
-        """A team has been given a forward of so many tokens."""
+    def give(self, team: Team) -> None:
+        """A team has been given a forward."""
         for rank in self.ranks[team]:
             before = self._state(rank)
             self._load[rank] += 1
-            self._tokens[rank] += tokens
             self._latest[rank] = team[0]
             self._changed(rank, before)
 
@@ -97,24 +91,6 @@ class FreeTeams:
             if self._free[call][key]:
                 return (*key, call, min(self._free[call][key]))
         return None
-
-    def beside_one_engine(self, call: int) -> list[Team]:
-        """Where ranks score beside their engines: the free teams of a call on the ranks of one engine, or the team on a
-        rank without one; those that have nothing to do and have been given the fewest tokens. A forward holds up the
-        whole engine, whichever of its ranks runs it, and the slowest engine holds up the training. Empty if no team is
-        free."""
-        free: dict[tuple[bool, int], list[Team]] = defaultdict(list)
-        for (is_loaded, _), numbers in self._free[call].items():
-            for number in numbers:
-                free[is_loaded, self._beside[call, number]].append((call, number))
-        if not free:
-            return []
-        key = min(free, key=lambda group: (group[0], max(map(self._given, free[group])), group[1]))
-        return sorted(free[key])
-
-    def _given(self, team: Team) -> int:
-        """The most tokens that a rank of a team has been given."""
-        return max(self._tokens[rank] for rank in self.ranks[team])
 
     def _is_present(self, rank: int) -> bool:
         return rank in self._joined and rank not in self._generating

@@ -20,7 +20,6 @@ from .decision import Decision
 from .fused_choice import NOT_ALLOWED
 from .priced_plan import PricedPlan
 from .space import Space
-from .stream_choice import StreamChoice
 
 
 UNCORRECTED = "the loss is not corrected for old completions: vllm_importance_sampling_correction is false"
@@ -165,18 +164,7 @@ class OverlapWorth:
         if not self.staleness.by_versions:
             yield Way("staleness", None, self.staleness.reason)
         for versions, plan in self.staleness.by_versions.items():
-            streams = self.decision.streams_ahead.get(versions)
-            whole = plan if streams is None else streams.whole
-            yield Way(f"staleness {versions}", whole, self._verdict(whole))
-            if streams is not None:
-                yield from self._streams_ahead(versions, streams)
-
-    def _streams_ahead(self, versions: int, streams: StreamChoice) -> Iterator[Way]:
-        name = f"staleness {versions}, streams"
-        if streams.still is None:
-            yield Way(name, None, streams.reason)
-        else:
-            yield Way(name, streams.still, self._verdict(streams.still))
+            yield Way(f"staleness {versions}", plan, self._verdict(plan))
 
     def _verdict(self, plan: PricedPlan) -> str:
         best, error = self.decision.best, self.whole.space.pricing.rates.error
@@ -209,8 +197,6 @@ class OverlapWorth:
         if self.decision.streams is not None:
             lines.append(f"Streams: {self.decision.streams.sentence}.")
         lines.append(f"Staleness: {self._staleness_sentence}.")
-        if self.decision.stream_ahead is not None:
-            lines.append(f"Streams beside this staleness: {self.decision.stream_ahead.sentence}.")
         differs = abs(1 - best.seconds / self.apart.seconds) >= SAME
         saved = f", which {saving(best, self.apart)}" if differs else ""
         lines.append(f"Chosen: the plan {best.name!r}, {best.seconds:.3g} s{saved}.")

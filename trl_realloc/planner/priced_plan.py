@@ -125,8 +125,6 @@ class PricedPlan:
         changed = replace(self, streams=streams)
         if streams is None or not changed.plan.streamed:
             return changed
-        if self.staleness.versions:
-            return changed._of_iterations_ahead()
         estimate = replace(self.estimate, seconds=changed.streamed().seconds)
         return replace(changed, estimate=estimate)
 
@@ -134,19 +132,16 @@ class PricedPlan:
         """Some iterations of a plan that has a staleness."""
         return simulate_ahead(self.plan, self.space.specs, self.space.pricing, self.run_costs, self.estimate.moves)
 
-    def with_staleness(self, staleness: Staleness, streams: Streams | None = None) -> PricedPlan:
-        """The same assignments with this staleness and these streams, the seconds that an iteration takes then, and the
-        tokens' ages. Each device holds as much as without. Raises `PlanError` where the plan cannot have them."""
+    def with_staleness(self, staleness: Staleness) -> PricedPlan:
+        """The same assignments with this staleness, the seconds that an iteration takes then, and the tokens' ages.
+        Each device holds as much as without. Raises `PlanError` where the plan cannot have it."""
         assert not self.staleness.versions, "the estimate of a plan without staleness"
         if not staleness.versions:
-            return self.with_streams(streams)
-        return replace(self, staleness=staleness, streams=streams)._of_iterations_ahead()
-
-    def _of_iterations_ahead(self) -> PricedPlan:
-        """With the estimate of its staleness and streams."""
-        found = self.ahead()
+            return self
+        changed = replace(self, staleness=staleness)
+        found = changed.ahead()
         estimate = replace(self.estimate, seconds=found.seconds, mean_age=found.mean_age, oldest=found.oldest)
-        return replace(self, estimate=estimate)
+        return replace(changed, estimate=estimate)
 
     @property
     def timeline(self) -> Timeline:

@@ -229,6 +229,4 @@ def estimate_plan(
     space = Space(plan.cluster, plan.graph, specs, pricing)
     problem = Problem(space, {}, Overlap.of(plan), plan.fused, exact_fused=True)
     priced = problem.priced_plan(problem.state_of(plan.assignments), plan.name, exact=exact)
-    if plan.staleness.versions:
-        return priced.with_staleness(plan.staleness, plan.streams)
-    return priced.with_streams(plan.streams)
+    return priced.with_staleness(plan.staleness).with_streams(plan.streams)

@@ -55,14 +55,12 @@ class Stream:
         scorings: in the plan's order.
         prompts: tokens of each sample's prompt, by the sample's index.
         limit: most tokens of a response.
-        scores_beside: ranks score while their engines generate, as they do ahead of the training; otherwise afterwards.
     """
 
     generation: StreamedGeneration
     scorings: tuple[StreamedScoring, ...]
     prompts: tuple[int, ...]
     limit: int
-    scores_beside: bool = False
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -77,13 +75,11 @@ def stream_of(
     limit: int,
     budgets: Mapping[str, int],
     dealt: Sequence[Sequence[int]] | None = None,
-    *,
-    scores_beside: bool = False,
 ) -> Stream:
     """The streamed calls of an iteration of a plan that has streams.
 
     Args:
-        prompts, limit, scores_beside: as of `Stream`.
+        prompts, limit: as of `Stream`.
         budgets: most tokens of one forward of each scoring call.
         dealt: the indices of the samples that each engine begins; `None` for those in turn.
     """
@@ -97,7 +93,7 @@ def stream_of(
         in_step = runs_in_step(plan.graph.call(name), plan[name])
         teams = (replicas,) if in_step else tuple((replica,) for replica in replicas)
         scorings.append(StreamedScoring(name, teams, tuple(producers), budgets[name]))
-    return Stream(StreamedGeneration(generate, engines, shares), tuple(scorings), tuple(prompts), limit, scores_beside)
+    return Stream(StreamedGeneration(generate, engines, shares), tuple(scorings), tuple(prompts), limit)
 
 
 def engine_samples(plan: ExecutionPlan, call: str, samples: int) -> int:

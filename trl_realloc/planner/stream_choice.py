@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
-from ..plan.fused import joined
-from ..plan.staleness import devices_ahead
 from ..plan.streams import Migration, Streams
-from .ahead_simulation import BETWEEN
 from .priced_plan import PricedPlan
 from .stream_cost import StreamPrices
 from .stream_simulation import MESSAGE
@@ -76,11 +72,10 @@ def _gain(plan: PricedPlan, whole: PricedPlan) -> str:
 
 
 def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> StreamChoice:
-    """The streams of a plan, by simulation. Beside a staleness no samples move: an engine that has ended a batch
-    generates the next one.
+    """The streams of a plan, by simulation.
 
     Args:
-        whole: a plan without streams.
+        whole: a plan without streams and without a staleness.
         deadline: of `time.perf_counter`, after which no further simulation begins.
         deterministic: only streams that give the same bits in two runs; so no sample moves.
     """
@@ -89,13 +84,13 @@ def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, determinist
         streamed = still.plan.streamed
     except PlanError:  # no call can stream
         return StreamChoice(whole, reason="no scoring call can begin while others generate")
-    if not streamed or not _can_gain(whole, streamed):
+    if not _can_gain(whole, streamed):
         reason = "scoring while others generate could save no more than estimates are good for"
         return StreamChoice(whole, reason=reason)
     if time.perf_counter() >= deadline:
         return StreamChoice(whole, reason="no time was left to simulate scoring while others generate")
     still = whole.with_streams(Streams(deterministic=deterministic))
-    if deterministic or whole.staleness.versions:
+    if deterministic:
         return StreamChoice(whole, still)
     sweep = MigrationSweep(whole, streamed, deadline)
     return StreamChoice(whole, still, sweep.best() if sweep.engines > 1 else None)
@@ -105,23 +100,7 @@ def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
     """Whether an iteration without the streamed scoring calls would be faster by more than the estimates' error."""
     graph, error = plan.space.graph, plan.space.pricing.rates.error
     scored = [name for name in streamed if graph.call(name).kind is CallKind.FORWARD]
-    seconds = sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored)
-    if plan.staleness.versions:  # the devices that train work on while others score
-        seconds = min(seconds, plan.seconds - _training(plan))
-    return seconds > error * plan.seconds
-
-
-def _training(plan: PricedPlan) -> float:
-    """Seconds of the work of the fullest device on which nothing runs ahead, in one iteration, with what is handed over
-    to the next one."""
-    costs, runs = plan.run_costs, plan.plan
-    ahead = devices_ahead(runs.graph, runs.assignments)
-    spent = defaultdict[int, float](float)
-    for names in runs.runs_of(runs.order):
-        for device in {device for name in names for device in runs.mesh(name).devices} - ahead:
-            spent[device] += costs[joined(names)].seconds
-    handovers = [cost.parts.get("handover", 0.0) for cost in costs.values()]
-    return max(spent.values(), default=0.0) + BETWEEN * max(handovers, default=0.0)
+    return sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored) > error * plan.seconds
 
 
 class MigrationSweep:

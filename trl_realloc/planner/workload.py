@@ -157,14 +157,6 @@ class Workload:
         frequent in all of them together."""
         return _longest_engine_by_batch(self.response_tokens, self.episodes, engines, most)
 
-    def engine_lengths_by_batch(self, engines: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The lengths of the responses that each engine generates, as `engine_lengths`, of the batches of
-        `longest_engine_by_batch`."""
-        batches = _batches(self.response_tokens, self.episodes)
-        return tuple(
-            tuple(_engine_lengths(batch, self.episodes, engines, each) for each in range(engines)) for batch in batches
-        )
-
 
 def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine: int) -> tuple[int, ...]:
     """The response lengths of an engine's samples. The batch's lengths in ascending order are divided into groups of

@@ -12,11 +12,9 @@ from itertools import pairwise
 
 from ..algorithms.prompt_batches import PromptBatch
 from ..plan.staleness import calls_ahead, devices_ahead
-from ..planner.ahead_order import AheadOrder, EndIteration, EndScoring, RunCall, TakeUpdate
-from ..planner.stream import Stream
+from ..planner.ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
 from . import calls
-from .ahead_leader import AheadLeader, AheadLink, Done, OfIteration, RankTask, SamplesAhead
-from .ahead_scoring import ScoringAhead
+from .ahead_leader import AheadLeader, AheadLink, Done
 from .batches_ahead import POLL_S, BatchesAhead
 from .call_runner import CallRunner
 from .calls import Step
@@ -28,8 +26,6 @@ from .leader_link import Left
 from .placement import Placement
 from .routes import RESULTS, sources
 from .shares import Share
-from .stream_forwards import stream_of_batch
-from .stream_messages import Forward
 
 
 WAIT_S = 1.0  # time between two looks for another rank's failure
@@ -48,15 +44,11 @@ class AheadRuns:
         self.plan, self.rank = placement.plan, placement.rank
         self.versions = self.plan.staleness.versions
         graph = self.plan.graph
-        scored = self.plan.streamed[1:]  # which get their samples from rank 0, one by one
-        running = [name for name in self.plan.order if name not in scored]
-        self.batches = BatchesAhead(placement, alarm, runner, exchange, running, self._report_generated)
-        self.scoring = ScoringAhead(self.batches, alarm, lambda: self.batches.first_tag + 2) if scored else None
+        self.batches = BatchesAhead(placement, alarm, runner, exchange, self.plan.order, self._report_generated)
         self.generate, self.ahead = self.batches.generate, frozenset(calls_ahead(graph))
         self.train = graph.train_call(self.generate.role)
         self._ranks_ahead = devices_ahead(graph, self.plan.assignments)
         self._order: AheadOrder | None = None
-        self._samples: SamplesAhead | None = None
         self._restarts = 0  # of the batches, when the order was made
         self._link: AheadLink | None = None
 
@@ -95,17 +87,10 @@ class AheadRuns:
 
     def _leader(self, number: int) -> AheadLeader:
         if self._order is None or self._restarts != self.batches.restarts:
-            self._samples = SamplesAhead(self._stream) if self.scoring is not None else None
-            stream = self._samples.stream if self._samples is not None else None
-            self._order = AheadOrder(self.plan, {n: sources(self.plan, n) for n in self.plan.order}, number, stream)
+            self._order = AheadOrder(self.plan, {n: sources(self.plan, n) for n in self.plan.order}, number)
             self._restarts = self.batches.restarts
         messages, world = self.batches.messages, self.plan.cluster.size
-        order, ranks, samples = self._order, self._ranks_ahead, self._samples
-        return AheadLeader(messages, self.batches.first_tag, order, ranks, world, number, samples)
-
-    def _stream(self, number: int) -> Stream:
-        of_batch, settings = self.batches.in_flight[number], self.runner.settings
-        return stream_of_batch(self.placement, settings, of_batch.running.step, of_batch.batch, scores_beside=True)
+        return AheadLeader(messages, self.batches.first_tag, self._order, self._ranks_ahead, world, number)
 
     # --- ranks that train ---------------------------------------------------------------------------------------------
 
@@ -146,35 +131,20 @@ class AheadRuns:
     def _work(self, number: int) -> None:
         """Do what rank 0 orders until it ends the iteration, and publish what the engine has finished."""
         assert self._link is not None
-        task: RankTask | None = None
+        task: AheadTask | None = None
         while not isinstance(task, EndIteration):
             self.alarm.at(f"running ahead of update {number + 1}")
             self.alarm.check()
             is_generating = self.batches.poll(POLL_S if task is None else 0.0)
-            if self.scoring is not None:
-                for event in self.scoring.ended():
-                    self._link.report(event)
             self.batches.publish()
             task = self._link.next_task(0.0 if is_generating else WAIT_S)
             if task is not None:
                 self._do(task)
 
-    def _do(self, task: RankTask) -> None:
-        assert self._link is not None
-        if self.scoring is not None and not isinstance(task, OfIteration):
-            self.scoring.close()
+    def _do(self, task: AheadTask) -> None:
         match task:
             case RunCall(iteration, call):
                 self._run_calls(iteration, [call], [self._share(iteration, call)])
-            case OfIteration(iteration, Forward() as forward):
-                assert self.scoring is not None, "the plan streams"
-                event = self.scoring.forward(iteration, forward)
-                if event is not None:
-                    self._link.report(event)
-            case EndScoring(iteration, call, failed):
-                assert self.scoring is not None, "the plan streams"
-                self.scoring.publish(task)
-                self._report(iteration, call, failed=failed)
             case TakeUpdate(iteration):
                 self.batches.take_update(iteration + 1)
                 self.batches.admit()

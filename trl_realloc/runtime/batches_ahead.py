@@ -74,9 +74,9 @@ class BatchesAhead:
 
     @property
     def first_tag(self) -> int:
-        """The first of three tags for other messages about these batches. The messages of batches that were given up
+        """The first of two tags for other messages about these batches. The messages of batches that were given up
         are never received, so their tags are not used again soon."""
-        size = self.exchange.free_tag - self.exchange.first_tag + 3
+        size = self.exchange.free_tag - self.exchange.first_tag + 2
         return self.exchange.free_tag + size * (self.restarts % RESTARTS)
 
     def open(self, step: Step, batches: Sequence[PromptBatch], sampling: Sampling) -> BatchInFlight:
@@ -111,7 +111,7 @@ class BatchesAhead:
         return self.in_flight[number]
 
     def _new(self, step: Step, batch: PromptBatch) -> BatchInFlight:
-        exchange = self.exchange.of_iteration(self.running, self.first_tag + 3)
+        exchange = self.exchange.of_iteration(self.running, self.first_tag + 2)
         samples = batch.prompts.select([])
         if self.generate.name in self.placement.generators:
             own = replica(self.plan, self.generate.name, self.rank)

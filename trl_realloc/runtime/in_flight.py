@@ -5,7 +5,6 @@ of its samples is in `drawn_samples`.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +21,6 @@ from . import calls
 from .call_runner import RunningIteration
 from .calls import CallSettings
 from .drawn_samples import Drawn
-from .exchange import CallOutput, Failures
 from .results import GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
 
 
@@ -42,9 +40,6 @@ class BatchInFlight:
         is_published: whether its responses have been sent.
         completions: by sample.
         begun: by sample, what had been drawn when the engine was last stopped.
-        reported: the ended samples of which rank 0 knows, in a run that scores samples as they end.
-        scored: by call, what this rank's forwards have made, in such a run.
-        scoring_failures: by call, why one of them failed.
     """
 
     running: RunningIteration
@@ -54,9 +49,6 @@ class BatchInFlight:
     is_published: bool = False
     completions: dict[int, Completion] = field(default_factory=dict)
     begun: dict[int, Unfinished] = field(default_factory=dict)
-    reported: set[int] = field(default_factory=set)
-    scored: defaultdict[str, list[CallOutput]] = field(default_factory=lambda: defaultdict(list))
-    scoring_failures: dict[str, Failures] = field(default_factory=dict)
     _spans: GenerationSpans | None = None
     _since: float = 0.0  # when its generation began or went on
     _seconds: dict[int, float] = field(default_factory=dict)  # of each sample in generation, before `_since`

@@ -1,8 +1,7 @@
 """Forwards of scoring calls on a few samples of a batch: `ForwardRunner` runs them on a rank, `ForwardSamples` has what
 they read on rank 0.
 
-Which samples are scored where and when is decided by `planner.dispatcher`; who asks it is in `stream_leader` and
-`ahead_leader`.
+Which samples are scored where and when is decided by `planner.dispatcher`; who asks it is in `stream_leader`.
 """
 
 from __future__ import annotations
@@ -32,19 +31,8 @@ from .shares import deal, rows_of
 from .stream_messages import Forward, Rows
 
 
-def stream_of_batch(
-    placement: Placement,
-    settings: CallSettings,
-    step: Step,
-    batch: PromptBatch,
-    *,
-    scores_beside: bool = False,
-) -> Stream:
-    """The streamed calls of a batch.
-
-    Args:
-        scores_beside: as of `Stream`.
-    """
+def stream_of_batch(placement: Placement, settings: CallSettings, step: Step, batch: PromptBatch) -> Stream:
+    """The streamed calls of a batch."""
     plan = placement.plan
     forwards = [n for n in plan.streamed if plan.graph.call(n).kind is CallKind.FORWARD]
     generate = plan.graph.call(plan.streamed[0])
@@ -53,7 +41,7 @@ def stream_of_batch(
     limit = calls.sampling_of(settings, generate, step).max_tokens
     budgets = {name: placement.budget(name) for name in forwards}
     lengths = prompts.lengths.tolist()
-    return stream_of(plan, lengths, limit, budgets, dealt, scores_beside=scores_beside)
+    return stream_of(plan, lengths, limit, budgets, dealt)
 
 
 class ForwardSamples:
