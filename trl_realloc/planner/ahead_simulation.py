@@ -48,12 +48,14 @@ class AheadIterations:
         mean_age: updates from the policy that drew a token to the one that is trained on it; mean over the tokens.
         oldest: the most such updates of a token.
         spans: of the last `SHOWN` iterations' batches; the first of them is step 0.
+        orders: to the devices ahead, from the first iteration on.
     """
 
     seconds: float
     mean_age: float
     oldest: int
     spans: tuple[Span, ...]
+    orders: tuple[AheadTask, ...]
 
 
 def simulate_ahead(
@@ -103,6 +105,7 @@ class _Simulation:
         self.units = Units(plan)
         self.units_ahead = self.units.of(devices_ahead(graph, plan.assignments))
         self.order = AheadOrder(plan, {name: (plan.mesh(name).first,) for name in plan.order}, 0)
+        self.orders: list[AheadTask] = []
         self.queues = DeviceQueues(
             self.units, self.activities, has_inputs=self._has_inputs, begins=self._stop_engines, ended=self._end
         )
@@ -196,6 +199,7 @@ class _Simulation:
         self._advance()
 
     def _take(self, orders: Sequence[AheadTask]) -> None:
+        self.orders += orders
         for order in orders:
             match order:
                 case RunCall(iteration, call):
@@ -312,7 +316,7 @@ class _Simulation:
         under_way = self.plan.staleness.versions + 1
         elapsed = sum(self.ends[-under_way:]) - sum(self.ends[warm_up - under_way : warm_up])
         seconds = elapsed / under_way / len(batches)
-        return AheadIterations(seconds, ages / tokens, oldest, self._shown())
+        return AheadIterations(seconds, ages / tokens, oldest, self._shown(), tuple(self.orders))
 
     def _shown(self) -> tuple[Span, ...]:
         first = self.iterations - SHOWN
