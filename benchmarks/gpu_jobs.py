@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -54,6 +55,18 @@ def note(**numbers: Any) -> None:
     path.write_text(json.dumps({**known, **numbers}))
 
 
+def model_sizes() -> dict[str, int]:
+    return {**SIZES, "num_hidden_layers": max(2, RANKS)}
+
+
+@functools.cache
+def saved_policy() -> str:
+    """A folder of this rank with the policy. Once there is a process group, Transformers writes on one rank alone."""
+    folder = tempfile.mkdtemp(dir=FOLDER)
+    tiny.policy(**model_sizes()).save_pretrained(folder)
+    return folder
+
+
 def trainer(algorithm: str, plan: Any, reward: Any = tiny.short, **settings: Any) -> Any:
     """A trainer of tiny models, on this rank's device.
 
@@ -63,18 +76,17 @@ def trainer(algorithm: str, plan: Any, reward: Any = tiny.short, **settings: Any
     folder = Path(tempfile.mkdtemp(dir=FOLDER))
     settings = {"use_cpu": DEVICE == "cpu", "plan": plan, "learning_rate": 1e-3, "adam_epsilon": 1e-4, **settings}
     parts: dict[str, Any] = {"processing_class": tiny.tokenizer(), "train_dataset": tiny.prompts()}
-    sizes = {**SIZES, "num_hidden_layers": max(2, RANKS)}
+    sizes = model_sizes()
     if algorithm == "ppo":
         args = tiny.arguments(folder, **settings)
         parts |= {"model": tiny.policy(**sizes), "value_model": tiny.classifier(**sizes), "reward_model": reward}
         parts["ref_model"] = None
     else:
-        tiny.policy(**sizes).save_pretrained(folder / "policy")
+        parts |= {"model": saved_policy(), "reward_funcs": reward}
         settings["use_vllm"] = settings.pop("generation_engine") == "vllm"
         groups = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "beta": 0.05}
         config = getattr(trl_realloc, f"{algorithm.upper()}Config")
         args = config(output_dir=str(folder), **{**tiny.BARE, **groups, **settings})
-        parts |= {"model": str(folder / "policy"), "reward_funcs": reward}
     if DEVICE == "cuda":
         # After the checks of the settings, which refuse the first: while vLLM measures how much memory is free, nothing
         # else may free any. The second saves the time of compiling.
