@@ -35,7 +35,7 @@ LARGEST_LOG_RATIO = 20.0  # e^20 = 4.9e8: a weight stays finite in float32, also
 
 @dataclass(frozen=True)
 class Correction:
-    """How the weights are computed and bounded.
+    """Formula and bounds of the importance weights.
 
     Args:
         mode: `token_*` gives each token the weight of its own probability, `sequence_*` gives all tokens of a response

@@ -156,7 +156,7 @@ def check_rates(rates: Mapping[str, float | Sequence[Mapping[str, Any]]]) -> Non
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every element is finite. Reads each tensor once, without a copy, and synchronises with the device
+    """True if every element is finite. Reads each tensor once, without a copy, and synchronises with the device
     once."""
     float_tensors = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
     return not float_tensors or bool(torch.nn.utils.get_total_norm(float_tensors, torch.inf).isfinite())

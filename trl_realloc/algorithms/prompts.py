@@ -139,12 +139,12 @@ def _check_column(dataset: Dataset, column: str, what: str) -> None:
 
 
 def _is_empty(cell: Any) -> bool:
-    """Whether a prompt is missing, is an empty list, or has `None` in it. Empty text is allowed here."""
+    """True if a prompt is missing, is an empty list, or has `None` in it. Empty text is not counted here."""
     return cell is None or (not isinstance(cell, str) and (len(cell) == 0 or any(part is None for part in cell)))
 
 
 def _is_value(kind: Any, of: str) -> bool:
-    """Whether a column's type is `string`, or an integer type where `of` is `int`."""
+    """True if a column's type is text (`of` is `string`) or an integer (`of` is `int`)."""
     name = str(getattr(kind, "dtype", ""))
     return name.removeprefix("u").startswith(of) or (of == "string" and name in ("large_string", "string_view"))
 

@@ -122,7 +122,8 @@ class FunctionReward:
             )
 
     def call(self, samples: Rollouts, texts: Callable[[], Texts]) -> Any:
-        """What the function returns, which may be awaitable. Raises `RewardError` if the function raises."""
+        """Calls the function and returns its answer, which may be awaitable. Raises `RewardError` if the function
+        raises."""
         inputs = texts()
         arguments: dict[str, Any] = {
             **inputs.columns,
@@ -137,7 +138,7 @@ class FunctionReward:
             return self.function(**arguments)
 
     async def result(self, answer: Any) -> Any:
-        """What `call` returned, awaited if it is awaitable."""
+        """The answer of `call`, awaited if it is awaitable."""
         with self._named():
             return await answer if inspect.isawaitable(answer) else answer
 

@@ -146,7 +146,7 @@ def places(lengths: Tensor) -> Tensor:
 
 
 def token_keys(samples: Rollouts) -> list[tuple[bytes, bytes]]:
-    """Of each sample its token ids, prompt and response, by which equal samples are found.
+    """The token ids of each sample, prompt and response, as bytes. Equal samples have equal keys.
 
     Args:
         samples: in host memory, with `prompts` and `responses`.

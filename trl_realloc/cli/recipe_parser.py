@@ -119,7 +119,7 @@ def _check(path: Path, dataclass_types: Sequence[type]) -> None:
 
 
 def _may_be(kind: Any, value: object) -> bool:
-    """Whether a field of that type can have the value. Text and `None` are accepted here; the parser reads text."""
+    """True if a field of that type can have the value. Text and `None` pass, because the parser reads text."""
     if value is None or isinstance(value, str):
         return True
     try:

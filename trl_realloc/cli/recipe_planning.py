@@ -120,7 +120,7 @@ def choose_for_recipe(
 
 
 def overlap_worth(recipe: Recipe, chosen: Decision, time_limit: float) -> OverlapWorth:
-    """What each way to overlap calls is worth."""
+    """The estimated gain of each way to overlap calls."""
     graph = recipe.stale_graph
     corrects = recipe.algorithm == "ppo" or bool(recipe.settings["vllm_importance_sampling_correction"])
     return OverlapWorth(

@@ -26,7 +26,7 @@ MOST_DIGITS = 18  # of an integer
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is a file or folder at the path. False for names that no file can have."""
+    """True if there is a file or folder at the path. False for names that no file can have."""
     try:
         os.stat(path)
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""What executes one call on one device mesh. `base` has the protocols, `training` and `generation` the engines."""
+"""Execution of one call on one device mesh: the protocols in `base`, the engines in `training` and `generation`."""

@@ -46,7 +46,7 @@ class EngineDied(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. The defaults draw from the whole vocabulary, as PPO does.
+    """Settings that tokens are drawn with. The defaults draw from the whole vocabulary, as PPO does.
 
     The distribution of a token is made in vLLM's order: `regex` excludes tokens, the repetition penalty changes logits,
     they are divided by the temperature, and min-p, top-k and top-p exclude tokens; the probabilities of those that stay
@@ -88,7 +88,7 @@ class Sampling:
 
 
 class Updates(StrEnum):
-    """What a `load` does to a generation that runs."""
+    """The effect of a `load` on a running generation."""
 
     END = "end"  # ends it
     KEEP = "keep"  # decoding goes on, with the keys and values that the parameters before have computed
@@ -184,8 +184,8 @@ class GenerationEngine(Protocol):
         """
 
     def narrower(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """Of these parameters those that the engine holds in a narrower dtype, with that dtype. A sender may cast them
-        before they are sent."""
+        """The parameters among these that the engine holds in a narrower dtype, with that dtype. A sender may cast them
+        before it sends them."""
 
     def sleep(self) -> None:
         """Give the device memory that the engine takes back until its next use, if the plan says so. The parameters may
@@ -241,8 +241,8 @@ class Generation(Protocol):
         """
 
     def peek(self) -> list[Unfinished]:
-        """What every request has drawn so far, between two decode steps. Nothing is stopped. Requests that have
-        finished are left out, because they come out of `poll`.
+        """The tokens that every unfinished request has drawn so far, read between two decode steps without stopping
+        any. Finished requests are left out, because they come out of `poll`.
 
         Raises:
             EngineError, EngineDied: as for `poll`.
@@ -270,8 +270,8 @@ class BackgroundEngine(GenerationEngine, Protocol):
 
     @property
     def decode_steps(self) -> Sequence[DecodeStep]:
-        """How long the decode steps of the latest closed generation took, by the number of samples in them; empty
-        before the first."""
+        """Seconds of the decode steps of the latest closed generation, by the number of samples in them; empty before
+        the first."""
 
     def start(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, updates: Updates = Updates.END
@@ -314,7 +314,7 @@ class ScoringEngine(Protocol):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether several ranks of the mesh may have the same part of a parameter."""
+        """True if several ranks of the mesh may have the same part of a parameter."""
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> Mapping[str, Ragged]:
         """The head's outputs for this rank's samples, without gradients and without dropout.

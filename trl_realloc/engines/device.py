@@ -1,5 +1,5 @@
-"""What the package asks of an accelerator, through PyTorch's interface for all of them: memory, streams, and the device
-whose tensors a process group sends.
+"""Memory and streams of an accelerator, and the device whose tensors a process group sends, through PyTorch's interface
+for all accelerators.
 
 A device of type `cpu` has none of this, and the functions do nothing for it. Which device a job runs on is the
 launcher's choice (`runtime/launch`).
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device has memory of its own, which the host cannot read."""
+    """True if the device has memory of its own, which the host cannot read."""
     return device.type != "cpu"
 
 
@@ -49,7 +49,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def has_room(device: torch.device, size: int) -> bool:
-    """Whether `size` more bytes fit on the device beside the most that this process has had allocated so far, which a
+    """True if `size` more bytes fit on the device beside the peak that this process has had allocated so far, which a
     call that runs meanwhile may allocate again."""
     memory = torch.get_device_module(device)
     reserved, peak = int(memory.memory_reserved(device)), int(memory.max_memory_allocated(device))

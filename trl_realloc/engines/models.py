@@ -221,7 +221,7 @@ _WITHOUT_WEIGHTS = frozenset(
 
 
 def adapts_unread(peft_config: Any) -> bool:
-    """Whether the adapters can be created before the weights that they adapt are read: LoRA whose matrices are not
+    """True if the adapters can be created before the weights that they adapt are read: LoRA whose matrices are not
     computed from the weights, with settings that are known here."""
     is_lora = str(getattr(peft_config, "peft_type", "")).rpartition(".")[2] == "LORA"
     if not is_lora or not dataclasses.is_dataclass(peft_config):
@@ -278,7 +278,7 @@ def generated_config(config: Any, adapted: Any) -> Any:
 
 
 def adapts_head(model: Any, config: Any, peft_config: Any) -> bool:
-    """Whether an adapter changes the language head of a policy. The head is then no plain linear layer.
+    """True if an adapter changes the language head of a policy. The head is then no plain linear layer.
 
     Args:
         model: the policy as the user gave it, with adapters or without, or its name.
@@ -300,7 +300,7 @@ def adapts_head(model: Any, config: Any, peft_config: Any) -> bool:
 
 
 def _is_named(name: str, endings: Sequence[str]) -> bool:
-    """Whether a module's name is one of these, or ends with a dot and one of these."""
+    """True if a module's name is one of these, or ends with a dot and one of these."""
     return any(f".{name}".endswith(f".{ending}") for ending in endings)
 
 

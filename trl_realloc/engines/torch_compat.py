@@ -1,5 +1,4 @@
-"""What this package uses of torch beyond its documented interface, and what differs between its releases. No other file
-does.
+"""Uses of torch beyond its documented interface, and the differences between its releases; they are in this file alone.
 
 Run with torch 2.11, 2.13 and 2.15 (docs/versions.md).
 """
@@ -108,7 +107,7 @@ def _buffer(info: Any) -> Tensor | None:
 
 @functools.cache
 def takes_argument(function: Callable[..., Any], name: str) -> bool:
-    """Whether this release's function has an argument."""
+    """True if this release's function has an argument of that name."""
     return name in inspect.signature(function).parameters
 
 

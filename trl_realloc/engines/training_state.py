@@ -90,7 +90,7 @@ class TrainingState:
 
 
 def is_elementwise(value: Any) -> bool:
-    """Whether a value of an optimizer's state is a tensor with dimensions; others are scalars."""
+    """True if a value of an optimizer's state is a tensor with dimensions; others are scalars."""
     return torch.is_tensor(value) and value.dim() > 0
 
 

@@ -1,5 +1,5 @@
-"""What this package uses of Transformers beyond its documented interface, and what differs between its releases. No
-other file does.
+"""Uses of Transformers beyond its documented interface, and the differences between its releases; they are in this file
+alone.
 
 Run with Transformers 5.19 to 5.23 (docs/versions.md). A release that lacks one of these names raises `UnknownRelease`,
 whose message the caller turns into a refusal or into a slower way.
@@ -29,7 +29,7 @@ class UnknownRelease(Exception):
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether Transformers counts a parameter or buffer as loaded or drawn."""
+    """True if Transformers counts a parameter or buffer as loaded or drawn."""
     return bool(getattr(tensor, "_is_hf_initialized", False))
 
 
@@ -79,7 +79,7 @@ class Conversion:
 
 @dataclass
 class TensorNames:
-    """Where the parameters of a model are in a checkpoint.
+    """Names of a model's parameters in a checkpoint.
 
     Args:
         keys: name in the model -> name in the checkpoint, of those that are stored as they are.
@@ -91,7 +91,7 @@ class TensorNames:
 
 
 def names_in_checkpoint(model: PreTrainedModel, stored: Iterable[str]) -> TensorNames:
-    """Where Transformers finds each parameter of a model.
+    """The names under which Transformers finds a model's parameters in a checkpoint.
 
     Args:
         stored: the names of the checkpoint's tensors.
@@ -147,7 +147,7 @@ def names_not_saved(model: PreTrainedModel) -> Collection[str]:
 
 
 def loaded_adapters(model: PreTrainedModel) -> bool:
-    """Whether `from_pretrained` has found adapters beside the checkpoint, and loaded them."""
+    """True if `from_pretrained` has found adapters beside the checkpoint, and loaded them."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -230,7 +230,7 @@ def attention_name(config: Any) -> str | None:
 
 
 def tensor_parallel_styles(model: Any) -> Mapping[str, str]:
-    """How Transformers splits the modules of a model beside its backbone, by pattern of their names."""
+    """Transformers' way to split each module of a model beside its backbone, by pattern of module names."""
     return model._tp_plan or {}
 
 

@@ -59,8 +59,8 @@ def grpo_graph(*, reference: bool = True, reward_models: bool = True) -> Dataflo
 
 
 def has_host_loop(graph: DataflowGraph) -> bool:
-    """Whether another library's loop asks for the calls, as TRL's does for GRPO and RLOO: one after the other, each
-    on a whole batch. A plan's streams and its staleness let calls run before they are asked for."""
+    """True if another library's loop asks for the calls, as TRL's does for GRPO and RLOO: one after the other, each on
+    a whole batch. A plan's streams and its staleness let calls run before they are asked for."""
     return any(ENTROPIES in call.outputs for call in graph.calls)
 
 

@@ -16,7 +16,7 @@ from .dataflow import Call, CallKind
 
 @dataclass(frozen=True)
 class EngineAbility:
-    """What an engine supports: the kinds of call, the parallel degrees that may exceed 1, and the ZeRO stages."""
+    """Abilities of an engine: the kinds of call, the parallel degrees that may exceed 1, and the ZeRO stages."""
 
     kinds: frozenset[CallKind]
     degrees: tuple[str, ...]
@@ -43,7 +43,7 @@ def engines_for(kind: CallKind) -> str:
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """How a call is distributed over its mesh, which must have exactly `size` devices.
+    """Distribution of a call over its mesh, which must have exactly `size` devices.
 
     Args:
         dp: data-parallel degree: the number of groups that the samples are divided among.
@@ -104,7 +104,7 @@ class ParallelStrategy:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where and how one call runs.
+    """Mesh, parallel strategy, engine and memory use of one call.
 
     Args:
         offload: keep the parameters that the call uses in host memory between its uses: a frozen role's parameters, a
@@ -196,29 +196,30 @@ RELEASE_FLAGS = ("offload", "drop")  # what can be done with a call's parameters
 
 
 def between_uses(assignment: Assignment) -> str:
-    """What is done with a call's memory between its uses, in a word; an empty text where nothing is."""
+    """The flag that says what happens to a call's memory between its uses, `offload` or `drop`; an empty text if
+    nothing does."""
     return next((name for name in RELEASE_FLAGS if getattr(assignment, name)), "")
 
 
 def sleeps(assignment: Assignment) -> bool:
-    """Whether the call's vLLM engine gives its memory back between its uses."""
+    """True if the call's vLLM engine gives its memory back between its uses."""
     return assignment.engine == "vllm" and (assignment.offload or assignment.drop)
 
 
 def whole_everywhere(assignment: Assignment) -> bool:
-    """Whether every device of the mesh holds all of the model's parameters."""
+    """True if every device of the mesh holds all of the model's parameters."""
     return assignment.engine in ("zero", "transformers") and assignment.strategy.zero_stage < 3
 
 
 def runs_in_step(call: Call, assignment: Assignment) -> bool:
-    """Whether all replicas of a call run each of its forwards together, because it has collectives over the mesh: those
+    """True if all replicas of a call run each of its forwards together, because it has collectives over the mesh: those
     in which ZeRO's stage 3 gathers parameters, and in a backward those of DeepSpeed's gradients (stages 1 to 3)."""
     stage = assignment.strategy.zero_stage
     return stage == 3 or (assignment.engine == "zero" and call.trains and stage > 0)
 
 
 def in_place(home: Assignment, other: Assignment) -> bool:
-    """Whether a call can use a trained role's parameters where the training has them, so that nothing is reallocated.
+    """True if a call can use a trained role's parameters where the training has them, so that nothing is reallocated.
 
     This is so if both have the same layout, or if each device of the call holds all parameters. Generation on the mesh
     that ZeRO stage 3 shards over is in place too: every device there needs every parameter, and gathering them over the

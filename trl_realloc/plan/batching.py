@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def work(lengths: Sequence[int], attention_at: float) -> list[float]:
-    """What each sample takes to compute, in tokens of a short one: its length, and for its attention a part that grows
-    with the length's square.
+    """Work of each sample, in tokens of a short one: its length, and for its attention a part that grows with the
+    length's square.
 
     Args:
         lengths: tokens of each sample.

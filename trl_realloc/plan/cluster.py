@@ -140,7 +140,7 @@ class Cluster:
 
 
 def is_legal(mesh: DeviceMesh, cluster: Cluster) -> bool:
-    """Whether a mesh is whole consecutive nodes, or a power-of-two part of one node that starts at a multiple of its
+    """True if a mesh is whole consecutive nodes, or a power-of-two part of one node that starts at a multiple of its
     size."""
     if mesh.last >= cluster.size:
         return False

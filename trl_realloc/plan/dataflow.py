@@ -30,7 +30,7 @@ class Role(StrEnum):
 
 
 class CallKind(StrEnum):
-    """What a call does with its role's model."""
+    """Use that a call makes of its role's model."""
 
     GENERATE = "generate"
     FORWARD = "forward"

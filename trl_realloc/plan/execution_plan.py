@@ -126,7 +126,7 @@ class ExecutionPlan:
         return together(self.fused, names)
 
     def is_reversed(self, name: str) -> bool:
-        """Whether the first pipeline stage of a call is on the last device of its pipeline."""
+        """True if the first pipeline stage of a call is on the last device of its pipeline."""
         return is_reversed(self.graph, self.assignments, self.fused, name)
 
     def calls_on(self, device: int) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def _graph_of_calls(calls: Mapping[Any, Any], graph: DataflowGraph) -> DataflowG
 
 
 def _is_known(graph: DataflowGraph) -> bool:
-    """Whether a plan's graph is a form of PPO's or GRPO's, perhaps without calls that a plan may leave out."""
+    """True if a plan's graph is a form of PPO's or GRPO's, perhaps without calls that a plan may leave out."""
     return any(graph == form.without([name for name in form.order if name not in graph.order]) for form in _FORMS)
 
 

@@ -106,8 +106,8 @@ def together(fused: Fused, order: Collection[str]) -> tuple[tuple[str, ...], ...
 
 
 def is_reversed(graph: DataflowGraph, assignments: Mapping[str, Assignment], fused: Fused, call: str) -> bool:
-    """Whether the first pipeline stage of a call is on the last device of its pipeline: of the second fused call, and
-    of the calls that use the parameters where that call trains them."""
+    """True if the first pipeline stage of a call is on the last device of its pipeline. This is so for the second fused
+    call, and for the calls that use the parameters where that call trains them."""
     if not fused or graph.call(call).role is not graph.call(fused[1]).role:
         return False
     home, assignment = assignments[fused[1]], assignments[call]

@@ -167,7 +167,8 @@ class ModelSpec:
 
     @cached_property
     def outputs(self) -> int:
-        """How many numbers the head computes for a token: the vocabulary of a language model, 1 of a classifier."""
+        """Numbers that the head computes for a token: the vocabulary's size for a language model, 1 for a
+        classifier."""
         return max(1, self.head_elements // self.hidden if self.layers else self.vocabulary)
 
     @property
@@ -229,12 +230,12 @@ class ModelSpec:
             )
 
     def generates_under(self, tp: int) -> bool:
-        """Whether vLLM can split the model over tp devices."""
+        """True if vLLM can split the model over tp devices."""
         return not self._uneven_in_vllm(tp)
 
     def _uneven_in_vllm(self, tp: int) -> str:
-        """What vLLM cannot share evenly among tp devices; empty if there is nothing. It repeats key/value heads if
-        there are fewer than tp, and pads the vocabulary."""
+        """The parts of the model that vLLM cannot share evenly among tp devices, in words; empty if there are none.
+        vLLM repeats key/value heads if there are fewer than tp, and pads the vocabulary."""
         padded = -(-self.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
         rests = {
             f"{self.heads} heads": self.heads % tp,

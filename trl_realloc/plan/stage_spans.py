@@ -91,5 +91,5 @@ class MiniBatchStages:
 
 
 def task_name(call: str, kind: str) -> str:
-    """What a timeline calls the forwards or the backwards of a call."""
+    """Name of a call's forwards or backwards in a timeline."""
     return f"{call}, {kind}"

@@ -24,7 +24,7 @@ KV_CACHE = ("keep", "recompute")
 
 @dataclass(frozen=True)
 class Staleness:
-    """How far generation runs ahead.
+    """Number of updates that generation may run ahead of the training, and the treatment of its caches.
 
     Args:
         versions: a token is trained at most this many updates after the policy that drew it; 0 for none.
@@ -49,7 +49,7 @@ class Staleness:
         problems.refuse()
 
     def in_words(self, graph: DataflowGraph) -> str:
-        """What runs ahead of the training, and how far, in a plan of this graph."""
+        """Sentence part that names the calls that run ahead of the training in a plan of this graph, and how far."""
         in_turn = has_host_loop(graph)
         unit, what = ("generation", "generation runs") if in_turn else ("update", "generation and scoring run")
         far = f"1 {unit}" if self.versions == 1 else f"{self.versions} {unit}s"

@@ -106,8 +106,8 @@ class Timeline:
         return Timeline(self.spans + other.spans)
 
     def joined(self, fused: Fused) -> Timeline:
-        """Where two calls train together, one span named by both in place of theirs. The others stay as they are, also
-        those of a step in which a device ran the two calls one after the other.
+        """Timeline with one span, named by both, in place of the spans of two calls that train together. The others
+        stay as they are, also those of a step in which a device ran the two calls one after the other.
 
         Args:
             fused: the two calls; empty for none.
@@ -124,7 +124,7 @@ class Timeline:
         return Timeline(span for span in self.spans if span.step == step)
 
     def between(self, start: float, end: float) -> Timeline:
-        """What ran from `start` to `end`, seconds of the timeline's clock. A span that reaches beyond is cut there;
+        """Timeline from `start` to `end`, seconds of this timeline's clock. A span that reaches beyond is cut there;
         without its end it has ended no samples."""
         return Timeline(
             replace(
@@ -271,7 +271,7 @@ class Timeline:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a device generates for an iteration while it generates for another."""
+        """True if a device generates for an iteration while it generates for another."""
         latest: dict[tuple[str, int], Span] = {}
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
             before = latest.get((span.call, span.device))
@@ -283,7 +283,7 @@ class Timeline:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether a device does two things at the same time for more than a hundredth of the timeline."""
+        """True if a device does two things at the same time for more than a hundredth of the timeline."""
         hundredth = 0.01 * (max(span.end for span in self.spans) - min(span.start for span in self.spans))
         ends: dict[int, float] = {}  # by device
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
@@ -316,7 +316,8 @@ class Timeline:
         return rows
 
     def _lanes(self) -> dict[Span, tuple[int, int]]:
-        """Of each span its place among those at the same time on its device, and the number of the device's places."""
+        """Assigns each span a lane among the spans at the same time on its device: (lane, number of the device's
+        lanes)."""
         ends: dict[int, list[float]] = defaultdict(list)  # by device and place
         places: dict[Span, int] = {}
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):

@@ -1,4 +1,4 @@
-"""What is known of a job before a model is loaded: devices, models, engine options and the size of an iteration.
+"""Description of a job before a model is loaded: devices, models, engine options and the size of an iteration.
 
 Planning and measuring are handed a `Job`. `trainer.job_builder` builds it from a trainer's config.
 """

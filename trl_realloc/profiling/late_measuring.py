@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
 
 class LateMeasuring:
-    """Whether and for how long a run measures its machine.
+    """Decides whether a run measures its machine, when, and for how long.
 
     Args:
         unit: what an iteration is called in messages.

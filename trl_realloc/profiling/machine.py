@@ -45,8 +45,8 @@ def hardware(device: torch.device) -> str:
 def sharing(
     make: Callable[[], Callable[[], None]], cluster: Cluster, rank: int, device: torch.device
 ) -> Sharing | None:
-    """How the devices of a node slow each other down when they compute at the same time, as CPU ranks do that share
-    cores and memory bandwidth. `None` where each device has its own. All ranks call this together.
+    """Measures the slowdown of a node's devices when they compute at the same time, as CPU ranks do that share cores
+    and memory bandwidth. `None` where each device has its own. All ranks call this together.
 
     Args:
         make: makes a function that computes something like the job does.
@@ -70,7 +70,8 @@ def sharing(
 
 
 def shared_cores(cluster: Cluster, device: torch.device) -> Sharing | None:
-    """How the CPU ranks of a node slow each other down by the number of its cores alone, without measuring."""
+    """Slowdown of a node's CPU ranks computed from the number of its cores alone, without measuring; `None` if there is
+    none."""
     if is_accelerator(device) or cluster.devices_per_node == 1:
         return None
     ranks_at_once = len(os.sched_getaffinity(0)) / torch.get_num_threads()

@@ -35,15 +35,14 @@ def measured_plans(job: Job, shallow: Job, work: Workload, profile: Profile, tho
 
 
 def fits(plan: ExecutionPlan, job: Job, pricing: Pricing) -> bool:
-    """Whether a device's memory holds the job's models under a plan, by the estimate. True where the memory is not
-    known."""
+    """True if a device's memory holds the job's models under a plan, by the estimate, or if the memory is not known."""
     if pricing.memory is None:
         return True
     return estimate_plan(plan, job.models.specs, pricing, exact=False).fits
 
 
 def _is_of_use(plan: ExecutionPlan, job: Job, pricing: Pricing) -> bool:
-    """Whether the job itself could run one of the plan's split calls, as far as its memory says."""
+    """True if the job itself could run one of the plan's split calls, as far as its memory says."""
     if pricing.memory is None:
         return True
     for name, assignment in plan.assignments.items():

@@ -101,8 +101,8 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
 
 
 def starting_profile(job: Job) -> Profile:
-    """What is known of the machine before a model of the job was measured on it: the cached profile or, where there is
-    none, one without observations. All ranks call this together and receive the same profile."""
+    """Profile of the machine before a model of the job was measured on it: the cached profile or, where there is none,
+    one without observations. All ranks call this together and receive the same profile."""
     path = cache_path(job)
     profile = _read(path, job) or unmeasured_profile(job)
     return _with_links(profile, path, job)

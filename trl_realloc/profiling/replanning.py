@@ -33,8 +33,8 @@ _Lengths = tuple[float, int]  # the mean response length (tokens) and the larges
 
 
 def suits(now: ExecutionPlan, other: ExecutionPlan, episodes: int) -> bool:
-    """Whether the engines and groups of a plan suit another one: the plans differ in how calls overlap alone, and no
-    generation engine gets more samples than it has been made for.
+    """True if a run can change to another plan with the engines and groups that it has: the plans differ only in how
+    calls overlap, and no generation engine gets more samples than it has been made for.
 
     Args:
         episodes: samples of a batch.
@@ -146,7 +146,7 @@ class Replanner:
 
 
 def _is_near(one: Profile, other: Profile, plan: ExecutionPlan, most: float) -> bool:
-    """Whether two profiles are the same but for corrections of a plan's calls, none of which differs by more than the
+    """True if two profiles are the same but for corrections of a plan's calls, none of which differs by more than the
     share `most`."""
     if replace(one, corrections=other.corrections) != other:
         return False

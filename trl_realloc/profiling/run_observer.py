@@ -124,7 +124,7 @@ class RunObserver:
 
 
 def _differ(one: Profile, other: Profile) -> bool:
-    """Whether a factor of one profile differs from that of the other by more than `CHANGE`."""
+    """True if a factor of one profile differs from that of the other by more than `CHANGE`."""
     new, old = one.corrections, other.corrections
     pairs = [(factor, old.calls.get(name, 1.0)) for name, factor in new.calls.items()]
     pairs += [(factor, old.moves.get(name, 1.0)) for name, factor in new.moves.items()]

@@ -1,1 +1,2 @@
-"""Which device holds which part of a model's parameters (`layout`), and how parts move between layouts."""
+"""Layouts, which say what part of a parameter each device holds (`layout`), and the movement of parts between
+layouts."""

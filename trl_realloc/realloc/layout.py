@@ -1,4 +1,4 @@
-"""Which device holds which part of which parameter, as boxes, computed from a model's spec and a parallel strategy.
+"""Parts of parameters on every device, as boxes, computed from a model's spec and a parallel strategy.
 
 Pure: no process group, so a layout of 1,024 devices can be made on a laptop. What moves between two layouts is in
 `schedule`.
@@ -113,8 +113,8 @@ MOST_KEEPERS = 64  # of a box; each piece is sent to all that hold the box
 
 
 def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dict[str, list[Box]]]:
-    """What each device keeps so that every element is kept once. A box that several devices hold is divided among
-    them, by elements as evenly as whole rows allow; among some `MOST_KEEPERS` of them if they are more.
+    """The parts that each device keeps so that every element is kept once. A box that several devices hold is divided
+    among them, by elements as evenly as whole rows allow; among some `MOST_KEEPERS` of them if they are more.
 
     Args:
         parts: device -> parameter name -> boxes. Boxes of a parameter are equal or do not overlap.

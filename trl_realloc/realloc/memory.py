@@ -1,4 +1,4 @@
-"""How much of every device's memory a plan's parameters need: weights, gradients, optimizer state and copies.
+"""Memory of every device that a plan's parameters need: weights, gradients, optimizer state and copies.
 
 Pure. Activations, a generation engine's cache and transfer buffers are not included, because they depend on the run.
 """

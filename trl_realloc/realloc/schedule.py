@@ -38,7 +38,7 @@ class ParameterBox:
 
 @dataclass(frozen=True)
 class Message:
-    """What one device sends another in one wave of one bucket."""
+    """Parts that one device sends to another in one wave of one bucket."""
 
     source: int
     target: int

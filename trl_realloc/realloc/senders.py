@@ -1,4 +1,4 @@
-"""Which of the devices that hold a part sends it to each of those that lack it (`schedule`).
+"""Choice of the device that sends a part to each device that lacks it, among those that hold it (`schedule`).
 
 Nodes that lack it alike, with as many holders and as many receivers, are assigned together, as arrays over (node,
 receiver, parameter): a part that thousands of devices lack takes no longer than a few steps of NumPy.
@@ -108,8 +108,7 @@ def _spread(senders: np.ndarray, rows: int, columns: int, size: int, loads: np.n
 
 
 def _even_counts(loads: np.ndarray, items: int, size: int) -> np.ndarray:
-    """How many of `items` of equal size to add to each load of a row to make the row as even as possible (water
-    filling).
+    """Divides `items` of equal size among the loads of each row, to make the row as even as possible (water filling).
 
     Args:
         loads: (rows, n).

@@ -40,7 +40,7 @@ class TransferError(RuntimeError):
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How messages are sent.
+    """Limits and checks of a transfer's messages.
 
     Args:
         bucket_bytes: most bytes that a rank receives in one bucket, unless a single parameter is larger. Two buckets
@@ -342,7 +342,7 @@ class Transfer:
         return _Flight(message, buffer, unpack, buffer)
 
     def _is_sent_in_place(self, part: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the tensor's memory can be sent from or received into without a buffer.
+        """True if the tensor's memory can be sent from or received into without a buffer.
 
         Args:
             dtype: in which its parameter is sent.

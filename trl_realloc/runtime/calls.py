@@ -1,5 +1,5 @@
-"""What one rank does for calls that generate and score: `generate` and `forward` take the rank's share of the samples
-and return the call's output columns.
+"""One rank's part of calls that generate and score: `generate` and `forward` take the rank's share of the samples and
+return the call's output columns.
 
 Calls that train are in `training_calls`, the loop over the calls in `executor`, the division of the samples in
 `shares`. Only the engines communicate here.
@@ -138,7 +138,8 @@ def requests_of(
 
 
 def sampling_of(settings: CallSettings, call: Call, step: Step) -> Sampling:
-    """How a call draws tokens in an iteration."""
+    """Sampling of a call in an iteration: the iteration's own if it has one, then that set for the call, then that of
+    the run."""
     return step.sampling or settings.sampling_of.get(call.name, settings.sampling)
 
 

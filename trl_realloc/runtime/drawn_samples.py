@@ -23,7 +23,7 @@ _UNFINISHED = -1  # of `stopped` in a file
 
 @dataclass(frozen=True)
 class Drawn:
-    """What has been drawn of one sample.
+    """Tokens that have been drawn of one sample.
 
     Args:
         versions: of each token, the engine's version of the parameters that drew it.
@@ -40,7 +40,7 @@ class Drawn:
 
 @dataclass
 class DrawnSamples:
-    """What has been drawn for the iterations that have not been trained.
+    """Samples, finished or not, that have been drawn for iterations that have not been trained.
 
     Args:
         samples: by iteration and by index in its batch.
@@ -70,7 +70,7 @@ class DrawnSamples:
     def of_batch(
         self, number: int, batch: PromptBatch, versions: int, sampling: Sampling | None
     ) -> Mapping[int, Drawn]:
-        """What has been drawn of the samples of an iteration. Leaves out samples with tokens that would be too old.
+        """The drawn samples of an iteration, by index, without those that have tokens that would be too old.
 
         Args:
             batch: of the iteration. If it has other prompts, nothing of what was drawn is used.
@@ -145,5 +145,5 @@ def _drawn(columns: Mapping[str, torch.Tensor]) -> dict[int, Drawn]:
 
 
 def checksum(batch: PromptBatch) -> int:
-    """Of a batch's prompts."""
+    """CRC-32 of a batch's prompts and their indices, to recognise the batch on resume."""
     return zlib.crc32(batch.prompts.only(("index", "prompts")).to_bytes())

@@ -50,7 +50,7 @@ class EarlyGeneration:
             self._error = error
 
     def is_of(self, step: Step, batch: PromptBatch) -> bool:
-        """Whether it is the generation of this iteration."""
+        """True if it is the generation of this iteration."""
         return self.step.number == step.number and self.batch is batch and step.sampling is None
 
     def refreshed(self) -> Moved | None:

@@ -346,7 +346,7 @@ def _dropped(user: Versioned, copied: ScoringEngine, names: Sequence[str]) -> Dr
 
 
 def holds_copy(plan: ExecutionPlan, call: str, rank: int, adapted: bool) -> bool:
-    """Whether this rank needs a copy of a trained role's model for the call: to score with, to generate with, or to
+    """True if this rank needs a copy of a trained role's model for the call: to score with, to generate with, or to
     merge adapters into for its generation engine.
 
     Args:
@@ -362,12 +362,12 @@ def holds_copy(plan: ExecutionPlan, call: str, rank: int, adapted: bool) -> bool
 
 
 def any_copies(plan: ExecutionPlan, call: str, adapted: bool) -> bool:
-    """Whether any rank needs a copy for the call."""
+    """True if any rank needs a copy for the call."""
     return any(holds_copy(plan, call, rank, adapted) for rank in plan.mesh(call).devices)
 
 
 def has_part(plan: ExecutionPlan, role: Role, rank: int, roles_adapted: bool) -> bool:
-    """Whether this rank loads a trained role's model, to train it or for a copy of it."""
+    """True if this rank loads a trained role's model, to train it or for a copy of it."""
     home = plan.graph.train_call(role)
     if home is not None and rank in plan.mesh(home):
         return True

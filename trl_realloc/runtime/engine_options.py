@@ -74,7 +74,7 @@ class EngineOptions:
 
     @property
     def transfer(self) -> TransferOptions:
-        """How the messages of reallocations are sent."""
+        """Options of the messages of reallocations."""
         return TransferOptions(self.bucket_bytes, self.transfer_timeout_s, self.checksums)
 
     def budget(self, *, trains: bool) -> int:

@@ -58,7 +58,7 @@ Failures = tuple[CallFailure, ...]
 
 
 def failure_of(error: Exception, rank: int, call: str, *, is_collective: bool) -> CallFailure:
-    """What is sent in place of a call's samples for an exception of it.
+    """Record of a call's exception, which is sent in place of the call's samples.
 
     Args:
         is_collective: the code that raised it contains collectives.
@@ -82,7 +82,7 @@ class CallsFailed(RuntimeError):
         self.failures = failures
 
     def of_job(self) -> JobFailed:
-        """What every rank raises for it."""
+        """The exception that every rank raises for these failures."""
         return JobFailed(str(self), is_unharmed=all(failure.is_unharmed for failure in self.failures))
 
 
@@ -167,7 +167,7 @@ class Exchange:
         self._own_outputs.pop(call, None)
 
     def has(self, call: str) -> bool:
-        """Whether a call's outputs have been collected or set."""
+        """True if a call's outputs have been collected or set."""
         return call in self._collected
 
     def collect(self, call: str) -> CallOutput:
@@ -262,7 +262,7 @@ class Exchange:
     # --- samples that each rank has of its own ----------------------------------------------------------------------
 
     def sizes(self, size: int) -> list[int]:
-        """How many samples each rank has. All ranks together.
+        """Gathers the number of samples of each rank. All ranks call this together.
 
         Args:
             size: of this rank.

@@ -18,7 +18,7 @@ from ..planner.fused_pipelines import KINDS, MODELS, Array, FusedPipelines, Fuse
 
 
 def pipelines_of(shape: FusedShape) -> FusedPipelines:
-    """What the planner is asked, without a limit of memory."""
+    """The planner's problem for a fused mini-batch of this shape, without a limit of memory."""
     a, b = (Pipeline(*_arrays(shape, model)) for model in range(2))
     return FusedPipelines(a, b)
 

@@ -100,7 +100,7 @@ class HostCalls:
 
     @property
     def reads_texts(self) -> bool:
-        """Whether a streamed call reads the texts of `generate`."""
+        """True if a streamed call reads the texts of `generate`."""
         graph = self.executor.plan.graph
         return any(graph.call(name).role is Role.REWARD for name in self.executor.plan.streamed)
 
@@ -191,8 +191,8 @@ class HostCalls:
             self.ahead.restore(drawn)
 
     def samples_under_way(self, *, again: int) -> DrawnSamples | None:
-        """What has been drawn for later generations, on rank 0; `None` on the others, and under a plan without a
-        staleness. All ranks together.
+        """The samples that have been drawn for later generations, on rank 0; `None` on the others, and under a plan
+        without a staleness. All ranks call this together.
 
         Args:
             again: how many of the latest generations a run that goes on asks for again, because it has not trained on
@@ -266,8 +266,8 @@ class HostCalls:
         return self._perform(name, samples, {role: rate})
 
     def take_ages(self) -> dict[str, float]:
-        """How old the tokens of the latest generation are (`results.ages`), on every rank; empty where none was
-        generated ahead since this was last asked."""
+        """Ages of the latest generation's tokens (`results.ages`), on every rank; empty if none was generated ahead
+        since the last call."""
         taken, self._ages = self._ages, {}
         return taken
 
@@ -336,7 +336,7 @@ class HostCalls:
             self._streamed[call, model].add(whole_texts(outputs.ragged(column)), Rollouts(**{name: scores}))
 
     def _of_all_ranks(self, own: Sequence[Rollouts]) -> list[tuple[Rollouts, int]]:
-        """Of each batch: the samples of all ranks in the order of the ranks, numbered; and the number of this rank's
+        """For each batch, the samples of all ranks in the order of the ranks, numbered, and the number of this rank's
         first one. Batches that not all ranks have are left out at the end."""
         content = [(len(batch), batch.to_bytes() if len(batch) else b"") for batch in own]
         parts = from_every_rank(content, self.executor.placement.control)

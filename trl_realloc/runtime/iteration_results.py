@@ -126,8 +126,8 @@ def of_steps(statistics: Rollouts) -> Rollouts:
 
 
 def refusal(failed: CallsFailed) -> JobFailed | NonFiniteError:
-    """What every rank raises where a call that trains has failed. Its only failure that harms nothing is a refusal of
-    samples that are not finite."""
+    """The exception that every rank raises when a call that trains has failed. Its only failure that harms nothing is a
+    refusal of samples that are not finite."""
     first = failed.failures[0]
     if all(failure.is_unharmed for failure in failed.failures):
         return NonFiniteError(first.message, first.sample)

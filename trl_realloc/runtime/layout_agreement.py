@@ -19,7 +19,7 @@ from .messages import Messages, combined
 
 @dataclass(frozen=True)
 class HeldParts:
-    """What one rank holds of some parameters.
+    """Parts of parameters that one rank holds.
 
     Args:
         boxes: by parameter name; parameters of which it holds nothing may be left out.

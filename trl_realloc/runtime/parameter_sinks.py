@@ -1,5 +1,5 @@
-"""What has the parameters that a reallocation sends, and what takes them: an engine in place, a generation engine, or
-full tensors in new memory.
+"""Sources and destinations of a reallocation's parameters: an engine in place, a generation engine, or full tensors in
+new memory.
 
 When they are sent is in `reallocation`.
 """

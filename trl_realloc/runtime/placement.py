@@ -139,7 +139,7 @@ class Placement:
     # --- engines and groups of a call -------------------------------------------------------------------------------
 
     def has(self, call: str) -> bool:
-        """Whether this rank is in the call's mesh."""
+        """True if this rank is in the call's mesh."""
         return self.rank in self.plan.mesh(call)
 
     def role_of(self, call: str) -> Role:
@@ -211,7 +211,7 @@ class Placement:
                 self.dropped[call].release()
 
     def _sleeps_after(self, call: str) -> bool:
-        """Whether the engine of a call that generates sleeps after it, because another call uses its devices next."""
+        """True if the engine of a call that generates sleeps after it, because another call uses its devices next."""
         if not sleeps(self.plan[call]):
             return False
         later = self.plan.order[self.plan.order.index(call) + 1 :]
@@ -227,7 +227,7 @@ class Placement:
                 self.group(call).max(0)
 
     def _is_short(self, call: str) -> bool:
-        """Whether some device of a call's mesh may have too little free memory for an engine, a process of its own, to
+        """True if some device of a call's mesh may have too little free memory for an engine, a process of its own, to
         take new weights. Collective over the mesh."""
         device = self.options.device
         if self.plan[call].engine != "vllm" or not is_accelerator(device):
@@ -247,13 +247,13 @@ class Placement:
                 hook.prefetch()
 
     def takes_part(self, call: str) -> bool:
-        """Whether this rank is in the call's mesh, or sends parameters to it."""
+        """True if this rank is in the call's mesh, or sends parameters to it."""
         return self.has(call) or (
             call in self.reallocation_groups and self.rank in self.reallocation_groups[call].ranks
         )
 
     def has_collectives(self, call: str) -> bool:
-        """Whether the call contains collectives of its mesh: of gradients, of activations or of sharded parameters."""
+        """True if the call contains collectives of its mesh: of gradients, of activations or of sharded parameters."""
         assignment = self.plan[call]
         # in the engine of the role's training, which may be sharded
         if self.plan.graph.call(call).kind is CallKind.GENERATE:
@@ -262,7 +262,7 @@ class Placement:
         return assignment.mesh.size > 1 and (split or self.plan.graph.call(call).trains)
 
     def _is_sharded(self, call: str) -> bool:
-        """Whether the call's role is trained under ZeRO-3 on several ranks."""
+        """True if the call's role is trained under ZeRO-3 on several ranks."""
         home = self.plan.graph.train_call(self.role_of(call))
         return home is not None and self.plan.mesh(home).size > 1 and self.plan[home].strategy.zero_stage == 3
 
@@ -299,7 +299,7 @@ class Placement:
             generator.load(source.export(), source.version)
 
     def _gathers(self, call: str) -> bool:
-        """Whether loading the generation engines gathers sharded parameters, which is a collective of the training's
+        """True if loading the generation engines gathers sharded parameters, which is a collective of the training's
         mesh."""
         home = self.plan.graph.train_call(self.role_of(call))
         return home is not None and self.plan[home].strategy.zero_stage == 3 and self.plan[call].engine == "vllm"

@@ -50,7 +50,7 @@ class _Versions(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What became of a transfer on some ranks: why it was not accepted, and the bytes that they sent."""
+    """Result of a transfer on some ranks: why it was not accepted, and the bytes that they sent."""
 
     problems: tuple[str, ...]
     sent_bytes: int
@@ -186,7 +186,7 @@ class Reallocation:
     def _agree_on_parts(
         self, side: Holder | Sink | None, boxes: Mapping[str, Sequence[Box]] | None, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[dict[int, dict[str, list[Box]]], dict[str, torch.dtype]]:
-        """What every rank holds in one of the layouts, and the dtypes.
+        """Exchanges what every rank holds in one of the layouts, and the dtypes.
 
         Args:
             side: this rank's side of it; `None` on a rank that is not in the layout, which has no boxes.

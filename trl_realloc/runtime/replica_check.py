@@ -24,7 +24,7 @@ class ReplicaError(EngineError):
 
 
 def is_due(step: int) -> bool:
-    """Whether the replicas are compared after this update."""
+    """True if the replicas are compared after this update."""
     return step % UPDATES_BETWEEN_CHECKS == UPDATES_BETWEEN_CHECKS - 1
 
 

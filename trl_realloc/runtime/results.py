@@ -51,11 +51,11 @@ class Iteration:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the responses, tokens; on rank 0, empty on the others."""
+        """Lengths of the responses, in tokens; on rank 0, empty on the others."""
         return self.samples.ragged("responses").lengths.tolist() if "responses" in self.samples else []
 
     def for_other_ranks(self) -> Iteration:
-        """What rank 0 sends to the other ranks."""
+        """Copy for the other ranks, without samples, spans and stages."""
         return replace(self, samples=Rollouts(), spans=(), stages=())
 
 
@@ -142,7 +142,7 @@ def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[st
 
 
 def ages(samples: Rollouts, step: int) -> dict[str, float]:
-    """How old the samples of a plan with a staleness are when they are trained; empty for other samples.
+    """Ages of samples when they are trained, under a plan with a staleness; empty for other samples.
 
     Args:
         step: the number of the iteration, which is the number of updates that its policy has had.

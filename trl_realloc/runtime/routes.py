@@ -1,4 +1,4 @@
-"""Which ranks send a call's samples to which: pure functions of the plan.
+"""Routes of a call's samples between ranks: pure functions of the plan.
 
 The first rank of each data-parallel replica of a call sends its outputs to the leader (the first rank) of every mesh
 that reads them. The leader divides the samples among the replicas of its call, and sends the first rank of each replica
@@ -58,7 +58,7 @@ def replica_ranks(plan: ExecutionPlan, call: str, rank: int) -> tuple[int, ...]:
 
 
 def is_divided_by_each(plan: ExecutionPlan, call: str) -> bool:
-    """Whether every rank of the mesh takes its share by itself: the call does not train, and all of its inputs are in
+    """True if every rank of the mesh takes its share by itself: the call does not train, and all of its inputs are in
     the data set, of which every rank reads the whole batch."""
     of_data = all(plan.graph.producer(column) is None for column in plan.graph.call(call).inputs)
     return of_data and not plan.graph.call(call).trains

@@ -45,7 +45,7 @@ class HostParts:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What every rank needs to make a model's structure again.
+    """Description from which every rank can make a model's structure again.
 
     Args:
         config: the model's Transformers config.

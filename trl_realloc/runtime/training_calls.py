@@ -1,4 +1,4 @@
-"""What one rank does for calls that train: `train` for one call, `train_together` for two that the plan fuses. And the
+"""One rank's part of calls that train, `train` for one call and `train_together` for two that the plan fuses, and the
 checks of trained weights.
 
 Other kinds of call are in `calls`, the division of the samples in `shares`. Only the engines communicate here.
@@ -134,7 +134,7 @@ class _TrainingLog:
 
 
 def _reports(placement: Placement, call: str, error: NonFiniteError, samples: Rollouts) -> bool:
-    """Whether this rank, of all ranks of the mesh, reports the error: the one that has its sample."""
+    """True if this rank, of all ranks of the mesh, reports the error: the one that has its sample."""
     if error.sample < 0:
         return placement.group(call).is_leader
     return placement.rank in sources(placement.plan, call) and error.sample in samples.tensor("index").tolist()
@@ -171,7 +171,7 @@ def check_first_weights(placement: Placement, origin: str) -> None:
 
 
 def _is_finite(placement: Placement, call: str) -> bool:
-    """Whether this rank's part of a trained role is finite."""
+    """True if this rank's part of a trained role is finite."""
     engine = placement.engine(call)
     assert engine is not None, "only ranks that train have weights to look at"
     return all_finite(tensor for parts in engine.parts().values() for _, tensor in parts)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VLLMOptions:
-    """What an engine needs of `EngineOptions`, for a job that generates alone. The fields are those of
-    `EngineOptions`."""
+    """The options of an engine, out of `EngineOptions` and with its field names, for a job that generates alone."""
 
     device: torch.device
     context_length: int

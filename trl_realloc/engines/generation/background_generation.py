@@ -60,7 +60,7 @@ class BackgroundGeneration:
 
     @property
     def takes_updates(self) -> bool:
-        """Whether it goes on when the engine loads new parameters."""
+        """True if the generation goes on when the engine loads new parameters."""
         return self._closed is None and self._updates is not Updates.END
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -134,7 +134,8 @@ class BackgroundGeneration:
         return message[0] in ("samples", "progress")
 
     def _ask(self, word: str, doing: str, *message: Any) -> list[Unfinished]:
-        """What the engine's process answers: samples that have not finished, in a message with this word."""
+        """Sends a message to the engine's process and returns the unfinished samples of its answer, which begins with
+        `word`."""
         self._process.send(*message)
         (samples,) = self._process.expect(word, doing, self._process.limits.step, take=self.take)
         return [self._with_begun(*sample) for sample in samples]
@@ -153,7 +154,7 @@ class BackgroundGeneration:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether the engine has sent all that it was asked for."""
+        """True if every sample that was begun has finished."""
         return len(self._begun) == len(self._finished)
 
     def _refuse_closed(self) -> None:

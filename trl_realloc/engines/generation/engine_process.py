@@ -32,7 +32,7 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """How long an engine's owner waits, in seconds.
+    """Time limits of an engine's owner, in seconds.
 
     Args:
         start: from the constructor until the engine is ready.
@@ -102,12 +102,12 @@ class EngineProcess:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process ended by itself, or was ended because it did not answer."""
+        """True if the process ended by itself, or was ended because it did not answer."""
         return self._dead is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not been ended from here."""
+        """True until the process is ended from here or found dead."""
         return self._dead is None and self._finalizer.alive
 
     def check_alive(self) -> None:

@@ -1,4 +1,4 @@
-"""What a vLLM engine refuses before it generates: requests and sampling parameters that it cannot serve.
+"""Checks of requests and sampling parameters before a vLLM engine generates.
 
 The arguments of the engine itself are checked in `vllm` and `vllm_support`.
 """
@@ -104,8 +104,8 @@ class RequestChecks:
 
 
 def check_request(name: str, request: GenerationRequest, sampling: Sampling) -> None:
-    """What no engine serves: a limit of tokens of the request's own that is not from 1 to that of `sampling`, and an
-    empty prompt.
+    """Refuses a request that no engine serves: its own limit of tokens is not from 1 to that of `sampling`, or its
+    prompt is empty.
 
     Args:
         name: of the engine in messages.

@@ -1,4 +1,4 @@
-"""Which version of the parameters drew which tokens of a sample, while a vLLM engine takes new ones.
+"""The version of the parameters that drew each token of a sample, while a vLLM engine takes new ones.
 
 `vllm_requests` keeps it for each request in the engine's process, `background_generation` reads it. This file does not
 import vLLM.

@@ -1,5 +1,5 @@
-"""Which `base.Sampling` an engine can follow: the ranges of its fields, and which further arguments of vLLM's
-`SamplingParams` a user may set. Does not import vLLM.
+"""Checks of a `base.Sampling` for an engine: the ranges of its fields, and the further arguments of vLLM's
+`SamplingParams` that a user may set. Does not import vLLM.
 
 Requests are checked in `request_checks`. What vLLM alone can judge, such as a regular expression, it is asked before
 anything is generated (`VLLMEngine.start`).
@@ -87,7 +87,7 @@ def vllm_problems(sampling: Sampling, vocabulary: int | None, has_tokenizer: boo
 
 
 def needs_tokenizer(sampling: Sampling) -> bool:
-    """Whether an engine must read text to draw so."""
+    """True if an engine needs a tokenizer to draw with these settings."""
     return sampling.regex is not None or any(sampling.extra.get(name) for name in _NEED_TOKENIZER)
 
 

@@ -64,7 +64,7 @@ class _SeededDraw(LogitsProcessor):
             self.seen.scatter_(-1, token, True)
 
     def _logits(self, logits: Tensor) -> Tensor:
-        """Of the distribution to draw from: (rows, vocabulary) float32."""
+        """Logits of the distribution that tokens are drawn from: (rows, vocabulary) float32."""
         sampling = self.sampling
         if sampling.repetition_penalty != 1.0:
             if self.seen is None:

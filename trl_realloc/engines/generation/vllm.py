@@ -284,7 +284,7 @@ class VLLMEngine:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine's process ended by itself, or was ended because it did not answer."""
+        """True if the engine's process ended by itself, or was ended because it did not answer."""
         return self._process.is_dead
 
     def close(self) -> None:

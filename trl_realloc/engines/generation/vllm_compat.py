@@ -1,5 +1,5 @@
-"""What this package uses of vLLM beyond its documented interface, and what differs between its releases. No other file
-does. Imported in vLLM's process alone.
+"""Uses of vLLM beyond its documented interface, and the differences between its releases; they are in this file alone.
+Imported in vLLM's process only.
 
 Run with vLLM 0.26.0 to 0.33.0 (docs/versions.md).
 """
@@ -232,7 +232,7 @@ def start_workers_in_turn() -> None:
 
 
 def draws_by_position(engine: Any) -> bool:
-    """Whether vLLM's own sampler draws a token by the request's seed and the token's position in the text. Its newest
+    """True if vLLM's own sampler draws a token by the request's seed and the token's position in the text. Its newest
     model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py of 0.27.1; read, not run), so that a
     response that another engine has begun gets the random numbers that it would have got there. The older runner has a
     generator for each request, which begins anew."""

@@ -164,8 +164,8 @@ def cache_bytes(settings: dict[str, Any]) -> int:
 
 
 def draws_by_seed(settings: dict[str, Any], on_cpu: bool) -> bool:
-    """Whether tokens are drawn by `vllm_sampler` and not by vLLM's own sampler. Always on a CPU, where vLLM's draws a
-    random number for each token of the vocabulary, and fails on prompts that are prefilled in two steps."""
+    """True if tokens are drawn by `vllm_sampler` instead of vLLM's own sampler. Always so on a CPU, where vLLM's draws
+    a random number for each token of the vocabulary, and fails on prompts that are prefilled in two steps."""
     return bool(settings["repeatable_sampling"]) or on_cpu
 
 

@@ -50,8 +50,9 @@ Sample = tuple[int, list[int], list[float], list[Run], bool, int]
 
 
 class CachedKeys:
-    """Which keys and values of vLLM's prefix cache belong to the engine's parameters: vLLM finds for a request those of
-    requests with the same salt. Others stay in the cache until it needs their memory.
+    """Salt that separates the keys and values of the engine's present parameters in vLLM's prefix cache from older
+    ones: vLLM reuses for a request only those of requests with the same salt. Others stay in the cache until it needs
+    their memory.
 
     Attributes:
         salt: of requests that are given to vLLM now.
@@ -200,7 +201,7 @@ class RunningRequests:
         return withdrawn
 
     def peek(self) -> list[Partial]:
-        """What was drawn of each request here."""
+        """The tokens drawn so far of each request in this process."""
         return [self._partial(index) for index in (*self._name_of, *self._waiting)]
 
     def end(self) -> None:

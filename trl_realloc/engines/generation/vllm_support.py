@@ -1,4 +1,4 @@
-"""What the installed vLLM can do: whether there is one, which models it serves, and which of its engine's arguments a
+"""Abilities of the installed vLLM: whether there is one, the models it serves, and the arguments of its engine that a
 user may set. Does not import vLLM.
 
 The engine itself is in `vllm`.
@@ -27,7 +27,7 @@ MOST_CPU_CACHE = 2**30  # bytes
 
 
 def is_vllm_available() -> bool:
-    """Whether vLLM is installed."""
+    """True if vLLM is installed."""
     return importlib.util.find_spec("vllm") is not None
 
 
@@ -76,7 +76,7 @@ def why_not_this_class(model: Any) -> str | None:
 
 
 def engine_slots(samples: int, settings: Mapping[str, Any]) -> int:
-    """How many of its samples an engine decodes at once; the others wait.
+    """Number of samples that an engine decodes at once; the others wait.
 
     Args:
         settings: of the engine, with the user's `engine_kwargs`. vLLM decodes no more samples than it has tokens in a

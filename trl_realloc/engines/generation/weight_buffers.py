@@ -39,7 +39,7 @@ class Filled(NamedTuple):
 
 
 def by_cuda_ipc(on_gpu: bool, tensor_parallel_size: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether weights get to an engine through the memory of the GPU (CUDA IPC), and not through shared host memory.
+    """True if weights get to an engine through the memory of the GPU (CUDA IPC) instead of shared host memory.
 
     They do where the engine has one GPU, that of the rank which sends. The workers of a tensor group are on other GPUs:
     to open this one's memory each would need a CUDA context here, some 0.5 GB. vLLM's `nccl` engine does not apply: the

@@ -42,7 +42,7 @@ def why_not_exported(model: Any, fsdp_version: int | None = None) -> str | None:
 
 
 def is_collective(model: nn.Module) -> bool:
-    """Whether exporting is collective over all ranks, because no rank has all of the parameters."""
+    """True if exporting is collective over all ranks, because no rank has all of the parameters."""
     return any(deepspeed_compat.is_partitioned(p) or isinstance(p, DTensor) for p in model.parameters())
 
 

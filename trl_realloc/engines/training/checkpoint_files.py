@@ -88,8 +88,8 @@ def opened(files: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _fingerprint(files: Sequence[str]) -> int:
-    """Of the names, sizes and headers of files and of samples of every tensor, a positive int64. It does not read the
-    files whole, and ranks whose folders differ still agree if they have copies of the same files."""
+    """Positive int64 computed from the names, sizes and headers of files and from samples of every tensor. It does not
+    read the files whole, and ranks whose folders differ still agree if they have copies of the same files."""
     digest = 0
     for file in sorted(files, key=os.path.basename):
         with open(file, "rb") as content:

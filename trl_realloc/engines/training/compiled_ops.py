@@ -19,7 +19,7 @@ _NETWORK = ("nfs", "lustre", "cifs", "smb", "ceph", "gpfs", "beegfs", "glusterfs
 
 
 def compiles(config: Mapping[str, Any]) -> bool:
-    """Whether an engine with this DeepSpeed config needs a compiled op: offload to an NVMe drive does."""
+    """True if an engine with this DeepSpeed config needs a compiled op, as offload to an NVMe drive does."""
     zero = config.get("zero_optimization", {})
     return any("nvme" in str(zero.get(name, {})) for name in ("offload_optimizer", "offload_param"))
 
@@ -68,7 +68,6 @@ def _holders(path: Path) -> Iterator[int]:
 
 
 def _on_network(path: Path) -> bool:
-    """Whether a file is on a network file system."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     inside = [(point, kind) for point, kind in mounts if path.resolve().is_relative_to(point)]
     return max(inside, key=lambda mount: len(mount[0]), default=("", ""))[1].startswith(_NETWORK)

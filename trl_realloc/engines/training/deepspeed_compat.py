@@ -1,5 +1,5 @@
-"""What this package uses of DeepSpeed beyond its documented interface, what differs between its releases, and
-workarounds where it assumes that an engine spans the whole process or job. No other file does.
+"""Uses of DeepSpeed beyond its documented interface, the differences between its releases, and workarounds where it
+assumes that an engine spans the whole process or job. They are in this file alone.
 
 Run with DeepSpeed 0.19.8 (docs/versions.md). Line numbers in comments are of that release.
 """

@@ -90,7 +90,7 @@ def _copy(value: Any) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values of a setting are equal. Values that cannot be compared are not."""
+    """True if two values of a setting are equal. Values that cannot be compared are not."""
     try:
         if torch.is_tensor(one):
             return torch.is_tensor(other) and torch.equal(one, other)
@@ -118,6 +118,7 @@ def _plain(number: Any) -> Any:
 
 
 def _device(group: Mapping[str, Any], key: str) -> torch.device | str:
-    """Where an optimizer expects a tensor of a group: where it has one, otherwise beside its parameters."""
+    """Device on which an optimizer expects a tensor of a group: the device of the tensor that it has, otherwise that of
+    its parameters."""
     tensors = [tensor for tensor in (group.get(key), *group["params"]) if torch.is_tensor(tensor)]
     return tensors[0].device if tensors else "cpu"

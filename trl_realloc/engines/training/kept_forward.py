@@ -80,7 +80,7 @@ class KeptForward:
 
 
 def _has_room(device: torch.device, before: int) -> bool:
-    """Whether a graph may stay where it is while other calls run.
+    """True if there is memory to keep a graph while other calls run.
 
     Args:
         before: what was allocated on an accelerator without it.

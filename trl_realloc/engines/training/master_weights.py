@@ -35,7 +35,7 @@ from .tensor_parallel import box_of, is_split, largest_part, local, local_gradie
 
 
 def is_low(parameter: Tensor) -> bool:
-    """Whether a parameter has fewer than 32 bits per element, so that its master weight is another tensor."""
+    """True if a parameter has fewer than 32 bits per element, so that its master weight is another tensor."""
     return parameter.dtype.itemsize < 4
 
 
@@ -247,12 +247,12 @@ class SplitMasters:
         self.settings = GroupSettings(self.optimizer)
 
     def steps(self, master: Master) -> bool:
-        """Whether this rank steps a master weight."""
+        """True if this rank steps a master weight."""
         return master.owner in (-1, self.groups.dp.index)
 
     def counts(self, master: Master) -> bool:
-        """Whether this rank, of all that have the same part of a parameter, is the one that contributes it to the
-        gradient norm."""
+        """True if this rank contributes a parameter's part to the gradient norm: one rank does, of all that have the
+        same part."""
         first_replica = master.owner == self.groups.dp.index or (master.owner == -1 and self.groups.dp.index == 0)
         of_tensor = is_split(master.parameter) or self.groups.tp.index == 0
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)

@@ -128,7 +128,7 @@ def _checkpoint_files(model: PreTrainedModel, files: Sequence[str] | Mapping[str
 
 
 def has_own_head(name: str, config: Any) -> bool:
-    """Whether a checkpoint has an output head that differs from the embedding that its config ties it to
+    """True if a checkpoint has an output head that differs from the embedding that its config ties it to
     (`tie_word_embeddings`). Transformers then loads both, but whoever has the config alone, such as a vLLM engine or a
     new plan's empty model, would tie them.
 
@@ -160,7 +160,8 @@ def untie(config: Any) -> None:
 
 
 def is_untied(model: Any) -> bool:
-    """Whether a model in memory has a head of its own, against its config. Its adapters do not count."""
+    """True if a model in memory has a head of its own although its config ties it to the embedding. Its adapters do not
+    count."""
     ties = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     ends = map(_without_adapters, (model.get_input_embeddings(), model.get_output_embeddings()) if ties else ())
     weights = [end.weight for end in ends if isinstance(end, nn.Linear | nn.Embedding)]
@@ -193,7 +194,7 @@ def _untie_different(model: PreTrainedModel, source: CheckpointFiles) -> None:
 
 
 def _equal(source: CheckpointFiles, first: str, second: str, parameter: Tensor) -> bool:
-    """Whether two parameters of one shape are equal. Reads slices of rows."""
+    """True if two parameters of one shape are equal. Reads slices of rows."""
     rows = _rows_at_once(parameter[:1])
     with source.reading() as read:
         for start in range(0, parameter.shape[0], rows):

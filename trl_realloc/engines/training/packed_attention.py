@@ -38,7 +38,7 @@ class _LocalAttention:
 
     @property
     def is_known_to_layers(self) -> bool:
-        """Whether the layers pass every window that the masks have."""
+        """True if the layers pass every window that the masks have."""
         return self.masks <= self.windows
 
 
@@ -103,7 +103,7 @@ AttentionMaskInterface.register(PACKED, _packed_mask)
 
 
 def packs(model: PreTrainedModel) -> bool:
-    """Whether the model computes each sample of a packed row as if it were alone. If so, sets its attention to
+    """True if the model computes each sample of a packed row as if it were alone. If so, sets its attention to
     `PACKED`, which is plain sdpa for every other caller.
 
     No flag of Transformers tells this. A recurrent layer, a custom attention or learned absolute positions would mix or
@@ -129,7 +129,7 @@ def packs(model: PreTrainedModel) -> bool:
 
 
 def may_pack(implementation: str | None) -> bool:
-    """Whether an attention implementation of Transformers can keep the samples of a packed row apart."""
+    """True if an attention implementation of Transformers can keep the samples of a packed row apart."""
     return implementation in ("sdpa", PACKED) or is_flash(implementation)
 
 
@@ -182,7 +182,7 @@ def _models_to_run(backbone: Any) -> Iterator[Any]:
 
 
 def _keeps_apart(backbone: Any) -> bool | None:
-    """Whether a backbone computes the same for two samples in a row as for each alone; `None` if it cannot be run so.
+    """True if a backbone computes the same for two samples in a row as for each alone; `None` if it cannot be run so.
     Its attention is `PACKED` afterwards."""
     device = next(backbone.parameters()).device
     ids = torch.tensor([[1, 2, 3, 1, 2]], device=device) % backbone.config.get_text_config().vocab_size

@@ -163,7 +163,8 @@ def follow(model: Any, source: int, target: int, rank: int, control: Any, role: 
 
 
 def fingerprint(model: Any) -> int:
-    """Of the files that the model's parameters will be read from; 0 for a model in memory, and for `None`."""
+    """Fingerprint of the files that the model's parameters will be read from; 0 for a model in memory, and for
+    `None`."""
     source = source_of(model)
     return 0 if source is None else source.fingerprint
 

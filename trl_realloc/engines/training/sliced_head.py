@@ -32,7 +32,7 @@ MOST_WHOLE_ON_CPU, SLICE_ON_CPU = 1 << 26, 1 << 24
 
 @dataclass
 class EntropyUse:
-    """Whether the loss of the backward that runs depends on the entropies of one forward."""
+    """Flag of one forward: the loss whose backward runs depends on its entropies."""
 
     in_loss: bool = True
 
@@ -169,7 +169,7 @@ def row_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def works_in_slices(model: Any, tokens: int, group: MeshGroup | None = None) -> bool:
-    """Whether the model's head is computed in slices for so many tokens: their logits are many, and the head is a plain
+    """True if the model's head is computed in slices for so many tokens: their logits are many, and the head is a plain
     linear layer. A head that an adapter changes and one with hooks of Accelerate are computed whole.
 
     Args:
@@ -195,7 +195,7 @@ class _BackboneOutput(BaseModelOutput):
 
 
 def logits_are_of_head(model: Any) -> bool:
-    """Whether the logits that a model returns are those of its language head, which it does not scale or cap.
+    """True if the logits that a model returns are those of its language head, which it does not scale or cap.
 
     The model's own forward is called with stand-ins for the backbone and the head. No weight is read, and nothing
     depends on the samples, so that all ranks of a mesh get the same answer.

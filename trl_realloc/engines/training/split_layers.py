@@ -1,6 +1,6 @@
-"""How a rank of a tensor-parallel group computes its parts of linear layers and of the embedding: a block (attention,
-MLP) has one all-reduce of hidden states in its forward, at its end, and one of their gradient in its backward, at its
-beginning (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""Computation of a tensor-parallel rank's parts of linear layers and of the embedding. A block (attention, MLP) has one
+all-reduce of hidden states in its forward, at its end, and one of their gradient in its backward, at its beginning
+(Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
 Which parameters are split is in `tensor_parallel`. They are DTensors, which say what part of a parameter a rank has.
 What is computed here are plain tensors: DTensor's dispatch takes four to eight times as long as that of a layer of
@@ -26,8 +26,8 @@ _LEAF, _ENTERED = "_trl_realloc_leaf", "_trl_realloc_entered"  # attributes of a
 
 
 class _Enter(torch.autograd.Function):
-    """What every rank of the group has, for layers whose outputs are divided: each rank computes a part of its
-    gradient, and the backward sums them."""
+    """Passes on the input that every rank of the group has to layers whose outputs are divided. Each rank computes a
+    part of its gradient, and the backward sums them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

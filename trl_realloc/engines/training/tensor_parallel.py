@@ -69,7 +69,7 @@ def _first_row(module: nn.Module) -> int:
 
 
 def splits_adapter(config: Any) -> bool:
-    """Whether the parameters of an adapter can be split with the weights that they adapt, as those of plain LoRA can.
+    """True if the parameters of an adapter can be split with the weights that they adapt, as those of plain LoRA can.
 
     Args:
         config: PEFT config of the adapter.
@@ -84,7 +84,7 @@ _SHARING = ("FROD", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA")
 
 
 def stages_adapter(config: Any) -> bool:
-    """Whether each parameter that an adapter trains is in one pipeline stage alone.
+    """True if each parameter that an adapter trains is in one pipeline stage alone.
 
     Args:
         config: PEFT config of the adapter.
@@ -193,7 +193,7 @@ def largest_part(parameter: Tensor) -> int:
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether this rank has only a part of a parameter."""
+    """True if this rank has only a part of a parameter."""
     return bool(split_dims(parameter))
 
 

@@ -28,7 +28,7 @@ OLDEST_CAPABILITY = (8, 0)  # Ampere; a V100 or a T4 has no kernel
 
 
 def is_flash(implementation: str | None) -> bool:
-    """Whether an attention implementation of Transformers takes packed rows by the bounds of their samples:
+    """True if an attention implementation of Transformers takes packed rows by the bounds of their samples:
     `flash_attention_2` and `3`, and those of the kernels hub."""
     return implementation is not None and "flash" in implementation
 
@@ -51,8 +51,8 @@ def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
-    """Whether torch's attention for samples of different lengths can compute this: on a GPU that has
-    the kernel, in 16 bits (by autocast too), without what changes the scores.
+    """True if torch's attention for samples of different lengths can compute this: on a GPU that has the kernel, in 16
+    bits (by autocast too), without what changes the scores.
 
     Args:
         arguments: of Transformers' attention functions, without windows.
@@ -76,7 +76,7 @@ def _computed_in(query: Tensor) -> torch.dtype:
 
 @functools.cache
 def _has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a device computes torch's attention for samples of different lengths, and its gradients."""
+    """True if a device computes torch's attention for samples of different lengths, and its gradients."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return False
     # in a thread of its own, where gradient checkpointing does not count the tensors that the trial saves

@@ -70,8 +70,8 @@ def buckets(
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of the model has beside parameters, by its names in the base model without adapters: a scale of
-    each layer, the bias of a router."""
+    """Buffers that a checkpoint of the model has beside its parameters, such as a scale of each layer or the bias of a
+    router, by their names in the base model without adapters."""
     named: dict[str, Tensor] = {}
     checkpoint_name = _Adapters(model).checkpoint_name if hasattr(model, "get_base_model") else str
     for prefix, module in model.named_modules():
@@ -83,7 +83,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_pieces(exported: Iterator[Bucket]) -> Iterator[list[Piece]]:
-    """What an engine's `export` gives, as pieces: each a whole tensor."""
+    """Converts an engine's `export` into pieces, each a whole tensor."""
     for bucket in exported:
         yield [Piece(name, 0, tensor.reshape(-1)) for name, tensor in bucket]
 
@@ -128,7 +128,7 @@ def _weights(model: Any) -> Iterator[_Weight]:
 
 
 def adapters_untie(model: Any) -> bool:
-    """Whether an adapter changes one of two parameters that the base model ties, the head or the embedding, so that
+    """True if an adapter changes one of two parameters that the base model ties, the head or the embedding, so that
     `buckets` gives both.
 
     Args:
@@ -204,7 +204,7 @@ class _Adapters:
 
 
 def _used_copy(wrapper: Any) -> str:
-    """Which module of a `ModulesToSaveWrapper` computes, as a path in it."""
+    """Path, in a `ModulesToSaveWrapper`, of the module that computes."""
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
     return f"modules_to_save.{active[0]}" if active else "original_module"
 

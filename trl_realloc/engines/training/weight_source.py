@@ -30,7 +30,7 @@ _SOURCE = "weight_source"  # attribute of a model whose parameters are on the me
 
 
 class WeightSource(Protocol):
-    """Where the parameters of a model on the meta device come from.
+    """Source of the parameters of a model on the meta device.
 
     Attributes:
         fingerprint: of the parameters' values, a positive int64; equal on ranks that read equal files.
@@ -47,7 +47,7 @@ class WeightSource(Protocol):
 
 
 def source_of(model: Any) -> WeightSource | None:
-    """Where the parameters of a model come from that are not read yet; `None` for a model in memory."""
+    """Source of the parameters of a model that are not read yet; `None` for a model in memory."""
     source: WeightSource | None = getattr(base_of(model), _SOURCE, None)
     return source
 

@@ -151,7 +151,7 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def _within_step(self, learning_rate: Rate) -> Iterator[None]:
-        """What is done inside is one optimizer step, which has to be done whole.
+        """Context of one optimizer step, which has to be done whole.
 
         Raises:
             EngineError: another one was not.

@@ -140,8 +140,8 @@ def _ranges(name: str, parameter: Any, owner: int, piece_bytes: int) -> Iterator
 
 
 def has_plain_partitions(settings: Mapping[str, Any]) -> bool:
-    """Whether a partition is a flat tensor of the parameter's values that stays in memory. Otherwise (NVMe offload,
-    quantized weights, secondary partitions) DeepSpeed must make it of the whole parameter."""
+    """True if a partition is a flat tensor of the parameter's values that stays in memory. Otherwise (NVMe offload,
+    quantized weights, secondary partitions) DeepSpeed must make it from the whole parameter."""
     zero = settings["zero_optimization"]
     swaps = (zero.get("offload_param") or {}).get("device") == "nvme"
     quantizes = zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights")

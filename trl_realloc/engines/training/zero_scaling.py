@@ -1,4 +1,4 @@
-"""What a ZeRO optimizer does about gradients that are not finite: DeepSpeed's check, and its loss scaler of float16."""
+"""Treatment of gradients that are not finite in a ZeRO optimizer: DeepSpeed's check, and its loss scaler of float16."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def parameter_dtype(user_config: Mapping[str, Any] | None) -> torch.dtype | None
 
 
 def scales_losses(user_config: Mapping[str, Any] | None) -> bool:
-    """Whether DeepSpeed scales losses with the user's config, as training in float16 needs."""
+    """True if DeepSpeed scales losses with the user's config, as training in float16 needs."""
     return parameter_dtype(user_config) is torch.float16
 
 

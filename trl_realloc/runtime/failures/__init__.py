@@ -1,1 +1,1 @@
-"""What ends a job when a rank fails: the alarm of exceptions, and a watchdog process beside each rank."""
+"""End of a job when a rank fails: the alarm of exceptions, and a watchdog process beside each rank."""

@@ -47,7 +47,7 @@ class JobFailed(RuntimeError):
 
 
 def is_known_everywhere(error: BaseException) -> bool:
-    """Whether every rank has raised this error of an iteration, at the same place, so that collectives are possible."""
+    """True if every rank has raised this error of an iteration, at the same place, so that collectives are possible."""
     return isinstance(error, NonFiniteError) or (isinstance(error, JobFailed) and error.is_shared)
 
 
@@ -152,7 +152,7 @@ def in_words(error: BaseException) -> str:
 
 
 def is_network(error: BaseException) -> bool:
-    """Whether an exception says that a message or a collective failed, so that another rank may be the cause."""
+    """True if an exception says that a message or a collective failed, so that another rank may be the cause."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.OutOfMemoryError):

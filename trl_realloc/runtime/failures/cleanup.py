@@ -1,4 +1,5 @@
-"""What a watchdog removes after its rank has ended: temporary folders, and the launcher's log folder if it is empty.
+"""Removal of a rank's temporary folders by its watchdog after the rank has ended, and of the launcher's log folder if
+it is empty.
 
 When a watchdog does this is in `watchdog`.
 """

@@ -53,7 +53,7 @@ class Verdict:
 
 @dataclass
 class RankState:
-    """What was last heard of one rank.
+    """Latest news of one rank, from its watchdog's heartbeats.
 
     Args:
         heard: when its latest heartbeat arrived, in seconds of the watchdog's clock; before the first one, when rank 0
@@ -176,7 +176,7 @@ class Liveness:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a report waits for another one of a likelier cause."""
+        """True if a report waits for another one of a likelier cause."""
         return bool(self._reports)
 
     def _decide(self, report: _Report) -> Verdict | None:
@@ -238,7 +238,7 @@ class Liveness:
             self._reports.append(_Report(kind, sentence, now, generation, ranks))
 
     def all_leaving(self, generation: int) -> bool:
-        """Whether every rank has ended, or is about to because of a failure of this generation."""
+        """True if every rank has ended, or is about to because of a failure of this generation."""
         return all(state.ended or state.leaving >= generation for state in self.ranks.values())
 
 

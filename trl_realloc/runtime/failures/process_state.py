@@ -11,7 +11,7 @@ def process_state(pid: int) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process does not exist or is a zombie."""
+    """True if the process does not exist or is a zombie."""
     return process_state(pid) in ("", "Z", "X")
 
 

@@ -78,7 +78,7 @@ class Watchdog:
         raise NotImplementedError
 
     def is_finished(self) -> bool:
-        """Whether no other watchdog needs this one any more. Called after the rank has ended."""
+        """True if no other watchdog needs this one any more. Called after the rank has ended."""
         raise NotImplementedError
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Watchdog:
         self.send_to_coordinator(ended={"status": status, "exiting": self.is_exiting, "launcher": launcher})
 
     def _launcher_has_ended(self) -> bool:
-        """Whether the launcher ends within `LAUNCHER_ENDS_S`."""
+        """Waits up to `LAUNCHER_ENDS_S` for the launcher to end; true if it did."""
         deadline = time.monotonic() + LAUNCHER_ENDS_S
         while self.launcher and time.monotonic() < deadline:
             if has_ended(self.launcher):
@@ -162,7 +162,7 @@ class Watchdog:
         return False
 
     def _is_acknowledged(self, verdict: Verdict) -> bool:
-        """Whether the rank handles that failure by an exception. Its message may arrive before the verdict does."""
+        """True if the rank handles that failure by an exception. Its message may arrive before the verdict does."""
         return not verdict.fatal and verdict.generation <= self.acknowledged
 
     def apply_verdict(self, verdict: Verdict) -> None:

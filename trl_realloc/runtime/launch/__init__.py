@@ -1,1 +1,1 @@
-"""How a job was launched: its processes and hosts, the network between them, and what the launcher asked for."""
+"""Launch of a job: its processes and hosts, the network between them, and the launcher's settings."""

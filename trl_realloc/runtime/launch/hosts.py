@@ -1,4 +1,4 @@
-"""Which processes of a job share a host, and the cluster that they form.
+"""Hosts of a job's processes, and the cluster that they form.
 
 Processes exchange their hosts through the job's key-value store, because collectives between hosts may not work yet.
 Which network interface gloo uses is in `network_interfaces`.
@@ -92,7 +92,7 @@ def machine_id() -> str:
 
 
 def has_rendezvous() -> bool:
-    """Whether the launcher's environment variables say how this process finds the others."""
+    """True if the launcher's environment variables say how this process finds the others."""
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(os.environ.get(name) for name in variables) and os.environ["WORLD_SIZE"] != "1"
 

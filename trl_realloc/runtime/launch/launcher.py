@@ -87,9 +87,9 @@ def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def wait_on_own_device(environment: Mapping[str, str] = os.environ) -> None:
-    """Where a process sees fewer GPUs than its number on its host, as one that Slurm has given a GPU of its own, let
-    Accelerate's `wait_for_everyone` wait on this process's device. It names the device by the process's number, and
-    such a process has none of that number."""
+    """Makes Accelerate's `wait_for_everyone` wait on this process's device if the process sees fewer GPUs than its
+    number on its host, as one does that Slurm has given a GPU of its own. Accelerate names the device by the process's
+    number, and such a process has none of that number."""
     if not torch.accelerator.device_count() or int(environment.get("LOCAL_RANK", 0)) < torch.accelerator.device_count():
         return
 

@@ -40,7 +40,7 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _in_shell(environment: Mapping[str, str]) -> bool:
-    """Whether the process was started from an interactive shell, which has the variables of its step's first task. The
+    """True if the process was started from an interactive shell, which has the variables of its step's first task. The
     shell is the task and has a terminal. A step that is started in that shell has tasks of its own, without one."""
     task = environment.get("SLURM_TASK_PID", "")
     if task == str(os.getpid()):  # `srun --pty python train.py`
