@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 # the tree that is tested, whichever one is installed
-SEARCHED = os.pathsep.join(str(HERE.parent / folder) for folder in ("", "trainer", "runtime", ".."))
+SEARCHED = os.pathsep.join(str(HERE.parent / folder) for folder in ("", "trainer", "runtime", "..", "../examples"))
 
 MARK_FILE = "TRL_REALLOC_TEST_MARK"  # variable: a file that a rank keeps in memory, as do its forks
 

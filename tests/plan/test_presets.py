@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from custom_plan import grpo_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,3 +187,13 @@ def test_interleave_is_refused_without_two_frozen_models(reference: bool, reward
     for devices in (1, 4):
         with pytest.raises(PlanError, match=told):
             resolve_plan("interleave", Cluster(1, devices), graph=graph)
+
+
+@pytest.mark.parametrize("nodes", [2, 512])
+def test_the_plan_of_the_example_is_a_file_that_a_run_of_grpo_with_a_reference_accepts(
+    nodes: int, tmp_path: Path
+) -> None:
+    cluster = Cluster(nodes, devices_per_node=8)
+    grpo_plan(cluster).save(tmp_path / "plan.yaml")
+    plan = resolve_plan(tmp_path / "plan.yaml", cluster, graph=grpo_graph(reward_models=False))
+    assert plan.assignments == grpo_plan(cluster).assignments

@@ -1,80 +1,28 @@
-"""ReMax (Li et al. 2023, arXiv 2310.10505) as an algorithm of the executor's: no critic, no reference, and two calls of
-one role and kind, the sampled and the greedy response of each prompt.
+"""ReMax, the algorithm of `examples/custom_algorithm.py`, on tiny models.
 
-It is here to hold that the runtime knows no algorithm; `docs/algorithms.md` goes through it.
+It is here to hold that the runtime knows no algorithm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
+import custom_algorithm
 import tiny
 import torch
+from custom_algorithm import GRAPH, GREEDY, LENGTH
 from torch import Tensor, nn
 
-from trl_realloc.algorithms.base import TrainingLoss
 from trl_realloc.algorithms.prompt_batches import PromptBatch
-from trl_realloc.algorithms.rewards import FunctionReward
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import Sampling
-from trl_realloc.engines.models import shell
 from trl_realloc.plan import ExecutionPlan
-from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
-from trl_realloc.runtime.calls import CallSettings, Step
+from trl_realloc.plan.dataflow import Role
+from trl_realloc.runtime.calls import Step
 from trl_realloc.runtime.engine_options import EngineOptions
-from trl_realloc.runtime.executor import Executor, make_executor
-from trl_realloc.runtime.placement import Placement
-from trl_realloc.runtime.roles import RoleModels, Roles
+from trl_realloc.runtime.executor import Executor
 
 
-LENGTH = 10
-GREEDY = "actor.generate.greedy"
-GRAPH = DataflowGraph(
-    (
-        Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs")),
-        Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("greedy_responses", "greedy_logprobs"), label="greedy"),
-        Call(Role.REWARD, CallKind.FORWARD, ("prompts", "responses"), ("scores",)),
-        Call(Role.REWARD, CallKind.FORWARD, ("prompts", "greedy_responses"), ("baselines",), label="greedy"),
-        Call(Role.ACTOR, CallKind.TRAIN, ("prompts", "responses", "logprobs", "scores", "baselines")),
-    )
-)
-
-
-@dataclass(frozen=True)
-class PolicyGradientLoss:
-    """-(r(y) - r(greedy)) Σ log π(y_t), mean over samples. Reads `advantages` and `weight`, (n,) each."""
-
-    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        per_sample = -samples.tensor("advantages") * outputs["logprobs"].sum()
-        return (per_sample * samples.tensor("weight")).sum(), {"policy_loss": per_sample.detach()}
-
-
-@dataclass(frozen=True)
-class ReMax:
-    """An `algorithms.base.Algorithm`."""
-
-    graph: DataflowGraph = GRAPH
-
-    def prepare(self, samples: Rollouts) -> Rollouts:
-        return samples.plus(advantages=samples.tensor("scores") - samples.tensor("baselines"))
-
-    def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
-        yield samples.plus(weight=torch.full((len(samples),), 1 / len(samples)))
-
-    def loss(self, call: str) -> TrainingLoss:
-        return TrainingLoss("policy", "policy_loss", PolicyGradientLoss())
-
-    def sample_metrics(self, samples: Rollouts) -> dict[str, float]:
-        return {"objective/scores": float(samples.tensor("scores").mean())}
-
-    def update_metrics(self, steps: Sequence[tuple[Rollouts, Mapping[str, Tensor]]]) -> dict[str, float]:
-        return {"loss/policy_avg": float(sum(float(sums["policy_loss"].mean()) for _, sums in steps)) / len(steps)}
-
-
-def even(completions: list[str], **columns: object) -> list[float]:
-    """A reward that wants words of an even number."""
-    return [sum(word[-1] in "02468" for word in text.split()) / LENGTH for text in completions]
+__all__ = ["GRAPH", "GREEDY", "LENGTH"]
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -83,35 +31,12 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def options(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> EngineOptions:
     """Of engines of tiny models."""
-    return EngineOptions(
-        device=torch.device("cpu"),
-        temperature=1.0,
-        response_length=LENGTH,
-        context_length=32,
-        forward_batch_size=4,
-        train_batch_size=4,
-        pad_token_id=tiny.PAD,
-        make_optimizer=make_optimizer,
-    )
+    return custom_algorithm.options(tiny.PAD, make_optimizer)
 
 
 def place(plan: ExecutionPlan, rank: int) -> Executor:
     """An executor of ReMax on a tiny policy. All ranks together; the plan's graph is `GRAPH`."""
-    tokenizer = tiny.tokenizer()
-    policy = tiny.policy()
-    actor = RoleModels("policy", [lambda: policy], config=policy.config, shell=lambda: shell(policy.config))
-    placement = Placement(plan, rank, Roles({Role.ACTOR: actor, Role.REWARD: RoleModels("score", [])}), options(sgd))
-    placement.start()
-    rules = CallSettings(
-        Sampling(LENGTH, 1.0, (tokenizer.eos_token_id,)),
-        seed=3,
-        eos_token_id=tokenizer.eos_token_id,
-        processing_class=tokenizer,
-        functions=[FunctionReward(even, "even")],
-        reward_weights={"even": 1.0},
-        sampling_of={GREEDY: Sampling(LENGTH, 1e-6, (tokenizer.eos_token_id,))},
-    )
-    return make_executor(placement, ReMax(), rules)
+    return custom_algorithm.executor_of(plan, rank, tiny.policy(), tiny.tokenizer(), sgd)
 
 
 def prompts() -> PromptBatch:

@@ -8,6 +8,7 @@ import math
 import pytest
 import tiny
 import torch
+from custom_algorithm import one_device_plan
 from remax import GRAPH, GREEDY, call_by_call, learned, place, prompts, whole_run
 
 from trl_realloc import Cluster, ExecutionPlan, PlanError
@@ -22,9 +23,7 @@ from trl_realloc.runtime.roles import RoleModels, Roles
 
 
 def one_process() -> Executor:
-    plan = resolve_plan("flatten", Cluster(1, 1), generation_engine="transformers", zero_stage=0)
-    assignments = {name: plan[name.removesuffix(".greedy")] for name in GRAPH.order}
-    return place(ExecutionPlan(plan.cluster, assignments, GRAPH), 0)
+    return place(one_device_plan(), 0)
 
 
 def test_an_iteration_gives_the_same_whole_and_call_by_call() -> None:
