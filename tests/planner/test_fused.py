@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fused_cases import exists, random_small
+from fused_cases import exists, memory_range, random_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.planner.fused_check import check, lower_bound, one_f_one_b, serial_memory, serial_time
+from trl_realloc.planner.fused_check import check, lower_bound, memory_bound, one_f_one_b, serial_memory, serial_time
 from trl_realloc.planner.fused_pipelines import FusedPipelines, FusedSchedule, Pipeline, Task, from_json, to_json
 from trl_realloc.planner.fused_search import search
 
@@ -108,6 +108,28 @@ def test_the_lower_bound_of_equal_times_includes_each_models_own_1f1b() -> None:
     assert one_f_one_b(pipelines, "A")[0] == (5 + 7) * 9
     assert one_f_one_b(pipelines, "B")[0] == (9 + 3) * 6
     assert lower_bound(pipelines) >= 108
+
+
+def test_no_schedule_is_below_the_bound_that_knows_of_memory() -> None:
+    rng, raised = np.random.default_rng(5), 0
+    for _ in range(100):
+        pipelines = random_small(rng)
+        memory = pipelines.memory_limit or tuple(float(low) for low, _ in memory_range(pipelines))
+        bound = memory_bound(pipelines, np.array(memory))
+        assert bound >= lower_bound(pipelines)
+        if bound > lower_bound(pipelines):
+            raised += 1
+            assert not exists(pipelines, np.ceil(bound) - 1, memory)
+    assert raised > 10
+
+
+def test_the_bound_that_knows_of_memory_counts_the_forwards_before_the_first_backward() -> None:
+    """Stage 3 could begin at 6 and has no backward before 28. Ten micro-batches have room, whose forwards take 20."""
+    pipelines = FusedPipelines.uniform((8, 8), (32, 32), (2, 2), (2.43, 2.25))
+    within = np.full(8, 1.25 * serial_memory(pipelines))
+    assert lower_bound(pipelines) == 402
+    assert memory_bound(pipelines, within) == 404
+    assert memory_bound(pipelines, 2 * within) == 402
 
 
 def test_1f1bs_memory_is_that_of_its_warm_up() -> None:

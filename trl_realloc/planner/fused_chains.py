@@ -15,14 +15,10 @@ from .fused_check import one_f_one_b
 from .fused_equal import SAME, STALE_BUILDS, EqualChains, construct_in_turn
 from .fused_kernel import Chains, Integers, Limits, construct
 from .fused_pipelines import KINDS, MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
-from .fused_swaps import Links, improve_by_swaps
 
 
 BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
 EQUAL_EFFORT = 0.3  # of the effort of a build where all micro-batches of a copy are equal
-SWAPS_EFFORT = 0.1  # for each task, of what swaps take beyond their rounds and `BUILD_EFFORT`
-ROUND_EFFORT = 0.006  # for each task, of a round of swaps, and
-ROUND_OFFSET = 2  # tasks that could be placed in the rest of its time
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +77,6 @@ class FusedChains:
         self._equal = self._equal_chains() if all(group.equal for group in self.groups) else None
         self._takes = np.array([task.kind == "forward" for task in self._names])
         self._total = np.bincount(stages, memory * self._takes, minlength=self.stages)
-        self._links = self._all_links()
 
     def _add(self, pipelines: FusedPipelines, model: str, copy: int) -> tuple[Integers, Array, Array]:
         """Append a group. Returns its tasks' stages, times and memory."""
@@ -119,18 +114,6 @@ class FusedChains:
         chains = EqualChains(lengths, counts, offsets, routes, first, second, forth, memory)
         return chains, chains._replace(seconds=back)
 
-    def _all_links(self) -> Links:
-        """What swaps of neighbours must know of the tasks."""
-        numbers = np.arange(self.tasks)
-        before, after, kinds = numbers - 1, numbers + 1, numbers.copy()
-        before[self.chains.offsets[:-1]] = after[self.chains.offsets[1:] - 1] = -1
-        for group in self.groups:
-            if group.equal:
-                kinds[group.tasks] = group.tasks[0]
-        firsts = np.concatenate([[0], np.cumsum(np.bincount(self.chains.stages, minlength=self.stages))])
-        takes = np.where(self._takes, self.chains.memory, -self.chains.memory)
-        return Links(before, after, kinds, takes, firsts.astype(np.int64))
-
     @property
     def tasks(self) -> int:
         return len(self._names)
@@ -139,16 +122,6 @@ class FusedChains:
     def build_effort(self) -> float:
         """What a build takes, in tasks of unequal micro-batches."""
         return (self.tasks + BUILD_EFFORT) * (EQUAL_EFFORT if self._equal else 1)
-
-    @property
-    def swaps_effort(self) -> float:
-        """The same for swaps, beyond their rounds."""
-        return self.tasks * SWAPS_EFFORT + BUILD_EFFORT
-
-    @property
-    def round_effort(self) -> float:
-        """The same for a round of swaps."""
-        return self.tasks * ROUND_EFFORT + ROUND_OFFSET
 
     @property
     def nominal(self) -> Array:
@@ -200,36 +173,6 @@ class FusedChains:
             stale = 0 if built.makespan < best.makespan * (1 - SAME) else stale + 1
             best = built if stale == 0 else best
         return best, builds
-
-    def improve(
-        self,
-        built: BuiltSchedule,
-        memory: Array,
-        target: float,
-        rounds: int,
-        patience: int,
-        rng: np.random.Generator,
-    ) -> tuple[BuiltSchedule, int]:
-        """Swap neighbours on the stages until the makespan is `target` (`fused_swaps`). Returns the best schedule and
-        the rounds."""
-        order = np.lexsort((built.places, self.chains.stages))
-        room = memory + SAME * self.chains.memory.max()
-        makespan, starts, order, done = improve_by_swaps(
-            self.chains, self._links, room, order, target, rounds, patience, rng
-        )
-        if makespan >= built.makespan * (1 - SAME):
-            return built, done
-        places = np.empty(self.tasks, np.int64)
-        places[order] = np.arange(self.tasks)
-        in_flight = np.maximum(built.in_flight, self._in_flight(order))
-        return BuiltSchedule(makespan, starts, places, in_flight, built.patience), done
-
-    def _in_flight(self, order: Integers) -> Integers:
-        """The most micro-batches of each group that hold memory on a stage. `order`: the tasks stage by stage."""
-        groups = np.repeat(self.chains.groups, np.diff(self.chains.offsets))[order]
-        change = np.where(self._takes, 1, -1)[order]
-        held = [np.cumsum(np.where(groups == number, change, 0)) for number in range(len(self.groups))]
-        return np.maximum.reduceat(np.array(held), self._links.firsts[:-1], axis=1)
 
     def ends(self, built: BuiltSchedule) -> Array:
         return built.starts + self.chains.seconds

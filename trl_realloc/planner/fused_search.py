@@ -11,7 +11,6 @@ Building a schedule is in `fused_chains`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,11 +31,6 @@ MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
 FIRST_EFFORT = 0.5  # of the effort, with `MOST_MEMORY`, and
 NEAR, NEAR_EFFORT = 1.003, 1.0  # so much more where the makespan is no longer than that, of the bound, and
 SECOND_EFFORT = 0.7  # with the whole memory
-BUILDS_ALONE = 500_000  # of the effort, and at most half of it, before schedules are improved by swaps too
-LEAST_ROUNDS = 1_000  # of swaps that the other half must allow
-ROUNDS = 20_000  # of swaps, at most
-ROUNDS_IN_VAIN = (300, 1_000, 4_000)  # in turn, without a less makespan
-PROMISING = 1.01  # of the makespan of the worst elite
 MEMORY_EFFORT = 0.3  # of the effort, for each lower memory limit; half of it where a limit is given, and kept
 AIM_EFFORT = 0.5  # the same where more than `MOST_MEMORY` is left
 FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
@@ -120,24 +114,13 @@ class _Search:
     def makespan(self) -> float:
         return self._best.makespan if self._best else np.inf
 
-    def improve(self, memory: Array, target: float, effort: float, starts: Sequence[BuiltSchedule] = ()) -> bool:
-        """Build schedules within a memory limit until one has the makespan `target`. Returns whether one has.
-
-        Args:
-            starts: schedules within the limit that are improved by swaps first.
-        """
-        stuck, waiting, with_swaps = 0, list(starts), False
-        swaps_from = max(effort - BUILDS_ALONE, effort / 2) if self._has_swaps(effort) else 0.0
+    def improve(self, memory: Array, target: float, effort: float) -> bool:
+        """Build schedules within a memory limit until one has the makespan `target`. Returns whether one has."""
+        stuck = 0
         while effort > 0:
-            if not with_swaps and effort <= swaps_from:  # the elites so far first, the best of them before the others
-                with_swaps = True
-                waiting = [elite for elite in self._elites[::-1] if elite.makespan < np.inf]
-            to_swap = with_swaps or bool(waiting)
-            built, spent = (waiting.pop(), 0.0) if waiting else self._built(memory)
-            effort -= spent
-            if to_swap and self._is_promising(built):
-                built, spent = self._swapped(built, memory, target, effort)
-                effort -= spent
+            priorities, in_flight, patience = self._disturbed() if self._take_elite() else self._fresh()
+            built, builds = self.chains.build_in_turn(self._in_order(priorities), memory, in_flight, patience)
+            effort -= builds * self.chains.build_effort
             if built.makespan < np.inf:
                 better = not self._elites or built.makespan < self._elites[0].makespan * (1 - ROUNDING)
                 stuck = 0 if better else stuck + 1
@@ -147,21 +130,6 @@ class _Search:
                 if built.makespan <= target * (1 + ROUNDING):
                     return True
         return False
-
-    def _built(self, memory: Array) -> tuple[BuiltSchedule, float]:
-        """A schedule from new or disturbed priorities, and its effort. Its makespan may be infinite."""
-        priorities, in_flight, patience = self._disturbed() if self._take_elite() else self._fresh()
-        built, builds = self.chains.build_in_turn(self._in_order(priorities), memory, in_flight, patience)
-        return built, builds * self.chains.build_effort
-
-    def _swapped(
-        self, built: BuiltSchedule, memory: Array, target: float, effort: float
-    ) -> tuple[BuiltSchedule, float]:
-        """A schedule improved by swaps with the effort that is left, and what of it was used."""
-        rounds = int(max(0, min(ROUNDS, effort / self.chains.round_effort)))
-        patience = int(self._rng.choice(ROUNDS_IN_VAIN))
-        built, rounds = self.chains.improve(built, memory, target, rounds, patience, self._rng)
-        return built, self.chains.swaps_effort + rounds * self.chains.round_effort
 
     def improve_anew(self, memory: Array, target: float, effort: float) -> bool:
         """As `improve`, without the schedules that have been found as a start."""
@@ -175,14 +143,8 @@ class _Search:
             memory = np.minimum(limit, max(low, self.peak * (1 - step)))
             self._elites = [replace(self.best, makespan=np.inf)]
             can_be = memory_bound(self._pipelines, memory) <= self.makespan * (1 + ROUNDING)
-            starts = [self._repaired(memory)] if self._has_swaps(effort) else []
-            if not (can_be and self.improve(memory, self.makespan, effort, starts)):
+            if not (can_be and self.improve(memory, self.makespan, effort)):
                 step /= 2
-
-    def _repaired(self, memory: Array) -> BuiltSchedule:
-        """The best schedule with as few tasks later as a memory limit demands."""
-        in_flight = np.full((len(self.chains.groups), self.chains.stages), UNLIMITED)
-        return self.chains.build_in_turn(self.best.starts, memory, in_flight, np.inf)[0]
 
     def _keep(self, built: BuiltSchedule) -> None:
         """Update the best schedule and the elites."""
@@ -193,15 +155,6 @@ class _Search:
         place = bisect_right(self._elites, built.makespan, key=lambda elite: elite.makespan)
         self._elites.insert(place, built)
         del self._elites[ELITES:]
-
-    def _has_swaps(self, effort: float) -> bool:
-        """Whether half of an effort is enough for swaps."""
-        return effort / 2 >= LEAST_ROUNDS * self.chains.round_effort
-
-    def _is_promising(self, built: BuiltSchedule) -> bool:
-        """Whether a schedule is worth the time of improving it by swaps."""
-        few = len(self._elites) < ELITES
-        return built.makespan < np.inf and (few or built.makespan <= self._elites[-1].makespan * PROMISING)
 
     def _take_elite(self) -> bool:
         return bool(self._elites) and self._rng.random() > FRESH
