@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fused_check import one_f_one_b
-from .fused_equal import SAME, STALE_BUILDS, EqualChains, construct_in_turn
 from .fused_kernel import Chains, Integers, Limits, construct
 from .fused_pipelines import KINDS, MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
 
 
 BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
-EQUAL_EFFORT = 0.3  # of the effort of a build where all micro-batches of a copy are equal
+STALE_BUILDS = 4  # builds in turn without a better makespan
+SAME = 1e-9  # relative
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,6 @@ class FusedChains:
         self.chains = Chains(offsets, numbers, stages, seconds, memory)
         self._mirror = np.concatenate([group.tasks[:, ::-1].ravel() for group in self.groups])
         self._mirrored = self.chains._replace(seconds=seconds[self._mirror])
-        self._equal = self._equal_chains() if all(group.equal for group in self.groups) else None
         self._takes = np.array([task.kind == "forward" for task in self._names])
         self._total = np.bincount(stages, memory * self._takes, minlength=self.stages)
 
@@ -92,36 +91,14 @@ class FusedChains:
         memory = np.concatenate([pipeline.memory[copy], pipeline.memory[copy, :, ::-1]], axis=1)
         return np.tile([*route, *route[::-1]], count).astype(np.int64), seconds.ravel(), memory.ravel()
 
-    def _equal_chains(self) -> tuple[EqualChains, EqualChains]:
-        """The same from both ends of time, for `fused_equal`."""
-        copies, stages = len(self.groups), self.stages
-        lengths = np.array([len(group.route) for group in self.groups], np.int64)
-        counts = np.array([len(group.tasks) for group in self.groups], np.int64)
-        offsets = np.concatenate([[0], np.cumsum(2 * lengths * counts)]).astype(np.int64)
-        routes, memory = np.zeros((copies, stages), np.int64), np.zeros((copies, stages))
-        forth, back = np.zeros((copies, 2 * stages)), np.zeros((copies, 2 * stages))
-        of_stage: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-        for number, group in enumerate(self.groups):
-            length, tasks = len(group.route), group.tasks[0]
-            routes[number, :length], memory[number, :length] = group.route, self.chains.memory[tasks[:length]]
-            forth[number, : len(tasks)], back[number, : len(tasks)] = (
-                self.chains.seconds[order] for order in (tasks, tasks[::-1])
-            )
-            for position, stage in enumerate(group.route):
-                of_stage[stage].append((number, position))
-        pairs = np.array(of_stage, np.int64)  # (stages, 2, 2)
-        first, second = np.ascontiguousarray(pairs[:, :, 0]), np.ascontiguousarray(pairs[:, :, 1])
-        chains = EqualChains(lengths, counts, offsets, routes, first, second, forth, memory)
-        return chains, chains._replace(seconds=back)
-
     @property
     def tasks(self) -> int:
         return len(self._names)
 
     @property
     def build_effort(self) -> float:
-        """What a build takes, in tasks of unequal micro-batches."""
-        return (self.tasks + BUILD_EFFORT) * (EQUAL_EFFORT if self._equal else 1)
+        """What a build takes, in tasks."""
+        return self.tasks + BUILD_EFFORT
 
     @property
     def nominal(self) -> Array:
@@ -157,12 +134,6 @@ class FusedChains:
     ) -> tuple[BuiltSchedule, int]:
         """Build from both ends of time in turn while the makespan falls, each with the last times as its priorities.
         Returns the best schedule and the number of builds."""
-        if self._equal:
-            limits = Limits(memory, bool((self._total > memory).any()), in_flight)
-            makespan, _, starts, places, builds = construct_in_turn(
-                *self._equal, limits, priorities, patience, self.chains.seconds
-            )
-            return BuiltSchedule(makespan, starts, places, in_flight, patience), builds
         best = self.build(priorities, memory, in_flight, patience, False)
         built, builds, stale = best, 1, 0
         while stale < STALE_BUILDS and built.makespan < np.inf:

@@ -58,7 +58,7 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, resta
     """A schedule within the memory limit. The same seed and effort give the same schedule.
 
     Args:
-        effort: tasks of unequal micro-batches that could be placed in the time until the makespan is accepted. Lowering
+        effort: tasks that could be placed in the time until the makespan is accepted. Lowering
             the memory takes some three times as many again at most. A core places about a million per second.
         restarts: how often to search again from new priorities, each time with the same effort, while the makespan is
             above the bound.
@@ -87,10 +87,9 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, resta
 
 
 def compile_search() -> None:
-    """Compile the search, for equal and for unequal micro-batches, if its machine code is not on the disk."""
-    for forward in ([[1.0], [1.0]], [[1.0], [2.0]]):
-        pipeline = Pipeline.of(1, 2, forward, 1.0)
-        search(FusedPipelines(pipeline, pipeline), effort=1)
+    """Compile the search if its machine code is not on the disk."""
+    pipeline = Pipeline.of(1, 2, 1.0, 1.0)
+    search(FusedPipelines(pipeline, pipeline), effort=1)
 
 
 class _Search:
