@@ -117,19 +117,17 @@ def _row(case: Mapping[str, Any], times: Mapping[str, list[float]], orders: Any)
 def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
     """(fused training, shares of both models, orders)."""
     import torch
-    import torch.distributed as dist
     from split import deal, groups
 
     from trl_realloc.algorithms.base import TokenLoss
     from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
-    from trl_realloc.engines.mesh_group import FusedGroups
     from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining
     from trl_realloc.engines.training.megatron import MegatronEngine
     from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
     from trl_realloc.runtime.fused_orders import FusedOrders
 
     places = groups(world, 1, case["pp"][0]), groups(world, 1, case["pp"][1]).reversed()
-    line, orders, engines, shares = groups(world, 1, world).pp, FusedOrders(), [], []
+    orders, engines, shares = FusedOrders(), [], []
     orders.compile()
     losses: tuple[TokenLoss, TokenLoss] = (PolicyLoss(0.2), ValueLoss(0.2, 0.1))
     tokens = TOKENS if "seconds" in case else COMPUTED
@@ -148,8 +146,7 @@ def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
         )
         budget = 2 * tokens - 1 if case.get("unequal") else tokens
         shares.append(FusedShare(samples, loss, budget, 1e-3))
-    messages = (dist.new_group(),)
-    return FusedTraining((engines[0], engines[1]), FusedGroups(line, messages), orders), (shares[0], shares[1]), orders
+    return FusedTraining((engines[0], engines[1]), orders), (shares[0], shares[1]), orders
 
 
 def _model(case: Mapping[str, Any], model: int) -> Any:

@@ -22,25 +22,19 @@ from whole_state import whole_state
 
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
-from trl_realloc.engines.mesh_group import FusedGroups, MeshGroup
-from trl_realloc.engines.training.fused_training import FusedMiniBatch, FusedShare, FusedTraining, Orders, StageTask
+from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.training import stage_run
+from trl_realloc.engines.training.fused_training import FusedMiniBatch, FusedShare, FusedTraining
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training.stage_figures import FusedShape
-from trl_realloc.plan.fused import MESSAGE_GROUPS
+from trl_realloc.engines.training.stage_messages import StageTask
+from trl_realloc.engines.training.stage_run import Orders
 from trl_realloc.runtime.fused_orders import FusedOrders
 
 
 HEADS = ("policy", "value")
 LOSSES = (PolicyLoss(0.2), ValueLoss(0.2, 0.1))
-_messages: dict[int, tuple[Any, ...]] = {}
-
-
-def messages(count: int) -> tuple[Any, ...]:
-    """Made once: all ranks make all groups, in one order."""
-    if count not in _messages:
-        _messages[count] = tuple(dist.new_group() for _ in range(count))
-    return _messages[count]
 
 
 def infinite(outputs: Any, micro: Any) -> Any:
@@ -104,14 +98,13 @@ def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
 
     whole = [engine(ReplicatedEngine, head, MeshGroup((rank,), rank)) for head in HEADS]
     places = [groups(world, tp, stages[0]), groups(world, tp, stages[1]).reversed()]
-    line = groups(world, tp, max(stages)).pp
     more = {"shard_optimizer": bool(case.get("shard"))}
     split: list[MegatronEngine] = [
         engine(MegatronEngine, head, place, **more) for head, place in zip(HEADS, places, strict=True)
     ]
     orders = FusedOrders() if not case.get("random") else at_random(random.Random(name))
-    fused = FusedTraining((split[0], split[1]), FusedGroups(line, messages(case.get("groups", 1))), orders)
-    fused.connect()
+    fused = FusedTraining((split[0], split[1]), orders)
+    line = fused.line
     samples = batch(case.get("samples", 11))
     budgets = case.get("tokens", [40, 40])
     losses = (LOSSES[0], infinite if case.get("refused") else LOSSES[1])
@@ -164,9 +157,11 @@ def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
 def main(folder: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    messages(1), messages(MESSAGE_GROUPS)
     for name, case in options["cases"].items():
-        results = run(case, name, int(os.environ["WORLD_SIZE"]))
+        with pytest.MonkeyPatch.context() as patched:
+            if case.get("untagged"):  # as on accelerators
+                patched.setattr(stage_run, "is_accelerator", lambda device: True)
+            results = run(case, name, int(os.environ["WORLD_SIZE"]))
         if dist.get_rank() == 0:
             (folder / f"{name}.json").write_text(json.dumps(results))
             print(name, results, flush=True)

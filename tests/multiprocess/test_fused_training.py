@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(500)]
 TWO: dict[str, dict[str, Any]] = {
     "pp2 + pp2": {"pp": [2, 2]},
     "unequal micro-batches": {"pp": [2, 2], "tokens": [25, 60]},
-    "groups that have no tags": {"pp": [2, 2], "groups": 8, "deterministic": True},
+    "messages without tags": {"pp": [2, 2], "untagged": True, "deterministic": True},
     "any order": {"pp": [2, 2], "tokens": [20, 20], "random": True},
     "tied embeddings": {"pp": [2, 2], "policy": {"config": {"tie_word_embeddings": True}}},
     "a first stage that is frozen": {
@@ -42,14 +42,14 @@ TWO: dict[str, dict[str, Any]] = {
 }
 FOUR: dict[str, dict[str, Any]] = {
     "pp4 + pp2": {"pp": [4, 2]},
-    "pp2 + pp4": {"pp": [2, 4], "shard": True, "groups": 8},
-    "pp4 + pp4": {"pp": [4, 4], "tokens": [20, 30], "groups": 8, "optimizer": "adagrad"},
+    "pp2 + pp4": {"pp": [2, 4], "shard": True, "untagged": True},
+    "pp4 + pp4": {"pp": [4, 4], "tokens": [20, 30], "untagged": True, "optimizer": "adagrad"},
     "two pipelines of each": {"pp": [2, 2], "shard": True},
     "tp2 x pp2": {"tp": 2, "pp": [2, 2], "policy": {"config": {"tie_word_embeddings": True}}},
     "a copy without samples": {"pp": [4, 2], "value": {"idle": True}},
     "a line without samples": {"pp": [2, 2], "policy": {"idle": True}, "value": {"idle": True}},
     "any order": {"pp": [4, 2], "tokens": [20, 20], "random": True},
-    "any order without tags": {"pp": [2, 4], "tokens": [20, 20], "random": True, "groups": 8},
+    "any order without tags": {"pp": [2, 4], "tokens": [20, 20], "random": True, "untagged": True},
 }
 IN_16_BITS: dict[str, dict[str, Any]] = {
     f"in {kind}": {"pp": [2, 2], "kind": kind} for kind in ("bfloat16", "autocast")

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from trl_realloc.engines.mesh_group import FusedGroups, MeshGroup, SplitGroups
-from trl_realloc.engines.training.fused_training import StageTask
+from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
 from trl_realloc.engines.training.stage_figures import FusedShape, StageFigures
+from trl_realloc.engines.training.stage_messages import StageTask
 from trl_realloc.engines.training.stage_times import StageTimes, TokenFit
-from trl_realloc.plan.fused import MESSAGE_GROUPS
 from trl_realloc.planner.fused_check import check, serial_time
 from trl_realloc.runtime import fused_orders
 from trl_realloc.runtime.fused_orders import FusedOrders
@@ -108,15 +107,3 @@ def test_the_stages_of_reversed_groups_lie_on_the_same_ranks_the_other_way_round
     assert (groups.pp.ranks, groups.pp.index, groups.ends.ranks) == ((4, 2, 0), 1, (4, 0))
     assert groups.reversed().pp == pp
     assert MeshGroup((4, 2, 0), 4).index == 0 and MeshGroup((4, 2, 0), 4).is_leader
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_without_tags_a_rank_has_one_peer_and_one_direction_in_a_group(size: int) -> None:
-    """NCCL runs the messages of a group one after the other."""
-    of = [FusedGroups(MeshGroup(tuple(range(size)), rank), tuple(range(MESSAGE_GROUPS))) for rank in range(size)]
-    for rank in range(size):
-        peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < size]
-        used = [of[rank].messages_of(channel, peer) for channel in range(4) for peer in peers]
-        assert len(set(used)) == len(used)
-        for peer in peers:
-            assert all(of[rank].messages_of(n, peer) == of[peer].messages_of(n, rank) for n in range(4))

@@ -27,7 +27,6 @@ from trl_realloc.runtime.process_groups import (
     LONGEST_CALL,
     destroy_groups,
     from_first_rank,
-    make_fused_groups,
     make_groups,
     make_reallocation_groups,
     make_split_groups,
@@ -93,7 +92,7 @@ def test_no_group_is_a_part_of_a_default_group_that_is_bound_to_a_device(monkeyp
             for of_rank in (0, 3):
                 make_groups(plan, of_rank, limit)
                 make_reallocation_groups(plan, of_rank, limit)
-                make_fused_groups(FUSED, of_rank, limit, make_split_groups(FUSED, of_rank, limit))
+                make_split_groups(FUSED, of_rank, limit)
         assert len(seen) > 10 and not any(seen)
         assert world.bound_device_id == torch.device("cuda", 0)
     finally:
@@ -123,7 +122,7 @@ def test_the_planner_counts_the_communicators_that_a_run_makes(name: str, monkey
     monkeypatch.setattr("trl_realloc.runtime.process_groups.is_accelerator", lambda device: True)
     try:
         make_groups(plan, 0, limit)
-        make_fused_groups(plan, 0, limit, make_split_groups(plan, 0, limit))
+        make_split_groups(plan, 0, limit)
         make_reallocation_groups(plan, 0, limit)
     finally:
         dist.destroy_process_group()
@@ -135,8 +134,8 @@ def test_the_planner_counts_the_communicators_that_a_run_makes(name: str, monkey
     spec = ModelSpec.from_config(config, bytes_per_element=2)
     holds = estimate_plan(plan, dict.fromkeys(plan.order, (spec,)), pricing).estimate.holds
     split = {(a.mesh, a.strategy.tp, a.strategy.pp) for a in plan.assignments.values() if a.engine == "megatron"}
-    of_torch = sum(min(2, pp - 1) for mesh, _, pp in split if 0 in mesh)  # between neighbouring stages
-    assert holds.get("communicators", 0.0) == sum(0 in ranks for ranks in made) + of_job + of_torch
+    of_pairs = sum(min(2, pp - 1) for mesh, _, pp in split if 0 in mesh)  # of neighbouring stages
+    assert holds.get("communicators", 0.0) == sum(0 in ranks for ranks in made) + of_job + of_pairs
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "one device"])
@@ -161,9 +160,8 @@ def test_two_ranks_destroy_the_groups_that_they_share_in_one_order(name: str, mo
         for here in destroyed:
             made.clear()
             groups, control = make_groups(plan, here, limit)
-            split = make_split_groups(plan, here, limit)
-            fused, edges = make_fused_groups(plan, here, limit, split), make_reallocation_groups(plan, here, limit)
-            destroy_groups((groups, split, fused, edges, control))
+            split, edges = make_split_groups(plan, here, limit), make_reallocation_groups(plan, here, limit)
+            destroy_groups((groups, split, edges, control))
     dist.destroy_process_group()
     for one, other in combinations(destroyed, 2):
         first, second = ([ranks for _, ranks in destroyed[rank] if {one, other} <= set(ranks)] for rank in (one, other))

@@ -31,7 +31,7 @@ from standin_device.batches import training_batch  # noqa: E402
 from trl_realloc.algorithms.nonfinite import NonFiniteError  # noqa: E402
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss  # noqa: E402
 from trl_realloc.engines.device import group_device  # noqa: E402
-from trl_realloc.engines.mesh_group import FusedGroups, MeshGroup, SplitGroups, split_ranks  # noqa: E402
+from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks  # noqa: E402
 from trl_realloc.engines.models import load_classifier, load_policy, seeded  # noqa: E402
 from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
@@ -40,7 +40,6 @@ from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E4
 from trl_realloc.plan.batching import balance  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402
 from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
-from trl_realloc.plan.fused import MESSAGE_GROUPS  # noqa: E402
 from trl_realloc.plan.model_spec import ModelSpec  # noqa: E402
 from trl_realloc.profiling.auto_plan import JobPlan  # noqa: E402
 from trl_realloc.profiling.machine import links  # noqa: E402
@@ -144,16 +143,14 @@ def test_an_engine_of_two_devices_trains_and_scores_as_one_host_does(degrees: tu
 
 
 def test_two_roles_train_fused_as_one_host_trains_each() -> None:
-    """Their messages are in groups in which a rank only sends or only receives, and their times are the device's."""
+    """Their messages have no tags, and their times are the device's."""
     batch, groups = training_batch(), split_groups(1, 2)
     here = [ReplicatedEngine(head_of(name), MeshGroup((0,), 0), CPU, **SETTINGS) for name in LOSSES]
     places = groups, groups.reversed()
     first, second = (
         MegatronEngine(head_of(name), place, SIM, **SETTINGS) for name, place in zip(LOSSES, places, strict=True)
     )
-    messages = tuple(dist.new_group() for _ in range(MESSAGE_GROUPS))
-    fused = FusedTraining((first, second), FusedGroups(groups.pp, messages), FusedOrders())
-    fused.connect()
+    fused = FusedTraining((first, second), FusedOrders())
     for budget in (64, 12, 12):
         begun = time.time()
         one, other = (FusedShare(batch, loss, budget, 1e-2) for loss in LOSSES.values())

@@ -187,31 +187,6 @@ class SplitGroups:
         return replace(self, pp=pp, ends=ends)
 
 
-@dataclass(frozen=True)
-class FusedGroups:
-    """The process groups of two pipelines on the same devices, whose stages lie in opposite directions.
-
-    Args:
-        line: the ranks of this rank's pipeline that has more stages, ascending. The other role has one pipeline there,
-            or several one after the other.
-        messages: the groups of messages between stages. One, in which messages are told apart by their tags; or
-            `MESSAGE_GROUPS`, in each of which a rank only sends to one other rank, or only receives from one.
-    """
-
-    line: MeshGroup
-    messages: tuple[Any, ...]
-
-    def messages_of(self, channel: int, peer: int) -> Any:
-        """The group of the messages between this rank and a neighbour in the line.
-
-        Args:
-            channel: 0 to 3, one for the forwards and one for the backwards of each role.
-            peer: the neighbour's rank.
-        """
-        link = min(self.line.index, self.line.ranks.index(peer))
-        return self.messages[(2 * channel + link % 2) % len(self.messages)]
-
-
 def split_ranks(ranks: tuple[int, ...], tp: int, pp: int) -> Mapping[str, list[tuple[int, ...]]]:
     """The ranks of all `dp`, `tp`, `pp` and `ends` groups of a mesh, in the order in which every rank creates them."""
     inner = tp * pp

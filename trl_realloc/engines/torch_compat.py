@@ -5,19 +5,16 @@ Run with torch 2.11, 2.13 and 2.15 (docs/versions.md).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 
@@ -47,62 +44,6 @@ def memory_of(parameter: Tensor) -> Tensor:
     """The plain tensor of a parameter. A DTensor (of a tensor-parallel group) cannot be pinned, and setting its `data`
     does not move its local part."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-class LeanStage(PipelineStage):
-    """A pipeline stage that has memory for what it receives of the micro-batches that are under way. torch's has it for
-    all micro-batches of a step from the beginning: twice as much as all of their hidden states.
-
-    For stages that are made with `input_args` and `output_args`: torch runs the others once to see their shapes, for
-    which it needs memory. In a release that lacks the methods that are replaced here, the memory is torch's.
-    """
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_memory():
-            return super()._prepare_forward_infra(*args, **kwargs)
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_memory():
-            return super()._prepare_backward_infra(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _without_memory(self) -> Iterator[None]:
-        device, self.device = self.device, torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = device
-
-    def _allocate(self, received: Iterable[Any]) -> None:
-        for info in received:
-            buffer = _buffer(info)
-            if buffer is not None and buffer.is_meta:
-                info.buffer = torch.empty_like(buffer, device=self.device, requires_grad=buffer.requires_grad)
-
-    def _free(self, received: Iterable[Any]) -> None:
-        for info in received:
-            buffer = _buffer(info)
-            if buffer is not None:
-                info.buffer = torch.empty_like(buffer, device="meta")
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.grad_recv_info.get(bwd_chunk_id, ()))
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._free(self.args_recv_info[bwd_chunk_id])
-        self._free(self.grad_recv_info.get(bwd_chunk_id, ()))
-
-
-def _buffer(info: Any) -> Tensor | None:
-    """The memory that an input of a stage is received in; `None` for an argument of the first stage, which torch 2.11
-    describes by a class of its own."""
-    return getattr(info, "buffer", None)
 
 
 @functools.cache
@@ -140,7 +81,6 @@ def wrap_store(wrap: Callable[[dist.Store], dist.Store], mark: str) -> None:
 
 __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
-    "LeanStage",
     "StorageInfo",
     "extensions_folder",
     "memory_of",

@@ -1,4 +1,5 @@
-"""Divides samples: among data-parallel replicas by their work, and into micro-batches of a token budget."""
+"""Divides samples: among data-parallel replicas by their work, and into micro-batches of a token budget. The order of
+micro-batches on the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -57,6 +58,18 @@ def stage_batches(lengths: Sequence[int], budget: int, stages: int) -> list[list
         if count >= len(lengths) or all(sum(lengths[at] for at in batch) <= widest for batch in batches):
             return batches
         count += 1
+
+
+def one_f_one_b(micro_batches: int, stages: int, stage: int) -> list[tuple[int, bool]]:
+    """1F1B: the tasks of a pipeline's stage in order, as (micro-batch, whether it is the backward). At most
+    `stages - stage` micro-batches are between their forward and their backward."""
+    warm = min(micro_batches, stages - stage)
+    order = [(micro_batch, False) for micro_batch in range(warm)]
+    for micro_batch in range(micro_batches):
+        order.append((micro_batch, True))
+        if warm + micro_batch < micro_batches:
+            order.append((warm + micro_batch, False))
+    return order
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:

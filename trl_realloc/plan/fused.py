@@ -16,9 +16,6 @@ from .dataflow import DataflowGraph
 
 Fused = tuple[str, str] | tuple[()]
 ENGINE = "megatron"
-# groups of the messages between stages on accelerators: 4 channels x 2, because a stage's links to its two neighbours
-# take turns
-MESSAGE_GROUPS = 8
 _AND = " + "
 _EXAMPLE = "fused: [actor.train, critic.train]"
 

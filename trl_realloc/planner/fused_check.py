@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..common.errors import PlanError
+from ..plan import batching
 from .fused_pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Task
 
 
@@ -246,12 +247,13 @@ def one_f_one_b(pipelines: FusedPipelines, model: str) -> tuple[float, Array]:
     times = np.concatenate([pipeline.forward, pipeline.backward[:, :, ::-1]], axis=2)
     ends = np.full(times.shape, np.nan)
     for copy in range(pipeline.copies):
-        orders = [_one_f_one_b_order(micro_batches, stages, own) for own in range(stages)]
+        orders = [batching.one_f_one_b(micro_batches, stages, own) for own in range(stages)]
         done, free = [0] * stages, [0.0] * stages
         while sum(done) < 2 * micro_batches * stages:
             for own, order in enumerate(orders):
                 while done[own] < len(order):
-                    micro_batch, position = order[done[own]]
+                    micro_batch, is_backward = order[done[own]]
+                    position = 2 * stages - 1 - own if is_backward else own
                     before = ends[copy, micro_batch, position - 1] if position else 0.0
                     if np.isnan(before):
                         break
@@ -259,17 +261,6 @@ def one_f_one_b(pipelines: FusedPipelines, model: str) -> tuple[float, Array]:
                     ends[copy, micro_batch, position] = free[own]
                     done[own] += 1
     return float(ends.max()), ends - times
-
-
-def _one_f_one_b_order(micro_batches: int, stages: int, own: int) -> list[tuple[int, int]]:
-    """The 1F1B order of a stage: micro-batch and position in its chain of `2 * stages` tasks."""
-    warm = min(micro_batches, stages - own)
-    order = [(micro_batch, own) for micro_batch in range(warm)]
-    for micro_batch in range(micro_batches):
-        order.append((micro_batch, 2 * stages - 1 - own))
-        if warm + micro_batch < micro_batches:
-            order.append((warm + micro_batch, own))
-    return order
 
 
 def serial_time(pipelines: FusedPipelines) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ..plan.assignment import in_place
 from ..plan.dataflow import Role
-from ..plan.fused import MESSAGE_GROUPS, Fused, joined
+from ..plan.fused import Fused, joined
 from .space import Space, State
 
 
@@ -103,8 +103,6 @@ class PlanMemory:
         if self.space.cluster.size == 1:
             return 0
         groups: set[object] = {"of all ranks"}
-        if self._fuses_on(state, device):
-            groups |= {("messages", number) for number in range(MESSAGE_GROUPS)}
         for candidate in state:
             mesh, strategy = candidate.assignment.mesh, candidate.assignment.strategy
             if device not in mesh or mesh.size == 1:
@@ -114,7 +112,7 @@ class PlanMemory:
                 sizes = {"dp": strategy.dp, "tp": strategy.tp, "pp": strategy.pp, "ends": strategy.pp}
                 sizes["mesh"] = mesh.size  # beside the group of the same devices that other engines use
                 groups |= {(kind, mesh, strategy.tp, strategy.pp) for kind, size in sizes.items() if size > 1}
-                # torch's pipelines connect each pair of neighbouring stages by itself; a stage in the middle has two
+                # NCCL connects each pair of neighbouring stages by itself; a stage in the middle has two
                 groups |= {("pair", mesh, strategy.tp, strategy.pp, side) for side in range(min(2, strategy.pp - 1))}
         for source, target in self.edges:
             meshes = state[source].assignment.mesh, state[target].assignment.mesh

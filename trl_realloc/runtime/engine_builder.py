@@ -258,8 +258,7 @@ class EngineBuilder:
 
     def _fuse(self) -> None:
         """Join the engines of the calls that train together."""
-        groups = self.placement.fused_groups
-        if groups is not None:
+        if self.plan.fused and self.rank in self.plan.mesh(self.plan.fused[0]):
             from .fused_orders import FusedOrders  # it imports Numba, which takes half a second
 
             first, second = (self.placement.trainers[self.graph.call(name).role] for name in self.plan.fused)
@@ -269,8 +268,7 @@ class EngineBuilder:
                 logger.warning(problem)
             orders = FusedOrders()
             orders.compile()
-            self.placement.fused = FusedTraining((first, second), groups, orders)
-            self.placement.fused.connect()
+            self.placement.fused = FusedTraining((first, second), orders)
 
     # --- replicas and copies ----------------------------------------------------------------------------------------
 

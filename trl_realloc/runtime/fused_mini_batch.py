@@ -10,8 +10,10 @@ from typing import Literal
 
 import numpy as np
 
-from ..engines.training.fused_training import FusedMiniBatch, Orders, StageTask
+from ..engines.training.fused_training import FusedMiniBatch
 from ..engines.training.stage_figures import FusedShape
+from ..engines.training.stage_messages import StageTask
+from ..engines.training.stage_run import Orders
 from ..plan.stage_spans import StageSpan
 from ..planner.fused_check import start_times
 from ..planner.fused_pipelines import KINDS, MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task

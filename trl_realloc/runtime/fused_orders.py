@@ -10,8 +10,8 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from ..engines.training.fused_training import Orders
 from ..engines.training.stage_figures import FusedShape
+from ..engines.training.stage_run import Orders
 from ..planner.fused_check import lower_bound, memory_limit, serial_time
 from ..planner.fused_pipelines import FusedPipelines, FusedSchedule, Pipeline
 from ..planner.fused_search import compile_search, search
@@ -37,7 +37,7 @@ class FusedOrders:
         self._kept: OrderedDict[Hashable, FusedSchedule] = OrderedDict()
 
     def compile(self) -> None:
-        """Compile the search, which takes some 20 s if its machine code is not on the disk."""
+        """Compile the search, which takes some 10 s if its machine code is not on the disk."""
         compile_search()
 
     def __call__(self, shape: FusedShape) -> Orders:

@@ -26,7 +26,6 @@ from .engine_options import EngineOptions
 from .parameter_sinks import STALE
 from .process_groups import (
     destroy_groups,
-    make_fused_groups,
     make_groups,
     make_reallocation_groups,
     make_split_groups,
@@ -64,7 +63,6 @@ class Placement:
         timeout = timedelta(seconds=options.collective_timeout_s)
         self.groups, self.control = make_groups(plan, rank, timeout)
         self.split_groups = make_split_groups(plan, rank, timeout)
-        self.fused_groups = make_fused_groups(plan, rank, timeout, self.split_groups)
         self.reallocation_groups = make_reallocation_groups(plan, rank, timeout)
         self.engines: dict[str, list[ScoringEngine]] = {}
         self.trainers: dict[Role, TrainingEngine] = {}
@@ -134,7 +132,7 @@ class Placement:
         for model in filter(None, (reference() for reference in models)):
             move_to_host(model)
         release_cached_memory(self.options.device)
-        destroy_groups((self.groups, self.split_groups, self.fused_groups, self.reallocation_groups, self.control))
+        destroy_groups((self.groups, self.split_groups, self.reallocation_groups, self.control))
 
     # --- engines and groups of a call -------------------------------------------------------------------------------
 

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from ..common.errors import PlanError
 from ..engines.device import group_device, is_accelerator
-from ..engines.mesh_group import FusedGroups, MeshGroup, SplitGroups, split_ranks
+from ..engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from ..plan.cluster import DeviceMesh
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.fused import MESSAGE_GROUPS
 from .messages import GlooMessages, combined
 
 
@@ -228,27 +227,6 @@ def make_split_groups(
     return split_groups
 
 
-def make_fused_groups(
-    plan: ExecutionPlan, rank: int, timeout: timedelta, split_groups: Mapping[tuple[DeviceMesh, int, int], SplitGroups]
-) -> FusedGroups | None:
-    """The groups of the calls that the plan fuses; `None` if it fuses none, and on a rank outside their mesh. All ranks
-    call this together.
-
-    Each group of messages has all ranks of the mesh. Of more than two ranks, NCCL connects those alone that send each
-    other something, when they do so first.
-    """
-    if not plan.fused:
-        return None
-    mesh, degrees = plan.mesh(plan.fused[0]), [plan[name].strategy for name in plan.fused]
-    device = group_device()
-    count = MESSAGE_GROUPS if is_accelerator(device) else 1  # gloo tells messages apart by their tags
-    messages = tuple(new_group(list(mesh.devices), timeout=timeout) for _ in range(count))
-    if rank not in mesh:
-        return None
-    longer = max(degrees, key=lambda strategy: strategy.pp)
-    return FusedGroups(split_groups[mesh, longer.tp, longer.pp].pp, messages)
-
-
 def _all_groups(ranks: tuple[int, ...], tp: int, pp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(kind, ranks) of every group of a mesh, in an order that is the same on every rank."""
     yield "mesh", ranks
@@ -315,5 +293,5 @@ def _collect(made: Any, found: list[Any]) -> None:
     elif isinstance(made, tuple):
         for item in made:
             _collect(item, found)
-    elif isinstance(made, MeshGroup | SplitGroups | FusedGroups | ReallocationGroups):
+    elif isinstance(made, MeshGroup | SplitGroups | ReallocationGroups):
         _collect(tuple(value for name, value in vars(made).items() if name != "tp"), found)

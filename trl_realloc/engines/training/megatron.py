@@ -41,6 +41,7 @@ from .packed_forward import (
 )
 from .part_gather import PartGather
 from .pipeline import MiniBatch, Pipeline, keep_stage
+from .stage_run import StageWork, run_pipeline
 from .tensor_parallel import box_of, is_split, local, split_tensors, splits_adapter, vocabulary_start
 from .token_logprobs import TokenLogprobs
 from .vocab_parallel import SplitLogprobs
@@ -175,14 +176,20 @@ class MegatronEngine:
                 lambda value, is_last: value.backward(),  # type: ignore[no-untyped-call]
             )
         batch = self.mini_batch(samples, loss, micro_batch_tokens)
-        if batch.micros:
-            self.pipeline.run(batch.micros, batch.finish, trains=True, call=self.in_context)
+        run_pipeline(self.stage_work(batch.micros, batch.finish), trains=True)
         return self.statistics_of(batch)
 
     def mini_batch(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> MiniBatch:
         """A mini-batch for the stages of a pipeline. The arguments are those of `train`."""
         batches = self._batches(samples, micro_batch_tokens)
         return MiniBatch(batches, [samples.select(batch).to(self.device) for batch in batches], loss)
+
+    def stage_work(
+        self, micros: Sequence[Rollouts], finish: Callable[[int, Mapping[str, Ragged]], Tensor]
+    ) -> StageWork:
+        """Micro-batches for this rank's stage; the arguments are `StageWork`'s."""
+        assert self.pipeline is not None, "the model has one stage"
+        return StageWork(self.pipeline, micros, finish, self.in_context)
 
     def statistics_of(self, batch: MiniBatch) -> dict[str, Tensor]:
         """What `train` returns, of a mini-batch that has run through the stages. Collective over the pipeline."""
@@ -211,7 +218,6 @@ class MegatronEngine:
         self.masters.drop()
 
     def _through_stages(self, samples: Rollouts, budget: int) -> dict[str, Ragged]:
-        assert self.pipeline is not None
         inputs = samples.only(("index", "prompts", "responses"))
         batches = self._batches(inputs, budget)
         parts: dict[int, Mapping[str, Ragged]] = {}
@@ -220,9 +226,8 @@ class MegatronEngine:
             parts[at] = outputs
             return torch.zeros((), device=self.device)
 
-        if batches:
-            micros = [inputs.select(batch).to(self.device) for batch in batches]
-            self.pipeline.run(micros, finish, trains=False, call=self.in_context)
+        micros = [inputs.select(batch).to(self.device) for batch in batches]
+        run_pipeline(self.stage_work(micros, finish), trains=False)
         results = in_order([parts[at] for at in range(len(parts))], batches)
         values = self._from_last_stage({name: column.values for name, column in results.items()})
         lengths = self._from_last_stage({name: column.lengths for name, column in results.items()})

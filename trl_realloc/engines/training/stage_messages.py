@@ -1,95 +1,134 @@
-"""Tensors between neighbouring stages of a pipeline: `Outbox` sends them, `Inbox` receives them.
+"""Tensors between neighbouring stages of a pipeline: a `Link` sends and receives those of two stages.
 
-Neither blocks the computation: a send does not wait for its receive, and the next tensor is received while a stage
-computes. Each direction of each pair of stages has messages of its own, so that they cannot be taken for others: with
-gloo by their tags, with NCCL, which has no tags and runs the messages of a group one after the other, by a group in
-which a rank has no other messages (`runtime/process_groups.make_fused_groups`).
+The names and the order of the messages follow from the stages' tasks. Which tasks these are is `stage_run`'s caller's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Route:
-    """One direction between two neighbouring stages.
+class StageTask(NamedTuple):
+    """One forward or backward on a stage, and the message that it sends to the neighbour whose task has the same name:
+    hidden states to the stage after, their gradient to the stage before.
+
+    Args:
+        model: 0, or 1 for the second of two fused models.
+        micro_batch: number within the model's pipeline.
+    """
+
+    model: int
+    micro_batch: int
+    is_backward: bool
+
+    @property
+    def channel(self) -> tuple[int, bool]:
+        """All tasks of a channel send in one direction along the line."""
+        return self.model, self.is_backward
+
+
+Channels = Collection[tuple[int, bool]]
+
+
+def message_order(
+    first: Sequence[StageTask], second: Sequence[StageTask], sends: Channels, receives: Channels
+) -> list[StageTask]:
+    """The order in which two neighbours come to their messages, where these have no tags: as the first of them sends
+    and takes them. A message that the second sends earlier than the first takes it comes before the next that is taken.
+
+    Args:
+        first, second: the tasks of both stages, in the order in which they are run.
+        sends, receives: the channels that the first sends to the second and receives from it.
+    """
+    order, arrived = list[StageTask](), set[StageTask]()
+    sent = (task for task in second if task.channel in receives)
+    for task in first:
+        if task.channel in sends:
+            order.append(task)
+        while task.channel in receives and task not in arrived:
+            order.append(next(sent))
+            arrived.add(order[-1])
+    return order
+
+
+class Link:
+    """The messages between this rank and one neighbour. A send does not wait for its receive.
+
+    gloo tells messages apart by their tags, and a stage receives the next message while it computes. NCCL has no tags:
+    the messages of two ranks run one after the other, each when both ranks have come to it, and a receive occupies the
+    device. So both ranks come to them in one order, and a message is received when it is taken, or when one is sent
+    that follows it in the order. No order of tasks ends in a deadlock then, even if every message stops its rank until
+    the other has come to it: of two neighbours that wait for different messages, both have come to the earlier one, and
+    on a line of stages there is no other circle.
 
     Args:
         group: a process group that both ranks are in.
-        peer: the global rank of the other.
-        tag: of the first micro-batch's message. That of micro-batch `k` has `tag + k`.
-    """
-
-    group: Any
-    peer: int
-    tag: int
-
-
-class Outbox:
-    """Sends the tensors of micro-batches to one neighbour."""
-
-    def __init__(self, route: Route) -> None:
-        self.route = route
-        # by micro-batch; a tensor's memory must stay until it has been sent
-        self._sending: dict[int, tuple[Any, Tensor]] = {}
-
-    def send(self, micro_batch: int, tensor: Tensor) -> None:
-        for earlier in [at for at, (work, _) in self._sending.items() if work.is_completed()]:
-            self.wait(earlier)
-        tensor, route = tensor.contiguous(), self.route
-        work = dist.isend(tensor, route.peer, group=route.group, tag=route.tag + micro_batch)
-        self._sending[micro_batch] = (work, tensor)
-
-    def wait(self, micro_batch: int) -> None:
-        """Wait until this tensor has been sent, if it has not."""
-        if micro_batch in self._sending:
-            work, _ = self._sending.pop(micro_batch)
-            work.wait()
-
-    def wait_all(self) -> None:
-        for micro_batch in list(self._sending):
-            self.wait(micro_batch)
-
-
-class Inbox:
-    """Receives the tensors of micro-batches from one neighbour, one ahead of what has been taken.
-
-    Args:
-        order: the micro-batches in the order in which the neighbour sends them.
-        empty: makes the tensor that a micro-batch's is received in.
-        ahead: otherwise a tensor is received only when it is taken.
+        peer: the neighbour's global rank.
+        order: `message_order`.
+        sends: the channels that this rank sends.
+        empty: makes the tensor that a message is received in.
+        has_tags: the group's backend tells messages apart by their tags.
     """
 
     def __init__(
-        self, route: Route, order: Sequence[int], empty: Callable[[int], Tensor], *, ahead: bool = True
+        self,
+        group: Any,
+        peer: int,
+        order: Sequence[StageTask],
+        sends: Channels,
+        empty: Callable[[StageTask], Tensor],
+        *,
+        has_tags: bool,
     ) -> None:
-        self.route, self.empty, self.ahead = route, empty, ahead
-        self._expected = deque(order)
-        self._arriving: dict[int, tuple[Any, Tensor]] = {}
-        if ahead:
+        self.group, self.peer, self.empty, self.has_tags = group, peer, empty, has_tags
+        self._numbers = {task: number for number, task in enumerate(order)}
+        self._expected = deque(task for task in order if task.channel not in sends)
+        self._arriving: dict[StageTask, tuple[Any, Tensor]] = {}
+        # a tensor's memory must stay until it has been sent
+        self._sending: dict[StageTask, tuple[Any, Tensor]] = {}
+        if has_tags:
+            self._receive_next()
+
+    def send(self, task: StageTask, tensor: Tensor) -> None:
+        for earlier in [sent for sent, (work, _) in self._sending.items() if work.is_completed()]:
+            self.wait(earlier)
+        number, tensor = self._numbers[task], tensor.contiguous()
+        if not self.has_tags:
+            self._receive_before(number)
+        self._sending[task] = dist.isend(tensor, self.peer, group=self.group, tag=number), tensor
+
+    def wait(self, task: StageTask) -> None:
+        """Wait until this message has been sent, if it has not."""
+        if task in self._sending:
+            work, _ = self._sending.pop(task)
+            work.wait()
+
+    def wait_all(self) -> None:
+        for task in list(self._sending):
+            self.wait(task)
+
+    def take(self, task: StageTask) -> Tensor:
+        """The tensor of a message. Those that the neighbour sends before it are received too."""
+        self._receive_before(self._numbers[task] + 1)
+        work, tensor = self._arriving.pop(task)
+        work.wait()
+        if self.has_tags and not self._arriving:
+            self._receive_next()
+        return tensor
+
+    def _receive_before(self, number: int) -> None:
+        while self._expected and self._numbers[self._expected[0]] < number:
             self._receive_next()
 
     def _receive_next(self) -> None:
         if self._expected:
-            micro_batch, route = self._expected.popleft(), self.route
-            tensor = self.empty(micro_batch)
-            work = dist.irecv(tensor, route.peer, group=route.group, tag=route.tag + micro_batch)
+            task = self._expected.popleft()
+            tensor = self.empty(task)
+            work = dist.irecv(tensor, self.peer, group=self.group, tag=self._numbers[task])
             assert work is not None, "both ranks are in the group"
-            self._arriving[micro_batch] = (work, tensor)
-
-    def take(self, micro_batch: int) -> Tensor:
-        """The tensor of this micro-batch. Those that the neighbour sends before it are received too."""
-        while micro_batch not in self._arriving:
-            self._receive_next()
-        work, tensor = self._arriving.pop(micro_batch)
-        work.wait()
-        if self.ahead and not self._arriving:
-            self._receive_next()
-        return tensor
+            self._arriving[task] = (work, tensor)

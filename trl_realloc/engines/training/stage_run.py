@@ -1,13 +1,13 @@
-"""`StageRun`: the forwards and backwards of one mini-batch on one stage of a pipeline, in any order that the other
-stages can follow.
+"""`StageRun`: the forwards and backwards of a mini-batch on one stage, in any order that the other stages can follow.
 
-The order is given by the caller (`fused_training`). Cutting a model to a stage is in `pipeline`, messages in
-`stage_messages`.
+`run_pipeline` runs one model, by 1F1B or forward only. The order of two models that train at the same time is from
+`fused_training`. Cutting a model to a stage is in `pipeline`, messages in `stage_messages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,96 +15,144 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pipeline import MiniBatch, Pipeline
-from .stage_messages import Inbox, Outbox, Route
+from ...algorithms.rollout import Ragged, Rollouts
+from ...plan.batching import one_f_one_b
+from ..device import is_accelerator
+from ..mesh_group import MeshGroup
+from .pipeline import Pipeline
+from .stage_messages import Link, StageTask, message_order
+
+
+Orders = Sequence[Sequence[StageTask]]  # the tasks of each stage of a line, in the order in which they are run
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """The messages of a stage. `None` where there is no stage before or after it.
+class StageWork:
+    """One model's micro-batches on one stage.
 
     Args:
-        hidden_from, hidden_to: hidden states, from the stage before and to the stage after.
-        gradient_from, gradient_to: their gradients, from the stage after and to the stage before.
-        forwards_before: micro-batches in the order of their forwards on the stage before.
-        backwards_after: micro-batches in the order of their backwards on the stage after.
+        micros: on the device. Every rank of the pipeline has the same.
+        finish: called on the last stage with the index of a micro-batch and the head's outputs; returns the loss, a
+            0-dimensional tensor.
+        call: runs a stage's forward in its context, such as autocast.
     """
 
-    hidden_from: Route | None
-    hidden_to: Route | None
-    gradient_from: Route | None
-    gradient_to: Route | None
-    forwards_before: Sequence[int]
-    backwards_after: Sequence[int]
+    pipeline: Pipeline
+    micros: Sequence[Rollouts]
+    finish: Callable[[int, Mapping[str, Ragged]], Tensor]
+    call: Callable[[Callable[[], Any]], Any]
+
+    def empty(self, micro_batch: int) -> Tensor:
+        """Memory for the hidden states of a micro-batch, (1, tokens, width), or for their gradient."""
+        pipeline, tokens = self.pipeline, self.micros[micro_batch].tokens
+        return torch.empty((1, tokens, pipeline.hidden), dtype=pipeline.dtype, device=pipeline.device)
+
+    def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        """The stage's hidden states, (1, tokens, width), or on the last stage the loss."""
+        head, samples = self.pipeline.head, self.micros[micro_batch].only(("index", "prompts", "responses"))
+        if self.pipeline.is_last:
+            return self.finish(micro_batch, self.call(lambda: head(samples, received=hidden)))
+        computed: Tensor = self.call(lambda: head(samples, received=hidden, returns_hidden=True))
+        return computed.to(self.pipeline.dtype)
+
+
+def run_pipeline(work: StageWork, *, trains: bool) -> None:
+    """Run all micro-batches of one model forward, and backward if `trains`. Collective over the pipeline.
+
+    With a backward, a stage has the activations of at most as many micro-batches as there are stages from it to the
+    last one. Without, of the hidden states that it sends it keeps as many as there are stages.
+    """
+    group, count = work.pipeline.group, len(work.micros)
+    orders = [
+        [StageTask(0, *task) for task in one_f_one_b(count, group.size, stage)]
+        if trains
+        else [StageTask(0, number, False) for number in range(count)]
+        for stage in range(group.size)
+    ]
+    StageRun([work], orders, group).run()
+
+
+def _unmeasured(model: int, is_backward: bool, tokens: int) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class StageRun:
     """Args:
-    batch: the mini-batch; its statistics are filled on the last stage.
-    call: runs a stage's forward in its context, such as autocast.
-    measured: a context that measures a forward or backward (`is_backward`) of so many tokens.
-    ahead: receive a tensor before it is taken.
+    works: of each model, by `StageTask.model`.
+    orders: of the stages of the line. A forward whose backward is not in it computes without a graph.
+    line: the ranks of the stages. A model may have several pipelines there, in either direction.
+    measured: a context that measures a forward or backward (`is_backward`) of a model, of so many tokens.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
-        batch: MiniBatch,
-        neighbours: Neighbours,
-        call: Callable[[Callable[[], Any]], Any],
-        measured: Callable[[bool, int], AbstractContextManager[None]],
-        *,
-        ahead: bool = True,
+        works: Sequence[StageWork],
+        orders: Orders,
+        line: MeshGroup,
+        measured: Callable[[int, bool, int], AbstractContextManager[None]] = _unmeasured,
     ) -> None:
-        self.pipeline, self.batch, self.call, self.measured = pipeline, batch, call, measured
-        self._inputs = [micro.only(("index", "prompts", "responses")) for micro in batch.micros]
-        n = neighbours
+        self.works, self.orders, self.line, self.measured = works, orders, line, measured
+        self._trained = {task for task in orders[line.index] if task.is_backward}
+        self._links: dict[int | None, Link] = {}
+        for at in (line.index - 1, line.index + 1):
+            if 0 <= at < line.size:
+                self._connect(at)
+        # by task between a forward and its backward: the stage's input and output
+        self._activations: dict[StageTask, tuple[Tensor | None, Tensor]] = {}
 
-        def inbox(route: Route | None, order: Sequence[int]) -> Inbox | None:
-            return None if route is None else Inbox(route, order, self._empty, ahead=ahead)
+    def _connect(self, at: int) -> None:
+        """Make the link to a neighbour in the line."""
+        line, peer = self.line, self.line.ranks[at]
+        sends, receives = list[tuple[int, bool]](), list[tuple[int, bool]]()
+        for model, work in enumerate(self.works):
+            for is_backward, source, target in (
+                (False, work.pipeline.before, work.pipeline.after),
+                (True, work.pipeline.after, work.pipeline.before),
+            ):
+                sends += [(model, is_backward)] * (target == peer)
+                receives += [(model, is_backward)] * (source == peer)
+        own, other = self.orders[line.index], self.orders[at]
+        if line.index < at:
+            order = message_order(own, other, sends, receives)
+        else:
+            order = message_order(other, own, receives, sends)
 
-        self._hidden_in = inbox(n.hidden_from, n.forwards_before)
-        self._gradients_in = inbox(n.gradient_from, n.backwards_after)
-        self._hidden_out = None if n.hidden_to is None else Outbox(n.hidden_to)
-        self._gradients_out = None if n.gradient_to is None else Outbox(n.gradient_to)
-        # by micro-batch between its forward and its backward: the stage's input and output
-        self._activations: dict[int, tuple[Tensor | None, Tensor]] = {}
+        def empty(task: StageTask) -> Tensor:
+            return self.works[task.model].empty(task.micro_batch)
 
-    def _empty(self, micro_batch: int) -> Tensor:
-        """Memory for the hidden states of a micro-batch, (1, tokens, width), or for their gradient."""
-        pipeline, tokens = self.pipeline, self.batch.micros[micro_batch].tokens
-        return torch.empty((1, tokens, pipeline.hidden), dtype=pipeline.dtype, device=pipeline.device)
+        self._links[peer] = Link(line.group, peer, order, sends, empty, has_tags=not is_accelerator(line.device))
 
-    def forward(self, micro_batch: int) -> None:
-        hidden = self._hidden_in.take(micro_batch).requires_grad_() if self._hidden_in else None
-        with self.measured(False, self.batch.micros[micro_batch].tokens):
-            computed = self._computed(micro_batch, hidden)
-        self._activations[micro_batch] = hidden, computed
-        if self._hidden_out is not None:
-            self._hidden_out.send(micro_batch, computed.detach())
+    def run(self) -> None:
+        """Run the stage's tasks, and wait until everything has been sent."""
+        for task in self.orders[self.line.index]:
+            work = self.works[task.model]
+            neighbours = self._links.get(work.pipeline.before), self._links.get(work.pipeline.after)
+            (self._backward if task.is_backward else self._forward)(task, work, *neighbours)
+        for link in self._links.values():
+            link.wait_all()
 
-    def _computed(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """The stage's hidden states, (1, tokens, width), or on the last stage the loss."""
-        samples, head = self._inputs[micro_batch], self.pipeline.head
-        if self.pipeline.is_last:
-            return self.batch.finish(micro_batch, self.call(lambda: head(samples, received=hidden)))
-        computed: Tensor = self.call(lambda: head(samples, received=hidden, returns_hidden=True))
-        return computed.to(self.pipeline.dtype)
+    def _forward(self, task: StageTask, work: StageWork, before: Link | None, after: Link | None) -> None:
+        backward = task._replace(is_backward=True)
+        trains = backward in self._trained
+        hidden = before.take(task).requires_grad_(trains) if before is not None else None
+        with torch.set_grad_enabled(trains), self.measured(task.model, False, work.micros[task.micro_batch].tokens):
+            computed = work.forward(task.micro_batch, hidden)
+        if trains:
+            self._activations[backward] = hidden, computed
+        if after is not None:
+            after.send(task, computed.detach())
+            if not trains:
+                after.wait(task._replace(micro_batch=task.micro_batch - work.pipeline.group.size))
 
-    def backward(self, micro_batch: int) -> None:
-        gradient = self._gradients_in.take(micro_batch) if self._gradients_in else None
-        hidden, computed = self._activations.pop(micro_batch)
-        if self._hidden_out is not None:  # its gradient is here, so it has arrived
-            self._hidden_out.wait(micro_batch)
-        with self.measured(True, self.batch.micros[micro_batch].tokens):
+    def _backward(self, task: StageTask, work: StageWork, before: Link | None, after: Link | None) -> None:
+        gradient = None
+        if after is not None:
+            gradient = after.take(task)
+            after.wait(task._replace(is_backward=False))  # its gradient is here, so it has arrived
+        hidden, computed = self._activations.pop(task)
+        with self.measured(task.model, True, work.micros[task.micro_batch].tokens):
             if computed.requires_grad:  # not in the first stage if nothing of it is trained
                 torch.autograd.backward(computed, gradient)
-        if self._gradients_out is not None:
+        if before is not None:
             assert hidden is not None, "a stage that sends gradients has received hidden states"
-            self._gradients_out.send(micro_batch, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
-
-    def finish(self) -> None:
-        """Wait until everything has been sent."""
-        for outbox in (self._hidden_out, self._gradients_out):
-            if outbox is not None:
-                outbox.wait_all()
+            before.send(task, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
