@@ -102,9 +102,9 @@ def wait_on_own_device(environment: Mapping[str, str] = os.environ) -> None:
 
 def connect_streams(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let CUDA give each stream of this process a hardware queue of its own, unless the user has set their number. It
-    reads the variable when it starts. By default there are eight; a stage of fused pipelines has a stream of messages for
-    each neighbour, beside those that compute, copy and have collectives, and where two streams share a queue, what one
-    of them computes waits for the message of the other."""
+    reads the variable when it starts. By default there are eight; a stage of fused pipelines has a stream of
+    messages for each neighbour, beside those that compute, copy and have collectives, and where two streams share a
+    queue, what one of them computes waits for the message of the other."""
     if torch.version.cuda is not None and not torch.cuda.is_initialized():
         environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
 
