@@ -127,10 +127,10 @@ def with_text(error: NonFiniteError, samples: Rollouts, processing_class: Any) -
     return NonFiniteError(f"{error} ({quoted(prompt, completion)})", error.sample)
 
 
-def quoted(prompt: Any, completion: Any) -> str:
+def quoted(prompt: object, completion: object) -> str:
     """A sample's prompt and completion for a message, cut to `QUOTED` characters each."""
 
-    def cut(text: Any) -> str:
+    def cut(text: object) -> str:
         shown = repr(text)
         return shown if len(shown) <= QUOTED else shown[: QUOTED - 1] + "…"
 

@@ -143,13 +143,13 @@ def _is_empty(cell: Any) -> bool:
     return cell is None or (not isinstance(cell, str) and (len(cell) == 0 or any(part is None for part in cell)))
 
 
-def _is_value(kind: Any, of: str) -> bool:
+def _is_value(kind: object, of: str) -> bool:
     """True if a column's type is text (`of` is `string`) or an integer (`of` is `int`)."""
     name = str(getattr(kind, "dtype", ""))
     return name.removeprefix("u").startswith(of) or (of == "string" and name in ("large_string", "string_view"))
 
 
-def _type_name(kind: Any) -> str:
+def _type_name(kind: object) -> str:
     return str(getattr(kind, "dtype", None) or kind)[:120]
 
 

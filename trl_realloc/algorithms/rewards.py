@@ -137,7 +137,7 @@ class FunctionReward:
         with self._named():
             return self.function(**arguments)
 
-    async def result(self, answer: Any) -> Any:
+    async def result(self, answer: object) -> Any:
         """The answer of `call`, awaited if it is awaitable."""
         with self._named():
             return await answer if inspect.isawaitable(answer) else answer
@@ -388,7 +388,7 @@ def read_rewards(
     return Rewards(tuple(models), tuple(functions), weight_by_name)
 
 
-def _reward_name(reward: Any) -> str:
+def _reward_name(reward: object) -> str:
     if isinstance(reward, str):
         return reward.rstrip("/").split("/")[-1]
     if hasattr(reward, "config"):

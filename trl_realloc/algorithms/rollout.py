@@ -48,7 +48,7 @@ class Ragged:
         return self.values[start : start + int(self.lengths[row])]
 
     def rows(self) -> tuple[Tensor, ...]:
-        return self.values.split(self.lengths.tolist())
+        return torch.split(self.values, self.lengths.tolist())
 
     @property
     def row_of(self) -> Tensor:

@@ -141,10 +141,10 @@ class Assignment:
             problems.append(f"memory_share is a number above 0 and up to 1, not {shown(share)}; or leave it out.")
         problems.refuse()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """A flat dictionary: mesh, engine, dp, and other fields that are not the default."""
         mesh = self.mesh.first if self.mesh.size == 1 else str(self.mesh)
-        flat: dict[str, Any] = {"mesh": mesh, "engine": self.engine, "dp": self.strategy.dp}
+        flat: dict[str, object] = {"mesh": mesh, "engine": self.engine, "dp": self.strategy.dp}
         for part in fields(ParallelStrategy):
             value = getattr(self.strategy, part.name)
             if value != part.default:

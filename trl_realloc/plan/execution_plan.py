@@ -143,7 +143,7 @@ class ExecutionPlan:
                 f"and meshes, or set plan to a preset (auto, flatten, interleave or separate), which fits any job."
             )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The plan as plain values, from which `from_dict` makes an equal plan. PPO's graphs are left out, because its
         calls tell which of the two it is."""
         cluster = {name: value for name, value in vars(self.cluster).items() if value is not None}
@@ -151,7 +151,7 @@ class ExecutionPlan:
         graph = {} if self.graph == _ppo_graph_of(self.assignments) else {"graph": self.graph.to_dict()}
         return {"name": self.name, "cluster": cluster, **graph, **self._overlap(), "calls": calls}
 
-    def _overlap(self) -> dict[str, Any]:
+    def _overlap(self) -> dict[str, object]:
         """The fields that say how calls overlap, without those that are the default."""
         streams = {} if self.streams is None else {"streams": self.streams.to_dict() or True}
         staleness = {"staleness": self.staleness.to_dict()} if self.staleness != Staleness() else {}

@@ -89,7 +89,7 @@ def in_place_of_training(training: Assignment) -> Assignment:
     return Assignment(training.mesh, replace(training.strategy, zero_stage=stage), training.engine)
 
 
-def _graph_of_calls(calls: Mapping[Any, Any], graph: DataflowGraph) -> DataflowGraph:
+def _graph_of_calls(calls: Mapping[str, object], graph: DataflowGraph) -> DataflowGraph:
     """The graph with these calls: the run's, or where the plan has more than the run all calls of GRPO or of PPO,
     without those that the plan leaves out and may leave out."""
     further = set(calls).intersection(_ALL_CALLS.order).difference(graph.order)

@@ -56,7 +56,7 @@ class Staleness:
         kept = "" if self.kv_cache == KV_CACHE[0] else "; new parameters recompute the caches"
         return f"{what} up to {far} ahead of the training{kept}"
 
-    def to_dict(self) -> int | dict[str, Any]:
+    def to_dict(self) -> int | dict[str, object]:
         """The number alone where the rest is the default."""
         if self.kv_cache == KV_CACHE[0]:
             return self.versions

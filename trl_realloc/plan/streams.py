@@ -46,7 +46,7 @@ class Migration:
                 problems.append(f"{name} is a whole number from 1, not {shown(value)}.")
         problems.refuse()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {
             part.name: getattr(self, part.name) for part in fields(self) if getattr(self, part.name) != part.default
         }
@@ -89,8 +89,8 @@ class Streams:
             )
         problems.refuse()
 
-    def to_dict(self) -> dict[str, Any]:
-        flat: dict[str, Any] = {} if self.calls is None else {"calls": list(self.calls)}
+    def to_dict(self) -> dict[str, object]:
+        flat: dict[str, object] = {} if self.calls is None else {"calls": list(self.calls)}
         if self.migration is not None:
             flat["migration"] = self.migration.to_dict()
         return {**flat, **({"deterministic": True} if self.deterministic else {})}

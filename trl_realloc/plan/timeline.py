@@ -166,11 +166,11 @@ class Timeline:
             rows.append(Comparison(call, estimate, measure, error))
         return tuple(rows)
 
-    def to_chrome_trace(self) -> dict[str, Any]:
+    def to_chrome_trace(self) -> dict[str, object]:
         """The timeline in the Trace Event Format, for chrome://tracing and Perfetto: a row per device, microseconds
         from the first start."""
         zero = min((span.start for span in self.spans), default=0.0)
-        rows: list[dict[str, Any]] = [
+        rows: list[dict[str, object]] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": device, "args": {"name": f"device {device}"}}
             for device in self.devices
         ]
@@ -192,7 +192,7 @@ class Timeline:
         try:
             saved = read_json_mapping(path, "the timeline", MOST_RECORD_BYTES)
             columns = checked(list[str], saved.get("columns"), str(path), key="columns")
-            rows = checked(list[list[Any]], saved.get("spans"), str(path), key="spans")
+            rows = checked(list[list[object]], saved.get("spans"), str(path), key="spans")
             short = next((at for at, row in enumerate(rows) if len(row) != len(columns)), None)
             if short is not None:
                 raise PlanError(f"{path}: spans[{short}] has {len(rows[short])} values for {len(columns)} columns.")

@@ -58,9 +58,10 @@ class Limits(NamedTuple):
 def compiled(function: F) -> F:
     """Compile a function at its first call. The machine code is kept on disk where a folder can be written."""
     try:
-        return numba.njit(cache=True)(function)
+        machine_code: F = numba.njit(cache=True)(function)
     except RuntimeError:  # Numba found no folder for its cache
-        return numba.njit(function)
+        machine_code = numba.njit(function)
+    return machine_code
 
 
 @compiled

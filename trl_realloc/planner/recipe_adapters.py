@@ -47,7 +47,7 @@ def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
     rows_and_columns = sum(sum(p.shape) for p in spec.parameters if _is_target(p, targets, spec))
     adapted = settings["lora_r"] * rows_and_columns
     kept = sum(parameter.elements for parameter in spec.parameters if _module(parameter) in saved)
-    return (adapted + kept) / (spec.elements + adapted + kept)
+    return float((adapted + kept) / (spec.elements + adapted + kept))
 
 
 def unties(settings: Mapping[str, Any]) -> bool:

@@ -129,4 +129,4 @@ def _even_counts(loads: np.ndarray, items: int, size: int) -> np.ndarray:
     rest = items - counts.sum(1, keepdims=True)
     more = np.empty_like(counts)
     np.put_along_axis(more, np.argsort(counts - exact, axis=1, kind="stable"), (at < rest).astype(int), 1)
-    return counts + more
+    return np.asarray(counts + more)

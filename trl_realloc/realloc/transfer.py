@@ -69,7 +69,7 @@ class _Flight:
     tensor: Tensor
     unpack: Callable[[], None] | None = None
     buffer: Tensor | None = None
-    work: Any = None
+    work: dist.Work | None = None
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Transfer:
         name: str,
         schedule: TransferSchedule,
         rank: int,
-        group: Any,
+        group: dist.ProcessGroup | None,
         device: torch.device,
         dtypes: Mapping[str, torch.dtype],
         options: TransferOptions = TransferOptions(),  # noqa: B008 (frozen)
@@ -169,7 +169,7 @@ class Transfer:
 
     def _post(self, bucket: _BucketInFlight, wave: int) -> None:
         """Post this rank's messages of one wave: the receives first, then each send as soon as it is packed."""
-        unposted: list[tuple[_Flight, Any, int]] = []
+        unposted: list[tuple[_Flight, _Post, int]] = []
         for step in bucket.steps:
             if step.wave != wave:
                 continue
@@ -187,7 +187,7 @@ class Transfer:
                             self._issue(unposted)
         self._issue(unposted)
 
-    def _issue(self, unposted: list[tuple[_Flight, Any, int]]) -> None:
+    def _issue(self, unposted: list[tuple[_Flight, _Post, int]]) -> None:
         """Post flights, each given with `irecv` or `isend` and its tag, and clear the list."""
         peers = [f.message.source if post is dist.irecv else f.message.target for f, post, _ in unposted]
         if self._batched and unposted:
@@ -231,7 +231,7 @@ class Transfer:
                 flight.work.wait(timedelta(seconds=self.timeout_s))
             flight.work = None  # gloo aborts where a handle outlives its group
 
-    def _poll(self, work: Any) -> None:
+    def _poll(self, work: dist.Work) -> None:
         """Wait on the host until a device has done a message. NCCL would look for it every 10 ms, which is longer than
         most buckets take, and without a time limit only make the device's stream wait."""
         deadline = time.monotonic() + self.timeout_s
@@ -259,7 +259,8 @@ class Transfer:
             at = min(large, key=lambda at: self._free_buffers[at].untyped_storage().nbytes())
             storage = self._free_buffers.pop(at).untyped_storage()
             empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-            return empty.set_(storage, 0, (size,))  # type: ignore[call-overload]
+            empty.set_(storage, 0, (size,))  # type: ignore[call-overload]
+            return empty
         if self._free_buffers:
             self._free_buffers.pop()
         return torch.empty(size, dtype=torch.uint8, device=self.device)
