@@ -196,7 +196,7 @@ def _make_sleep(engine: Any, seconds: float) -> None:
     import torch
 
     from trl_realloc.engines.training.packed_attention import backbone_of
-    from trl_realloc.engines.training.probe_model import Identity
+    from trl_realloc.engines.training.probe_model import PassThrough
 
     class Sleep(torch.autograd.Function):
         @staticmethod
@@ -209,5 +209,5 @@ def _make_sleep(engine: Any, seconds: float) -> None:
             time.sleep(2 * seconds * gradients[0].shape[1] / TOKENS)
             return gradients[0]
 
-    (layer,) = (each for each in backbone_of(engine.head.model).layers if not isinstance(each, Identity))
+    (layer,) = (each for each in backbone_of(engine.head.model).layers if not isinstance(each, PassThrough))
     layer.register_forward_hook(lambda module, given, out: Sleep.apply(out))  # type: ignore[no-untyped-call]

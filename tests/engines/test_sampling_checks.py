@@ -10,7 +10,7 @@ import pytest
 from trl_realloc.engines.base import EngineError, GenerationRequest, Sampling, Unfinished
 from trl_realloc.engines.generation.request_checks import RequestChecks
 from trl_realloc.engines.generation.sampling_checks import (
-    RESERVED,
+    RESERVED_SAMPLING_ARGUMENTS,
     argument_names,
     transformers_problems,
     vllm_problems,
@@ -61,7 +61,7 @@ def test_a_misspelt_argument_of_vllms_is_refused_with_the_nearest_name() -> None
     free = {"frequency_penalty": 0.5, "stop": ["a"], "min_tokens": 2, "logit_bias": {3: 1.0}, "bad_words": ["b"]}
     assert vllm_problems(replace(NEUTRAL, extra=free), 100, has_tokenizer=True) == []
     assert {"temperature", "stop", "structured_outputs"} < {*argument_names()}
-    assert {*RESERVED} <= {*argument_names()}
+    assert {*RESERVED_SAMPLING_ARGUMENTS} <= {*argument_names()}
 
 
 def test_trls_generation_kwargs_replace_settings_as_they_do_in_trl() -> None:

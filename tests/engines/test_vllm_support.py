@@ -13,7 +13,7 @@ from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.generation import vllm, vllm_support
 from trl_realloc.engines.generation.vllm_support import (
     MOST_CPU_CACHE,
-    RESERVED,
+    RESERVED_ENGINE_ARGUMENTS,
     cpu_cache_bytes,
     cpu_head_sizes,
     engine_argument_names,
@@ -31,7 +31,7 @@ needs_vllm = pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not ins
 def test_the_installed_vllm_has_every_argument_that_is_decided_here() -> None:
     assert len(engine_argument_names()) > 100
     newer = {"elastic_ep_max_dp_size", "watermark_config"}  # of releases after the oldest that is supported
-    assert set(RESERVED) - newer <= set(engine_argument_names())
+    assert set(RESERVED_ENGINE_ARGUMENTS) - newer <= set(engine_argument_names())
 
 
 @needs_vllm

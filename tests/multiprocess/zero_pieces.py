@@ -42,7 +42,7 @@ def main(folder: Path, cases: dict[str, int]) -> None:
         model = load_policy(str(folder.parent / name), trained=True)
         made = ZeroEngine(PolicyHead(model, 1.0), mesh, torch.device("cpu"), stage=3, alone=alone, make_optimizer=adamw)
         problems = WriteErrors(rank, dist.group.WORLD)
-        models.BUCKET_BYTES = limit
+        models.SAVE_BUCKET_BYTES = limit
         with LargestMade() as largest:
             models.write_model(made, mesh, folder / name, problems, max_shard_size="60KB")
         problems.settle("the model")

@@ -14,7 +14,7 @@ from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory, gpu_memory
-from trl_realloc.planner.engine_room import GRAPHS, engine_peak
+from trl_realloc.planner.engine_room import CUDA_GRAPH_BYTES, engine_peak
 
 
 GENERATE = ppo_graph().call("actor.generate")
@@ -53,9 +53,9 @@ def test_on_a_gpu_the_largest_forward_is_not_cache(tp: int) -> None:
     kept = rooms[1].cache - rooms[0].cache
     tokens = 16 * work().longest
     of_samples = 16 * 32000 * (2 * 4 + 4 + 4 / 32)  # logits twice, and counts of tokens
-    assert kept == pytest.approx(tokens * (14 / tp + 6) * 4096 + of_samples + GRAPHS)
-    of_long = engine_peak(spec, tp, 1024, 131_072) - GRAPHS
-    assert of_long > 3.9 * (kept - GRAPHS), "of requests that are longer than a forward"
+    assert kept == pytest.approx(tokens * (14 / tp + 6) * 4096 + of_samples + CUDA_GRAPH_BYTES)
+    of_long = engine_peak(spec, tp, 1024, 131_072) - CUDA_GRAPH_BYTES
+    assert of_long > 3.9 * (kept - CUDA_GRAPH_BYTES), "of requests that are longer than a forward"
     long = work(prompt_tokens=1024)
     slots = [replace(prices, workload=long).slots(spec, engines(tp), 10_000) for prices in (gpu, other)]
     assert slots[0] < slots[1] < MOST_SLOTS

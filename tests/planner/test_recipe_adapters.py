@@ -29,7 +29,7 @@ SPEC = ModelSpec.from_config(tiny.config(), bytes_per_element=4)
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    return {**recipe_adapters.DEFAULTS, "use_peft": True, **changes}
+    return {**recipe_adapters.ADAPTER_DEFAULTS, "use_peft": True, **changes}
 
 
 @pytest.mark.parametrize(

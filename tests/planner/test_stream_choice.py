@@ -20,7 +20,7 @@ from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import plan_cost_table
 from trl_realloc.planner.stream import engine_samples
 from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, choose_streams
-from trl_realloc.planner.stream_cost import MOST_OF_ENGINES, MOST_SAMPLES, StreamPrices
+from trl_realloc.planner.stream_cost import MOST_OF_ENGINES, MOST_SAMPLES_OF_BATCH, StreamPrices
 from trl_realloc.planner.workload import Workload
 
 
@@ -72,7 +72,7 @@ def test_streams_that_gain_nothing_are_left_out() -> None:
 
 def test_streams_of_a_batch_of_thousands_are_worth_what_those_of_a_smaller_one_are() -> None:
     shares = []
-    for episodes in (MOST_SAMPLES, 8 * MOST_SAMPLES):
+    for episodes in (MOST_SAMPLES_OF_BATCH, 8 * MOST_SAMPLES_OF_BATCH):
         whole = priced(replace(LONG_TAIL, episodes=episodes))
         shares.append(whole.with_streams(Streams()).seconds / whole.seconds)
     assert shares[1] == pytest.approx(shares[0], rel=0.02)

@@ -104,7 +104,9 @@ def test_a_run_under_a_plan_by_specification_does_not_measure_again_what_refused
 
 def test_the_other_ranks_do_what_rank_0_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     made = measuring(monkeypatch, rank=1)
-    monkeypatch.setattr(late_measuring, "from_first_rank", lambda value, timeout_s: late_measuring.Verdict(7.0, True))
+    monkeypatch.setattr(
+        late_measuring, "from_first_rank", lambda value, timeout_s: late_measuring.MeasuringDecision(7.0, True)
+    )
     for _ in range(WARM_UP + LEAST + 1):
         made.note(1e-3)
     assert made.budget(1, 1.0) == 7.0

@@ -19,7 +19,7 @@ from .errors import PlanError, shown
 
 MOST_BYTES = 1 << 20  # of a plan, a recipe or a model's config; PyYAML reads some 100 kB/s
 MOST_RECORD_BYTES = 1 << 30  # of metrics, timelines and profiles, which grow with the length of a run
-DEPTH = 50  # of nested lists and mappings in YAML
+MOST_NESTING = 50  # of nested lists and mappings in YAML
 MOST_VALUES = 20_000  # of a YAML file, where an alias counts as all values that it stands for
 MOST_CHARACTERS = 1 << 21  # of these values together
 MOST_DIGITS = 18  # of an integer
@@ -160,8 +160,10 @@ class _Loader(yaml.SafeLoader):
         line = self.peek_event().start_mark.line + 1
         before = self._values, self._characters
         self._depth += 1
-        if self._depth > DEPTH:
-            raise PlanError(f"lists and mappings are nested more than {DEPTH} deep (line {line}); write it flat.")
+        if self._depth > MOST_NESTING:
+            raise PlanError(
+                f"lists and mappings are nested more than {MOST_NESTING} deep (line {line}); write it flat."
+            )
         node = super().compose_node(parent, index)
         self._depth -= 1
         if alias:

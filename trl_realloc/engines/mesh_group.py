@@ -17,7 +17,7 @@ from .buckets import in_buckets
 from .device import is_accelerator
 
 
-BUCKET_BYTES = 64 << 20  # of the tensors that one collective sends; a flat copy of them is made
+COLLECTIVE_BYTES = 64 << 20  # of the tensors that one collective sends; a flat copy of them is made
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class MeshGroup:
         bucket of one contiguous tensor, which may be as large as an embedding, comes as a flat view of it and without
         a tensor to copy back to."""
         if self.size > 1:
-            for bucket in in_buckets(tensors, lambda t: t.nbytes, BUCKET_BYTES, lambda t: t.dtype):
+            for bucket in in_buckets(tensors, lambda t: t.nbytes, COLLECTIVE_BYTES, lambda t: t.dtype):
                 if len(bucket) == 1 and bucket[0].is_contiguous() and not copies:
                     yield (), bucket[0].detach().view(-1)
                 else:

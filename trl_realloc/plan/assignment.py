@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
 from .cluster import Cluster, DeviceMesh, check_mesh

@@ -5,7 +5,9 @@ from __future__ import annotations
 from .timeline import Span
 
 
-LEAST = 0.1  # of the time since the generation's start: the shortest span, so that an engine has some 30 of them
+SHORTEST_SPAN = (
+    0.1  # of the time since the generation's start: the shortest span, so that an engine has some 30 of them
+)
 
 
 class GenerationSpans:
@@ -21,7 +23,7 @@ class GenerationSpans:
         """Samples have ended."""
         self._samples += samples
         self._tokens += tokens
-        if now - self._begun > LEAST * (now - self.start):
+        if now - self._begun > SHORTEST_SPAN * (now - self.start):
             self._close(now)
 
     def end(self, end: float) -> list[Span]:

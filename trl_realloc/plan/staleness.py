@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ..common.errors import Problems, shown, unknown_keys
 from .algorithm_graphs import has_host_loop

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
 from .assignment import Assignment, sleeps

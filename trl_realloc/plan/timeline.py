@@ -25,7 +25,7 @@ from .cluster import MOST_DEVICES
 from .fused import Fused, joined
 
 
-MOST_CALLS = 1000  # different calls of a run; a plan has some ten, including reallocations
+MOST_CALLS_OF_RUN = 1000  # different calls of a run; a plan has some ten, including reallocations
 MOST_INCHES = 100.0  # height of a picture
 MOST_NUMBERED = 32  # devices of a picture in which each has a row, and iterations have their numbers
 
@@ -200,7 +200,7 @@ class Timeline:
             timeline = Timeline(checked(list[Span], named, str(path), key="spans"))
         except PlanError as error:
             raise PlanError(f"{path} is no saved timeline: {_first(error, path)}.") from None
-        if len(timeline.calls) > MOST_CALLS:
+        if len(timeline.calls) > MOST_CALLS_OF_RUN:
             raise PlanError(f"{path} is no saved timeline: it has spans of {len(timeline.calls):,} different calls.")
         return timeline
 

@@ -21,7 +21,7 @@ from .problem import Problem
 from .space import Candidate, Space, State
 
 
-SHARES = 8  # parts of the nodes, of which some are ahead
+NODE_PARTS = 8  # parts of the nodes, of which some are ahead
 FEW_NODES = 2  # clusters of so many nodes are also divided within a node
 
 
@@ -64,7 +64,7 @@ def splits(cluster: Cluster) -> Iterator[Split]:
     """The ways to divide a cluster that are tried: the last nodes ahead, in shares of an eighth; of few nodes also
     parts of one node."""
     nodes, per_node, size = cluster.nodes, cluster.devices_per_node, cluster.size
-    counts = {round(nodes * share / SHARES) for share in range(1, SHARES)} - {0, nodes}
+    counts = {round(nodes * share / NODE_PARTS) for share in range(1, NODE_PARTS)} - {0, nodes}
     numbers = {count * per_node for count in counts}
     if nodes <= FEW_NODES:
         part = 1

@@ -25,7 +25,7 @@ from ..plan.model_spec import ModelSpec
 from ..plan.staleness import calls_ahead, devices_ahead
 from ..plan.timeline import Span
 from .activities import Activities, devices_by_node
-from .ahead_engine import MOST_SAMPLES, EngineAhead, engine_prices
+from .ahead_engine import MOST_SAMPLES_AHEAD, EngineAhead, engine_prices
 from .ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
 from .ahead_queues import DeviceQueues, Units, Work
 from .call_cost import CallCost
@@ -128,7 +128,7 @@ class _Simulation:
         for ranks in replicas:
             alike.setdefault(self.units.of(ranks), []).append(ranks)
         prices = engine_prices(self.plan, self.generate, specs, pricing)
-        batches = pricing.workload.longest_engine_by_batch(len(replicas), MOST_SAMPLES)
+        batches = pricing.workload.longest_engine_by_batch(len(replicas), MOST_SAMPLES_AHEAD)
         engines = []
         for number, group in enumerate(alike.values()):
             self.published[number], self.generated[number] = 0, set()

@@ -28,7 +28,7 @@ from .space import Space, State, TrainingSplits
 from .stream_choice import StreamChoice, choose_streams
 
 
-MOST_DEVICES = 1024  # of the cluster that a refusal suggests
+MOST_SUGGESTED_DEVICES = 1024  # of the cluster that a refusal suggests
 FUSED_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for
 STREAMS_SHARE = 0.25  # of a search's time limit: the time in which streams are simulated
 PRICED_SHARE = 0.5  # of a search's time limit: the time in which what it has found is priced by transfer schedules
@@ -36,7 +36,7 @@ WORSE = 0.25  # a plan that takes so much longer than the best without streams i
 MOST_STREAMED = 1024  # devices; on more, the simulation of streams takes several seconds
 # Estimates of plans of one device err alike: the same calls run on the same device, one after the other. So a preset is
 # preferred there only if it takes less than this longer.
-SAME = 0.02
+AS_FAST = 0.02
 ADAPTERS = 0.01  # of a policy's elements: those of large adapters, which a refusal suggests
 MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
 
@@ -166,7 +166,9 @@ def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, opt
             raise
         size = smallest_cluster(specs, pricing, options)
         would = (
-            f"{size} of these devices would do." if size else f"{MOST_DEVICES} of these devices would not do either."
+            f"{size} of these devices would do."
+            if size
+            else f"{MOST_SUGGESTED_DEVICES} of these devices would not do either."
         )
         raise PlanError(
             *error.problems, *_unsplit(options["splits"]), would, *_on_one(specs, pricing, options)
@@ -250,7 +252,7 @@ def _choose(
         searched.insert(0, problem.priced_plan(_roomier(problem, result.states[0]), "searched"))
     ranked = sorted(searched, key=lambda plan: plan.seconds)
     best = ranked[0] if is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
-    error = pricing.rates.error if pricing.cluster.size > 1 else SAME
+    error = pricing.rates.error if pricing.cluster.size > 1 else AS_FAST
     alone = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best], error)  # each call trains by itself
     fused = None
     if fuses:
@@ -293,14 +295,14 @@ def _preferred(plans: Sequence[PricedPlan], error: float) -> PricedPlan:
 
 def _roomier(problem: Problem, state: State) -> State:
     """A state with forwards of as many tokens as the settings allow, and an engine with its usual share, where the
-    memory holds that and a call takes no longer for it than by `SAME`. By formula small matrix products are as fast as
-    large ones, and a cache that is just large enough is as good as a larger one."""
+    memory holds that and a call takes no longer for it than by `AS_FAST`. By formula small matrix products are as fast
+    as large ones, and a cache that is just large enough is as good as a larger one."""
     for at in reversed(range(len(state))):  # generation last
         candidate = state[at]
         for assignment in _roomier_ways(problem, problem.names[at], candidate.assignment):
             larger = problem.priced(problem.names[at], assignment)
             changed = (*state[:at], larger, *state[at + 1 :])
-            if larger.seconds <= (1 + SAME) * candidate.seconds and problem.fits(changed):
+            if larger.seconds <= (1 + AS_FAST) * candidate.seconds and problem.fits(changed):
                 state = changed
                 break
     return state
@@ -373,9 +375,9 @@ def smallest_cluster(
     specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]
 ) -> int | None:
     """The smallest cluster, in devices, on which the models fit: the given one doubled until they do; `None` above
-    `MOST_DEVICES`."""
+    `MOST_SUGGESTED_DEVICES`."""
     per_node, size = pricing.cluster.devices_per_node, 2 * pricing.cluster.size
-    while size <= MOST_DEVICES:
+    while size <= MOST_SUGGESTED_DEVICES:
         cluster = Cluster(max(1, size // per_node), min(size, per_node), pricing.cluster.memory_gb)
         try:
             changed = {**options, "fuses": False, "time_limit_s": 1.0}

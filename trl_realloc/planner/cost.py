@@ -33,7 +33,9 @@ SLEEP = 0.5  # seconds of a vLLM engine to give its memory back and to take it a
 # are copied to pinned host memory, from where each worker copies its part: 55e9 in pieces of 268 MB, 34e9 in pieces of
 # 1 MB (an H200, docs/hardware.md). The workers' pages are not pinned, so theirs is the least that it takes.
 ON_DEVICE, TO_HOST, FROM_HOST = 3.5e11, 5.5e10, 3.4e10
-SHARES = tuple(step / 20 for step in range(3, 20))  # of a device, that the planner tries for a vLLM engine
+ENGINE_MEMORY_SHARES = tuple(
+    step / 20 for step in range(3, 20)
+)  # of a device, that the planner tries for a vLLM engine
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
 
 
@@ -70,7 +72,7 @@ class Pricing:
         devices it does not, because the search would have to try each share on each mesh."""
         if self.vllm_share is not None or self.cluster.size > 1 or self.memory is None:
             return ()
-        return tuple(share for share in SHARES if self.memory.takes_engine(share))
+        return tuple(share for share in ENGINE_MEMORY_SHARES if self.memory.takes_engine(share))
 
     def share_of(self, assignment: Assignment) -> float:
         """The share of a device that the vLLM engine of an assignment takes."""

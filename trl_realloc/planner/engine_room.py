@@ -14,7 +14,7 @@ BATCHED = 16_384
 # parallelism splits, and what it does not. Assumed, not measured here.
 OF_FORWARD_SPLIT, OF_FORWARD_WHOLE = 14, 6
 # Bytes of captured CUDA graphs, which vLLM leaves out of its cache too. Assumed; vLLM logs what it estimates.
-GRAPHS = 6e8
+CUDA_GRAPH_BYTES = 6e8
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,4 @@ def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float
     tokens = min(BATCHED, samples * longest)
     activations = tokens * (OF_FORWARD_SPLIT / tp + OF_FORWARD_WHOLE) * spec.hidden * spec.activation_bytes / 2
     of_samples = 2 * 4 * min(samples, tokens) + 4 * (1 + 1 / 32) * samples
-    return activations + of_samples * spec.outputs + GRAPHS
+    return activations + of_samples * spec.outputs + CUDA_GRAPH_BYTES

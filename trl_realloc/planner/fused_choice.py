@@ -31,8 +31,8 @@ from .space import Candidate, Space, State
 PAIRS = 4  # that are kept of those on a mesh: the fastest, and the one with the least memory
 SPLIT = 3  # candidates of a call with the same split that are looked at: the fastest, and the one with the least memory
 SEARCHED = 3  # plans whose schedules are searched
-NEAR, SMALL = 12, 6  # candidates of another call that are tried, besides those on the plan's meshes
-ROUNDS = 4  # at most, in which the other calls are placed one by one
+FASTEST, SMALL = 12, 6  # candidates of another call that are tried, besides those on the plan's meshes
+PLACING_ROUNDS = 4  # at most, in which the other calls are placed one by one
 NOT_ALLOWED = "not chosen on GPUs, on which it has never run, without fused_training: true"
 
 
@@ -258,7 +258,7 @@ class _FusedSearch:
     def _improved(self, state: State) -> tuple[float, State]:
         """The state with the best candidates of the other calls, found one by one, and its weight."""
         weight = self.problem.weight(state)
-        for _ in range(ROUNDS):
+        for _ in range(PLACING_ROUNDS):
             before = weight
             for at in self.others:
                 for candidate in self._options(state, at):
@@ -289,8 +289,8 @@ class _FusedSearch:
                 for candidate in self.candidates[self.problem.names[at]]
                 if not self.taken.intersection(candidate.assignment.mesh.devices)
             ]
-            rest = sorted(able[NEAR:], key=lambda c: c.cost.static + c.cost.transient)
-            self._lists[at] = able[:NEAR], rest[:SMALL], rest[SMALL:]
+            rest = sorted(able[FASTEST:], key=lambda c: c.cost.static + c.cost.transient)
+            self._lists[at] = able[:FASTEST], rest[:SMALL], rest[SMALL:]
         return self._lists[at]
 
     def _in_place(self, state: State, at: int) -> Iterator[Candidate]:

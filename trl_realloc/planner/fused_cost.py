@@ -19,7 +19,7 @@ from .fused_pipelines import FusedPipelines, FusedSchedule, Pipeline
 from .space import Candidate, Space
 
 
-EFFORT = 100_000  # tasks that the search of a schedule places; a run's most (`runtime/fused_orders`)
+ESTIMATE_EFFORT = 100_000  # tasks that the search of a schedule places; a run's most (`runtime/fused_orders`)
 OUTSIDE = ("data", "optimizer", "handover", "load", "functions")  # causes of a call's seconds outside of its pipeline
 
 Pair = tuple[Candidate, Candidate]
@@ -70,7 +70,7 @@ class FusedPrices:
             from .fused_search import search  # importing numba takes a second, and few plans come so far
 
             pipelines = self.pipelines(pair)
-            result = search(pipelines, effort=EFFORT)
+            result = search(pipelines, effort=ESTIMATE_EFFORT)
             makespan, found = result.simulated.makespan, (pipelines, result.schedule)
         return FusedCost(self._cost(pair, stages, makespan, _memory_limit(*uniform) + working), makespan, found)
 

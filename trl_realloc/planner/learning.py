@@ -26,7 +26,7 @@ from .stream_learning import StreamedEstimates
 
 WARM_UP = 1  # updates after a start that are left out: kernels are compiled and caches filled in them
 LEAST = 3  # updates after those, below which nothing is corrected
-WINDOW = 8  # latest updates that are used
+UPDATES_WINDOW = 8  # latest updates that are used
 ROUNDS = 4  # calls that share processors change each other's seconds, so that factors are found in several rounds
 
 
@@ -46,11 +46,11 @@ class PlanEvidence:
         self.pricing = replace(pricing, corrections=Corrections())
         is_small = plan.cluster.size <= MANY
         self._moves = estimate_plan(plan, specs, self.pricing, exact=is_small).estimate.moves
-        self._updates: deque[tuple[MeasuredUpdate, dict[str, float]]] = deque(maxlen=WINDOW)
+        self._updates: deque[tuple[MeasuredUpdate, dict[str, float]]] = deque(maxlen=UPDATES_WINDOW)
         self._streamed: StreamedEstimates | None = None
         if plan.streams is not None and plan.streamed:
             self._streamed = StreamedEstimates(plan, specs, self.pricing, self._moves)
-        self._of_update: deque[dict[str, float]] = deque(maxlen=WINDOW)  # factors, with streams
+        self._of_update: deque[dict[str, float]] = deque(maxlen=UPDATES_WINDOW)  # factors, with streams
         self._learns = not (plan.staleness.versions or plan.fused)
         if self._streamed is not None:  # on more devices a simulation takes seconds
             self._learns &= is_small

@@ -17,7 +17,7 @@ from ..plan.cluster import Cluster
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, Head, ModelSpec
 from ..plan.staleness import uncorrected
-from .recipe_adapters import DEFAULTS as ADAPTERS
+from .recipe_adapters import ADAPTER_DEFAULTS as ADAPTERS
 from .recipe_adapters import check_adapters, trained_share, unties
 from .recipe_settings import (
     DEFAULTS_OF,
@@ -34,7 +34,7 @@ from .workload import Workload
 
 
 POLICY = ("sft_model_path", "model_name_or_path")
-REWARD = ("reward_model_path", "reward_model_name_or_path")
+REWARD_PATHS = ("reward_model_path", "reward_model_name_or_path")
 LIKE = 0.8  # least similarity by which a key is taken for a misspelt setting
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 PROMPT_TOKENS = 64.0  # mean length of a prompt where none is given
@@ -213,14 +213,14 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
         raise PlanError(f"--prompt-tokens is a number from 1 to {MOST_TOKENS:,}, not {prompt_tokens:g}.")
     settings = read_recipe_settings(path)
     algorithm = algorithm_of(settings, path)
-    paths = [(key, settings[key]) for key in (*POLICY, *REWARD, "value_model_path") if key in settings]
+    paths = [(key, settings[key]) for key in (*POLICY, *REWARD_PATHS, "value_model_path") if key in settings]
     Problems(
         f"{path}: {key} is a model's name or path, not {shown(value)}."
         for key, value in paths
         if not isinstance(value, str | None)
     ).refuse()
     policy = next((settings[key] for key in POLICY if settings.get(key)), None)  # null is as good as no key
-    reward = next((settings[key] for key in REWARD if settings.get(key)), None)
+    reward = next((settings[key] for key in REWARD_PATHS if settings.get(key)), None)
     critic = settings.get("value_model_path") or reward
     needed = "sft_model_path and reward_model_path" if algorithm == "ppo" else "model_name_or_path"
     if policy is None or (critic is None and algorithm == "ppo"):

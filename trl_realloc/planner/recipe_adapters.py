@@ -10,7 +10,7 @@ from ..plan.model_spec import ModelSpec, ParameterSpec
 
 
 # settings that the planner reads, with the defaults of TRL's `ModelConfig`
-DEFAULTS: Mapping[str, Any] = {
+ADAPTER_DEFAULTS: Mapping[str, Any] = {
     "use_peft": False,
     "lora_r": 16,
     "lora_target_modules": None,
@@ -37,9 +37,9 @@ def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
     elements to a matrix of m x n; a module to save is trained whole.
 
     Args:
-        settings: a recipe's; those that are left out are `DEFAULTS`.
+        settings: a recipe's; those that are left out are `ADAPTER_DEFAULTS`.
     """
-    settings = {**DEFAULTS, **settings}
+    settings = {**ADAPTER_DEFAULTS, **settings}
     if not settings["use_peft"]:
         return 1.0
     targets = _names(settings["lora_target_modules"]) or _OF_FAMILY.get(spec.family, _USUAL)
@@ -53,7 +53,7 @@ def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
 def unties(settings: Mapping[str, Any]) -> bool:
     """Whether the adapters of a recipe change the head or the embedding, so that an engine of a policy that ties the
     two has both."""
-    settings = {**DEFAULTS, **settings}
+    settings = {**ADAPTER_DEFAULTS, **settings}
     modules = {*_names(settings["lora_target_modules"]), *_names(settings["lora_modules_to_save"])}
     return bool(settings["use_peft"]) and not modules.isdisjoint(_ENDS)
 

@@ -24,8 +24,8 @@ from .space import Candidate, State
 EXHAUSTIBLE = 20_000  # most combinations that are all evaluated
 EXHAUSTING = 0.8  # of the time limit: the most time for that, after which they are searched as a large space is
 LOOKS = 80_000  # most states that a round looks at, known ones included
-RESTARTS = 8
-PATIENCE = 8_000  # looks without a better plan after which a round ends
+STARTING_PLANS = 8
+LOOKS_WITHOUT_GAIN = 8_000  # looks without a better plan after which a round ends
 BOUNDARIES = 48  # most moves of a boundary between meshes that a step looks at
 ROUND_S = 1.25  # of the time limit: a large space is searched again for each, from other states at random
 
@@ -162,7 +162,7 @@ class _Climb:
     @property
     def is_done(self) -> bool:
         """Whether enough has been looked at."""
-        return self.looks >= LOOKS or self.looks - self.improved_at > PATIENCE
+        return self.looks >= LOOKS or self.looks - self.improved_at > LOOKS_WITHOUT_GAIN
 
     @property
     def over(self) -> bool:
@@ -199,7 +199,7 @@ class _Climb:
                 self._round([] if number else known)
 
     def _round(self, starts: Sequence[State]) -> None:
-        drawn = [tuple(map(self.draw.choice, self.lists)) for _ in range(RESTARTS)]
+        drawn = [tuple(map(self.draw.choice, self.lists)) for _ in range(STARTING_PLANS)]
         beginnings = [*starts, *drawn]
         ends: list[State] = []
         for state in beginnings:

@@ -23,8 +23,8 @@ from .engine_refusal import check_share
 
 
 MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
-PARTS = 16  # of such a cluster
-KEPT = 12  # largest number of candidates of one call on one mesh
+NODE_STEPS = 16  # of such a cluster
+MOST_CANDIDATES = 12  # largest number of candidates of one call on one mesh
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
 
     If there are more than `MOST_MESHES`, only meshes with at least a 64th of the devices are returned: aligned ones of
     a power of two of devices or nodes, the rest of the cluster on either side of them, and those that begin and end at
-    a `PARTS`th of the nodes.
+    a `NODE_STEPS`th of the nodes.
     """
     if cluster.nodes * (cluster.nodes + 1) // 2 + 2 * cluster.size <= MOST_MESHES:
         return list(dict.fromkeys([*legal_meshes(cluster), cluster.mesh]))
@@ -301,7 +301,7 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
             if rest and cluster.nodes * per_node - count * per_node >= smallest:
                 meshes += [DeviceMesh(count * per_node, rest * per_node), DeviceMesh(0, rest * per_node)]
         count *= 2
-    ends = [*range(0, cluster.nodes, math.ceil(cluster.nodes / PARTS)), cluster.nodes]
+    ends = [*range(0, cluster.nodes, math.ceil(cluster.nodes / NODE_STEPS)), cluster.nodes]
     meshes += [DeviceMesh(start * per_node, (end - start) * per_node) for start, end in combinations(ends, 2)]
     return list(dict.fromkeys(meshes))
 
@@ -309,8 +309,9 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that no other candidate beats in all of seconds, static bytes and transient bytes.
 
-    Some slower candidates with another layout are kept too (`_new_layout`). Of more than `KEPT` candidates those are
-    returned that are the fastest within a limit of memory, for limits between the least memory and that of the fastest.
+    Some slower candidates with another layout are kept too (`_new_layout`). Of more than `MOST_CANDIDATES` candidates
+    those are returned that are the fastest within a limit of memory, for limits between the least memory and that of
+    the fastest.
     """
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.seconds, c.cost.static, c.cost.transient)):
@@ -319,18 +320,18 @@ def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
             for k in kept
         ) or _new_layout(candidate, kept):
             kept.append(candidate)
-    return kept if len(kept) <= KEPT else _spread(kept)
+    return kept if len(kept) <= MOST_CANDIDATES else _spread(kept)
 
 
 def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """`KEPT` of these candidates, which are sorted by seconds: the fastest within each of several limits of memory, a
-    constant factor apart from the least memory to that of the fastest, and of the rest the fastest."""
+    """`MOST_CANDIDATES` of these candidates, which are sorted by seconds: the fastest within each of several limits of
+    memory, a constant factor apart from the least memory to that of the fastest, and of the rest the fastest."""
     sizes = [c.cost.static + c.cost.transient for c in candidates]
     least = max(min(sizes), 1.0)  # a byte; a reward in Python has none
-    limits = [least * (sizes[0] / least) ** (step / (KEPT - 1)) for step in range(KEPT)]
+    limits = [least * (sizes[0] / least) ** (step / (MOST_CANDIDATES - 1)) for step in range(MOST_CANDIDATES)]
     chosen = {next(at for at, size in enumerate(sizes) if size <= limit * 1.001) for limit in limits}
     rest = (at for at in range(len(candidates)) if at not in chosen)
-    while len(chosen) < KEPT:
+    while len(chosen) < MOST_CANDIDATES:
         chosen.add(next(rest))
     return [candidates[at] for at in sorted(chosen)]
 

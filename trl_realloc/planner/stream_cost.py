@@ -19,8 +19,10 @@ from .dispatcher import SHARES
 from .stream import Stream, engine_samples, replicas_of, stream_of
 
 
-MOST_SAMPLES = 8192  # of a batch that are simulated one by one; a second for each simulation
-LEAST_OF_ENGINE = 64  # samples of an engine that are, even if those of all engines are more than `MOST_SAMPLES`
+MOST_SAMPLES_OF_BATCH = 8192  # of a batch that are simulated one by one; a second for each simulation
+LEAST_OF_ENGINE = (
+    64  # samples of an engine that are, even if those of all engines are more than `MOST_SAMPLES_OF_BATCH`
+)
 MOST_OF_ENGINES = 32768  # of a batch that are, however many engines there are
 
 
@@ -42,10 +44,10 @@ class StreamPrices:
 
     @staticmethod
     def of(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> StreamPrices:
-        """With at most `MOST_SAMPLES` simulated samples, or for many engines at most `MOST_OF_ENGINES`, so that the
-        time of a simulation is bounded."""
+        """With at most `MOST_SAMPLES_OF_BATCH` simulated samples, or for many engines at most `MOST_OF_ENGINES`, so
+        that the time of a simulation is bounded."""
         episodes, engines = pricing.workload.episodes, len(replicas_of(plan, plan.streamed[0]))
-        weight = min(math.ceil(episodes / MOST_SAMPLES), episodes // (engines * LEAST_OF_ENGINE))
+        weight = min(math.ceil(episodes / MOST_SAMPLES_OF_BATCH), episodes // (engines * LEAST_OF_ENGINE))
         return StreamPrices(plan, specs, pricing, max(1, weight, math.ceil(episodes / MOST_OF_ENGINES)))
 
     @property

@@ -27,7 +27,7 @@ GAIN = 0.1
 OVERHEAD_S = 5.0  # seconds of measuring beside the short runs and the engines' starts: links, copies, shared processors
 
 
-class Verdict(NamedTuple):
+class MeasuringDecision(NamedTuple):
     """Rank 0's decision. Measuring begins now, and takes `budget_s` seconds at most, if these are not `None`. It is not
     asked again if `is_last`."""
 
@@ -66,14 +66,14 @@ class LateMeasuring:
         """
         if self.is_over or len(self._seconds) <= WARM_UP + LEAST:
             return None
-        verdict = Verdict(None, False)
+        verdict = MeasuringDecision(None, False)
         if self.job.rank == 0:
             verdict = self._verdict(updates_left, start_s)
         verdict = from_first_rank(verdict, self.job.options.collective_timeout_s)
         self.is_over = verdict.is_last
         return verdict.budget_s
 
-    def _verdict(self, updates_left: int, start_s: float) -> Verdict:
+    def _verdict(self, updates_left: int, start_s: float) -> MeasuringDecision:
         saved_s, cost_s = GAIN * median(self._seconds[WARM_UP:]) * updates_left, self.cost(start_s)
         left = f"{updates_left} {self.unit}{'s' if updates_left != 1 else ''}"
         if saved_s < cost_s:
@@ -82,16 +82,16 @@ class LateMeasuring:
                     f"this machine is not measured for a better plan: measuring takes about {cost_s:.0f} s, and in the "
                     f"{left} left a better plan might save {saved_s:.0f} s"
                 )
-            return Verdict(None, True)
+            return MeasuringDecision(None, True)
         trained_s = sum(self._seconds)
         if trained_s < cost_s:
-            return Verdict(None, False)
+            return MeasuringDecision(None, False)
         budget_s = min(saved_s, trained_s)
         notice(
             f"{self.unit} {len(self._seconds)}: measuring this machine for a better plan, for {budget_s:.0f} s at "
             f"most; in the {left} left a better plan might save {saved_s:.0f} s"
         )
-        return Verdict(budget_s - start_s, True)  # the run's engines are started again after it
+        return MeasuringDecision(budget_s - start_s, True)  # the run's engines are started again after it
 
     def cost(self, start_s: float) -> float:
         """Expected seconds of the first short runs, which every plan's estimate needs, and of starting the run's

@@ -25,9 +25,9 @@ from .job import Job
 from .run_observer import RunObserver
 
 
-WINDOW = 4  # updates whose response lengths are used
+LENGTHS_WINDOW = 4  # updates whose response lengths are used
 SEARCH_SHARE = 0.02  # of the updates that are left: the most time of this and of all earlier searches
-SAME = 0.2  # of the threshold: a change of lengths after which the current plan is not estimated again
+SAME_LENGTHS = 0.2  # of the threshold: a change of lengths after which the current plan is not estimated again
 
 _Lengths = tuple[float, int]  # the mean response length (tokens) and the largest
 
@@ -58,7 +58,7 @@ class Replanner:
 
     def __init__(self, job: Job, observer: RunObserver, threshold: float) -> None:
         self.job, self.observer, self.threshold = job, observer, threshold
-        self._lengths: deque[Sequence[int]] = deque(maxlen=WINDOW)
+        self._lengths: deque[Sequence[int]] = deque(maxlen=LENGTHS_WINDOW)
         self._searched_at = _estimate(observer.job_plan)  # the estimate at the last search
         # the latest estimate, and of what
         self._estimated: tuple[tuple[ExecutionPlan, Profile], _Lengths, PricedPlan] | None = None
@@ -130,9 +130,9 @@ class Replanner:
 
     def _current(self, profile: Profile, lengths: Sequence[int]) -> PricedPlan:
         """The estimate of the run's plan: the latest one, if the plan is the same, and the profile's corrections and
-        the lengths have changed by no more than `SAME` of the threshold. On many devices an estimate takes seconds,
-        for which all ranks wait, and what a run teaches changes a little with each update."""
-        plan, most = self.observer.job_plan.plan, SAME * self.threshold
+        the lengths have changed by no more than `SAME_LENGTHS` of the threshold. On many devices an estimate takes
+        seconds, for which all ranks wait, and what a run teaches changes a little with each update."""
+        plan, most = self.observer.job_plan.plan, SAME_LENGTHS * self.threshold
         now: _Lengths = fmean(lengths), max(lengths)
         if self._estimated is not None:
             (known, of_profile), of_lengths, estimate = self._estimated

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,10 @@ from .schedule import Message, ParameterBox, TransferSchedule, TransferStep
 
 # The parts of some parameters that a process holds: for each, boxes with live tensors of exactly their shapes.
 Parts = Mapping[str, Sequence[tuple[Box, Tensor]]]
+_Post = Callable[..., dist.Work | None]  # `isend` or `irecv`
 
-BUCKET_BYTES = 256 << 20
-POLL_S = 2e-4
+TRANSFER_BUCKET_BYTES = 256 << 20
+MESSAGE_POLL_S = 2e-4
 LARGE_BYTES = 1 << 20  # parts of so many bytes are sent and received in place, without packing
 TIMEOUT_S = 120.0
 _CHECKSUM_BYTES = 8
@@ -49,7 +49,7 @@ class TransferOptions:
         checksum: send a CRC-32 with every message and compare it, to find a faulty network.
     """
 
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int = TRANSFER_BUCKET_BYTES
     timeout_s: float = TIMEOUT_S
     checksum: bool = False
 
@@ -223,6 +223,7 @@ class Transfer:
         return bucket.target
 
     def _wait(self, flight: _Flight) -> None:
+        assert flight.work is not None, "posted before it is waited for"
         with self._error_context(flight.message):
             if self._polls:
                 self._poll(flight.work)
@@ -238,7 +239,7 @@ class Transfer:
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError("nothing came")
-            time.sleep(POLL_S)
+            time.sleep(MESSAGE_POLL_S)
 
     @contextlib.contextmanager
     def _error_context(self, message: Message) -> Iterator[None]:

@@ -29,7 +29,7 @@ from .shares import as_responses
 
 
 logger = logging.get_logger(__name__)
-POLL_S = 1.0  # most time without a look for another rank's failure
+FAILURE_POLL_S = 1.0  # most time without a look for another rank's failure
 TEXTS = "texts"  # column of bytes, from which `CallSettings.reward_tokens` makes what reward models read
 TOKENS_READ = "tokens/"  # begins the name of a column of what a reward model has read of each sample
 EVALUATION_STEP = 1 << 40  # steps from here on are evaluations, which draw from seeds of their own
@@ -190,7 +190,7 @@ def _rest_of(generation: Generation, poll: Callable[[], None]) -> Iterator[Compl
     try:
         while generation.unfinished:
             poll()
-            yield from generation.poll(POLL_S)
+            yield from generation.poll(FAILURE_POLL_S)
     finally:
         generation.close()
 

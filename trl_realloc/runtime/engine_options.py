@@ -15,7 +15,7 @@ from ..plan.assignment import CACHED_TOKENS
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.stream import engine_samples
-from ..realloc.transfer import BUCKET_BYTES, TIMEOUT_S, TransferOptions
+from ..realloc.transfer import TIMEOUT_S, TRANSFER_BUCKET_BYTES, TransferOptions
 from .failures.watchdog_client import HEARTBEAT_TIMEOUT_S
 
 
@@ -59,7 +59,7 @@ class EngineOptions:
     deepspeed: Mapping[str, Any] | None = None
     seed: int = 0
     vllm: Mapping[str, Any] = field(default_factory=dict)
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int = TRANSFER_BUCKET_BYTES
     transfer_timeout_s: float = TIMEOUT_S
     checksums: bool = False
     collective_timeout_s: float = 1800.0

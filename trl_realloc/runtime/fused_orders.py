@@ -22,7 +22,7 @@ LEAST_EFFORT, MOST_EFFORT = 5_000, 100_000  # tasks that a search places, about 
 WORTH = 0.05  # of the seconds that an order can save, the most for its search
 TASKS_PER_SECOND = 1e6
 MOST_KEPT = 256  # orders that are kept for later mini-batches
-STEPS = 32  # times and memory are rounded to such parts of the largest, so that orders can be used again
+ROUNDING_STEPS = 32  # times and memory are rounded to such parts of the largest, so that orders can be used again
 
 
 class FusedOrders:
@@ -61,7 +61,7 @@ def _rounded(exact: FusedPipelines) -> tuple[FusedPipelines, float]:
     """The same with times and memory rounded up to whole numbers, and with a limit of memory; and the unit of its
     times."""
     pair = exact.a, exact.b
-    unit = max(float(array.max()) for p in pair for array in (p.forward, p.backward)) / STEPS or 1.0
-    part = max(float(p.memory.max()) for p in pair) / STEPS or 1.0
+    unit = max(float(array.max()) for p in pair for array in (p.forward, p.backward)) / ROUNDING_STEPS or 1.0
+    part = max(float(p.memory.max()) for p in pair) / ROUNDING_STEPS or 1.0
     a, b = (Pipeline(np.ceil(p.forward / unit), np.ceil(p.backward / unit), np.ceil(p.memory / part)) for p in pair)
     return FusedPipelines(a, b, (memory_limit(FusedPipelines(a, b)),) * exact.stages), unit

@@ -18,7 +18,7 @@ from .messages import Messages, combined
 _COUNTS, _FAILURES, _REQUESTS, _ANSWERS = 0, 2, 4, 5  # tags; `combined` uses two
 
 
-class Share(NamedTuple):
+class ServedRequests(NamedTuple):
     """Consecutive requests of one rank that one rank serves.
 
     Args:
@@ -33,7 +33,7 @@ class Share(NamedTuple):
     server: int
 
 
-def divide(counts: Sequence[int], homes: Sequence[int]) -> list[Share]:
+def divide(counts: Sequence[int], homes: Sequence[int]) -> list[ServedRequests]:
     """Who serves which requests of a round. No rank serves more than `ceil(total / number of servers)`, and requests
     stay with their home server as far as that allows: its cache may have their beginnings.
 
@@ -55,11 +55,11 @@ def divide(counts: Sequence[int], homes: Sequence[int]) -> list[Share]:
     for source, (count, home) in enumerate(zip(counts, homes, strict=True)):
         start = kept[source]
         if start:
-            shares.append(Share(source, 0, start, home))
+            shares.append(ServedRequests(source, 0, start, home))
         for server in servers:
             stop = min(count, start + room[server])
             if stop > start:
-                shares.append(Share(source, start, stop, server))
+                shares.append(ServedRequests(source, start, stop, server))
                 room[server] -= stop - start
                 start = stop
     return shares
@@ -141,7 +141,7 @@ class Rounds:
         self.agree(error)
         return self._return(shares, served)
 
-    def _exchange(self, shares: Sequence[Share], requests: Sequence[Any]) -> list[Any]:
+    def _exchange(self, shares: Sequence[ServedRequests], requests: Sequence[Any]) -> list[Any]:
         """Send this rank's requests to their servers. Returns those that this rank serves, in the order of the
         shares."""
         for share in shares:
@@ -154,7 +154,7 @@ class Rounds:
                 to_serve += requests[share.start : share.stop] if is_own else self._receive(share.source, _REQUESTS)
         return to_serve
 
-    def _return(self, shares: Sequence[Share], served: Sequence[Any]) -> list[Any]:
+    def _return(self, shares: Sequence[ServedRequests], served: Sequence[Any]) -> list[Any]:
         """Send answers to the ranks whose requests they are for. Returns those for this rank's requests."""
         local, at = list[Any](), 0
         for share in shares:

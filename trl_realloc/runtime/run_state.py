@@ -28,7 +28,7 @@ from .reallocation import Reallocation
 from .roles import Roles
 
 
-BUCKET_BYTES = 64 << 20  # of a move; two are in flight at a time, beside the parts of both plans
+MOVE_BUCKET_BYTES = 64 << 20  # of a move; two are in flight at a time, beside the parts of both plans
 EXTRA_ATTRIBUTES = ("generation_config", "model_tags", "packs_rows", "warnings_issued")
 
 
@@ -179,7 +179,7 @@ class RunState:
             self.rank,
             holder=self._parts.pop(key, None),
             sink=sink,
-            options=replace(placement.options.transfer, bucket_bytes=BUCKET_BYTES),
+            options=replace(placement.options.transfer, bucket_bytes=MOVE_BUCKET_BYTES),
         )
         reallocation.refresh()
 

@@ -15,7 +15,7 @@ from .checkpoint.manifest import step_of
 
 
 SCORES = "objective/scores"
-REWARD = "reward"  # what TRL's GRPO and RLOO log for it
+TRL_REWARD = "reward"  # what TRL's GRPO and RLOO log for it
 REPORTED = ("time/step", "tokens/s")  # what a report needs of every update under a plan, besides the score
 METRICS, STATE = "metrics.jsonl", "trainer_state.json"
 
@@ -80,8 +80,8 @@ def _updates(logs: Iterable[tuple[str, Any]], needed: Sequence[str]) -> list[dic
     for where, row in logs:
         if not isinstance(row, dict):
             raise PlanError(f"{where}: a line of metrics is a JSON object, not {shown(row)}.")
-        if REWARD in row:
-            row.setdefault(SCORES, row[REWARD])
+        if TRL_REWARD in row:
+            row.setdefault(SCORES, row[TRL_REWARD])
         if SCORES in row:
             _check_update(row, ("step", SCORES, *needed), where)
             rows.append(row)

@@ -28,7 +28,7 @@ _LOGPROBS = "each token comes with its own log-probability, and nothing reads ot
 _OWN = "this package uses it to take tokens and log-probabilities from vLLM; leave it out"
 
 # Arguments of SamplingParams that are decided elsewhere: why, and what to set instead.
-RESERVED: Mapping[str, str] = {
+RESERVED_SAMPLING_ARGUMENTS: Mapping[str, str] = {
     **{name: f"it is a setting of its own; set {name}" for name in _FIELDS},
     "max_tokens": "it is a setting of its own; set max_completion_length",
     **dict.fromkeys(("stop_token_ids", "ignore_eos"), _EOS),
@@ -126,11 +126,15 @@ def argument_problems(arguments: object) -> list[str]:
     """
     if not isinstance(arguments, Mapping):
         return [f"{SETTING} is a mapping like {{frequency_penalty: 0.5}}, or None, not {shown(arguments)}."]
-    problems = [f"{SETTING} cannot set {name}: {RESERVED[name]}." for name in arguments if name in RESERVED]
+    problems = [
+        f"{SETTING} cannot set {name}: {RESERVED_SAMPLING_ARGUMENTS[name]}."
+        for name in arguments
+        if name in RESERVED_SAMPLING_ARGUMENTS
+    ]
     known = argument_names()
     if known:
-        unknown = [name for name in arguments if name not in RESERVED]
-        free = sorted({*known} - {*RESERVED})
+        unknown = [name for name in arguments if name not in RESERVED_SAMPLING_ARGUMENTS]
+        free = sorted({*known} - {*RESERVED_SAMPLING_ARGUMENTS})
         problems += unknown_keys(unknown, free, f"{SETTING}: vLLM's SamplingParams has no argument")
     for name, value in arguments.items():
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import Updates
 from .vllm_requests import CachedKeys, RunningRequests, Sample
-from .vllm_update import Channel, take_buckets
+from .vllm_update import EngineChannel, take_buckets
 
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class RunningGeneration:
     def __init__(
         self,
         llm: LLM,
-        channel: Channel,
+        channel: EngineChannel,
         slots: Sequence[int],
         by_seed: bool,
         keys: CachedKeys,

@@ -132,7 +132,7 @@ _EXPERTS = "vLLM would load the experts of the next weights where they were befo
 _OWN = "this package uses it to load weights and to draw tokens; leave it out"
 
 # Arguments that are decided elsewhere: why, and what to set instead.
-RESERVED: Mapping[str, str] = {
+RESERVED_ENGINE_ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("model", "model_weights", "served_model_name", "hf_config_path", "hf_overrides"), _POLICY),
     **dict.fromkeys(("runner", "convert", "config_format", "model_class_overrides", "pooler_config"), _POLICY),
     **dict.fromkeys(
@@ -178,7 +178,9 @@ def engine_argument_problems(arguments: object, on_cpu: bool, setting: str = "vl
     """
     if not isinstance(arguments, Mapping):
         return [f"{setting} is a mapping like {{max_num_seqs: 128}}, or None, not {shown(arguments)}."]
-    reserved = RESERVED if on_cpu else {**RESERVED, "kv_cache_memory_bytes": _CACHE_BYTES}
+    reserved = (
+        RESERVED_ENGINE_ARGUMENTS if on_cpu else {**RESERVED_ENGINE_ARGUMENTS, "kv_cache_memory_bytes": _CACHE_BYTES}
+    )
     problems = [f"{setting} cannot set {name}: {reserved[name]}." for name in arguments if name in reserved]
     known = engine_argument_names()
     if known:

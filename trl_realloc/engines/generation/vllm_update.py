@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 
-class Channel(Protocol):
-    """`vllm_host.Channel`."""
+class EngineChannel(Protocol):
+    """The part of `vllm_host.Channel` that an update uses."""
 
     @property
     def connection(self) -> Connection[Any, Any]: ...
@@ -23,7 +23,7 @@ class Channel(Protocol):
     def progress(self) -> None: ...
 
 
-def take_buckets(llm: LLM, channel: Channel, slots: Sequence[int], first: tuple[Any, ...]) -> str | None:
+def take_buckets(llm: LLM, channel: EngineChannel, slots: Sequence[int], first: tuple[Any, ...]) -> str | None:
     """Load buckets as they arrive, through vLLM's weight-transfer interface. No decode step may be under way.
 
     Args:

@@ -21,7 +21,7 @@ from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of
 from .packed_forward import RoleHead, tied_weight
-from .probe_model import Identity
+from .probe_model import PassThrough
 
 
 def keep_stage(model: Any, stage: int, stages: int) -> None:
@@ -31,7 +31,7 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
     kept_layers = stage_layers(len(backbone.layers), stages)[stage]
     for at in range(len(backbone.layers)):
         if at not in kept_layers:
-            backbone.layers[at] = Identity()
+            backbone.layers[at] = PassThrough()
     first, last = stage == 0, stage == stages - 1
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not first and not (last and tied_weight(model) is not None):
@@ -39,7 +39,7 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
     if not last:
         for name in ("norm", "final_layer_norm"):
             if hasattr(backbone, name):
-                setattr(backbone, name, Identity())
+                setattr(backbone, name, PassThrough())
         for module in (head, getattr(base, "score", None)):
             if module is not None:
                 _replace(base, module)
@@ -48,7 +48,7 @@ def keep_stage(model: Any, stage: int, stages: int) -> None:
 def _replace(model: nn.Module, module: nn.Module) -> None:
     name = next(name for name, other in model.named_modules() if other is module)
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, Identity())
+    setattr(model.get_submodule(parent), leaf, PassThrough())
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ...plan.model_spec import FAMILIES
 from ..transformers_compat import draw_again, keep_values
 
 
-class Identity(nn.Module):
+class PassThrough(nn.Module):
     """Replaces a module of a model; returns its first argument."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -47,7 +47,7 @@ def _with_numbers(backbone: Any, *, shares_memory: bool) -> Any:
         for at, layer in enumerate(layers):
             kind = _kind(layer)
             if kind in kinds:
-                layers[at] = Identity()
+                layers[at] = PassThrough()
             kinds.add(kind)
     draws = torch.Generator().manual_seed(0)
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -104,4 +104,4 @@ def _kind(layer: nn.Module) -> str:
     )
 
 
-__all__ = ["Identity", "probe_model"]
+__all__ = ["PassThrough", "probe_model"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..base import EngineError
 from ..buckets import in_buckets
 from ..device import group_device
-from ..mesh_group import BUCKET_BYTES, MeshGroup
+from ..mesh_group import COLLECTIVE_BYTES, MeshGroup
 from .deepspeed_compat import is_partitioned
 from .weight_source import source_of
 
@@ -101,7 +101,7 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
     names, tensors = list(named), list(named.values())
     sizes = digests[:, 1].tolist()
     changed_pieces = (piece for row in rows for piece in _in_pieces(row, sizes[row]))
-    for pieces in in_buckets(changed_pieces, lambda piece: piece[2] - piece[1], BUCKET_BYTES):
+    for pieces in in_buckets(changed_pieces, lambda piece: piece[2] - piece[1], COLLECTIVE_BYTES):
         flat = torch.empty(sum(stop - start for _, start, stop in pieces), dtype=torch.uint8, device=group.device)
         if group.is_leader:
             _pack(flat, tensors, pieces)
@@ -211,9 +211,9 @@ def _digest_on(tensor: Tensor, device: torch.device) -> int:
 
 
 def _in_pieces(row: int, size: int) -> Iterator[_ByteRange]:
-    """A tensor of `size` bytes in pieces of at most `BUCKET_BYTES`."""
-    for start in range(0, size, BUCKET_BYTES):
-        yield row, start, min(start + BUCKET_BYTES, size)
+    """A tensor of `size` bytes in pieces of at most `COLLECTIVE_BYTES`."""
+    for start in range(0, size, COLLECTIVE_BYTES):
+        yield row, start, min(start + COLLECTIVE_BYTES, size)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -239,5 +239,5 @@ def _unpack(flat: Tensor, tensors: Sequence[Tensor], pieces: Sequence[_ByteRange
 
 def _slices(tensor: Tensor) -> Iterator[Tensor]:
     flat = _bytes(tensor)
-    for start in range(0, flat.numel(), BUCKET_BYTES):
-        yield flat[start : start + BUCKET_BYTES]
+    for start in range(0, flat.numel(), COLLECTIVE_BYTES):
+        yield flat[start : start + COLLECTIVE_BYTES]

@@ -16,13 +16,13 @@ from ..mesh_group import MeshGroup
 from .megatron import MegatronEngine
 from .packed_attention import backbone_of, base_of
 from .pipeline import MiniBatch
-from .probe_model import Identity
+from .probe_model import PassThrough
 from .stage_times import StageTimes
 
 
 # Numbers of 16 bits that a layer keeps for its backward, for each token and unit of the hidden width (Korthikanti et
 # al. 2022, section 4, without attention scores); and what is kept of a layer that is computed again.
-KEPT, KEPT_INPUTS = 17, 1
+KEPT_NUMBERS, KEPT_INPUTS = 17, 1
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ def _products(engine: MegatronEngine) -> float:
 def _memory(engine: MegatronEngine) -> float:
     """Numbers that a token's forward keeps for its backward on this rank."""
     base, backbone = base_of(engine.head.model), backbone_of(engine.head.model)
-    layers = sum(not isinstance(layer, Identity) for layer in backbone.layers)
+    layers = sum(not isinstance(layer, PassThrough) for layer in backbone.layers)
     is_recomputed = any(getattr(module, "gradient_checkpointing", False) for module in backbone.modules())
-    kept = KEPT_INPUTS if is_recomputed else KEPT
+    kept = KEPT_INPUTS if is_recomputed else KEPT_NUMBERS
     numbers = float(layers * kept * base.config.hidden_size)
     head = base.get_output_embeddings()
-    if head is not None and not isinstance(head, Identity):
+    if head is not None and not isinstance(head, PassThrough):
         numbers += base.config.vocab_size / engine.groups.tp.size
     return numbers

@@ -18,7 +18,7 @@ from .process_state import has_ended
 
 
 LAUNCHER_S = 40.0  # wait for the launcher; torchrun gives its ranks 30 s to end
-POLL_S = 0.2
+LAUNCHER_POLL_S = 0.2
 
 
 def clean_up(temporary_folders: Iterable[str], error_file: str | None, launcher_pid: int) -> None:
@@ -34,7 +34,7 @@ def clean_up(temporary_folders: Iterable[str], error_file: str | None, launcher_
         return
     deadline = time.monotonic() + LAUNCHER_S
     while not has_ended(launcher_pid) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        time.sleep(LAUNCHER_POLL_S)
     if has_ended(launcher_pid):
         remove_empty(folder)
 

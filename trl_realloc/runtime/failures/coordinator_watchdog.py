@@ -17,7 +17,7 @@ from typing import Any
 
 from .liveness import Liveness
 from .message_socket import MessageSocket
-from .watchdog import LAST_WORDS_S, LEAVE_S, Watchdog
+from .watchdog import KILL_S, LAST_WORDS_S, Watchdog
 
 
 ALL_GENERATIONS = 1 << 30  # the generation of a fatal failure, which ends every runtime
@@ -128,7 +128,7 @@ class CoordinatorWatchdog(Watchdog):
         now = time.monotonic()
         ended_well = self.liveness.ranks[self.rank].ended and self.verdict is None and not self.liveness.verdict
         all_ended = all(state.ended for state in self.liveness.ranks.values())
-        patience = LAST_WORDS_S if ended_well and not all_ended else LEAVE_S + LAST_WORDS_S
+        patience = LAST_WORDS_S if ended_well and not all_ended else KILL_S + LAST_WORDS_S
         if all_ended or now - self.ended_at > patience:
             self.is_closing = True
             self._send_to_peers(closing=True)

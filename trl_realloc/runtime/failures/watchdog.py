@@ -27,7 +27,7 @@ from .process_state import exit_status, has_ended, process_state
 
 
 TICK_S = 0.2
-LEAVE_S = 12.0  # a rank that has not ended so long after a verdict is killed
+KILL_S = 12.0  # a rank that has not ended so long after a verdict is killed
 LAUNCHER_ENDS_S = 0.3  # wait for the kernel to show that the launcher has ended; its ranks get their signal before
 LAST_WORDS_S = 2.0  # the watchdog of a rank that ended badly waits so long for the reason
 
@@ -174,7 +174,7 @@ class Watchdog:
             self.log(verdict.sentence)
         self.rank_socket.send(verdict=asdict(verdict))
         if not self._is_acknowledged(verdict):
-            self.kill_at = min(self.kill_at, now + LEAVE_S)
+            self.kill_at = min(self.kill_at, now + KILL_S)
         if verdict.fatal and self.launcher and process_state(self.launcher) == "T":
             with contextlib.suppress(OSError):
                 os.kill(self.launcher, signal.SIGCONT)  # so that it sees its ranks end, and ends

@@ -34,7 +34,7 @@ from .weight_files import WeightFiles
 from .write_errors import WriteErrors, need_room
 
 
-BUCKET_BYTES = 64 << 20  # of the parameters that the first rank has from others at a time
+SAVE_BUCKET_BYTES = 64 << 20  # of the parameters that the first rank has from others at a time
 FOLDERS = {Role.ACTOR: "", Role.CRITIC: VALUE_FOLDER}
 
 
@@ -71,7 +71,7 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
     """
     model: Any = _of_all_stages(engine) if group.is_leader else engine.head.model
     names = _adapter_names(engine, group, model) if has_adapters(model) else None
-    stream = engine.pieces(BUCKET_BYTES, names)
+    stream = engine.pieces(SAVE_BUCKET_BYTES, names)
     if not group.is_leader:
         for _ in stream:
             pass
