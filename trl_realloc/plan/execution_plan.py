@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -142,7 +143,7 @@ class ExecutionPlan:
                 f"and meshes, or set plan to a preset (auto, flatten, interleave or separate), which fits any job."
             )
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, from which `from_dict` makes an equal plan. PPO's graphs are left out, because its
         calls tell which of the two it is."""
         cluster = {name: value for name, value in vars(self.cluster).items() if value is not None}
