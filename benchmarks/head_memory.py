@@ -86,7 +86,7 @@ def measure(trains: bool, sliced: bool, bf16: bool, tokens: int) -> dict[str, An
         with peak() as most:
             run(samples)
         seconds = time.perf_counter() - start
-    assert head._may_slice
+    assert head.may_slice
     names = {"call": "train" if trains else "forward", "logits": "in slices" if sliced else "in memory"}
     numbers = {"dtype": "bfloat16" if bf16 else "float32", "tokens": tokens, "vocabulary": VOCABULARY}
     return {**names, **numbers, "peak_mb": round((most[0] - before) / MB), "seconds": round(seconds, 2)}

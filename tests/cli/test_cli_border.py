@@ -460,7 +460,7 @@ def test_measuring_that_fails_says_the_jobs_own_sentence_and_leaves_no_folder(
 def test_a_recipe_that_this_machine_cannot_run_is_refused_with_the_way_to_plan_it(tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path), "bf16": True}
     with pytest.raises(RecipeError, match=r"big\.yaml cannot be run on this machine.*bf16.*--cluster h100:8"):
-        measure._settings(PPOConfig, settings, "big.yaml")
+        measure.trainer_config(PPOConfig, settings, "big.yaml")
 
 
 def test_a_plan_for_measured_gpus_fits_their_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,7 +185,7 @@ def test_what_has_finished_comes_out_of_poll_and_not_of_withdraw(one: VLLMEngine
         assert generation.unfinished == 11 - len(others) > 0
         assert generation.withdraw([first.index, 999]) == []
     indices = [request.index for request in asked]
-    while len(generation._finished) < generation.unfinished:  # which a call that withdraws nothing learns too
+    while generation.peek():
         assert generation.withdraw(indices, LONG.max_tokens + 1) == []
     ended = time.time() + 0.01
     assert generation.withdraw(indices) == []
@@ -339,7 +339,7 @@ def test_an_engine_may_be_silent_while_it_has_nothing_to_do_and_not_otherwise(im
     time.sleep(3)  # its messages wait meanwhile
     assert_same(the_rest(generation), expected)
     generation.add(requests(MANY, seed=1))
-    os.kill(impatient._process.pid, signal.SIGSTOP)
+    os.kill(impatient.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(EngineDied, match="no sign of life for 2 s, while generating"):
         while True:
@@ -357,7 +357,7 @@ def test_a_killed_engine_is_reported_by_its_generation_at_once(
     engine = engines[0] if busy else start()
     engine.load(buckets(model), 1)
     generation = engine.start(requests(MANY) if busy else [], ENDLESS)
-    os.kill(engine._process.pid, signal.SIGKILL)
+    os.kill(engine.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineDied, match="SIGKILL, while generating"):
         while time.monotonic() - began < patience(20):
@@ -372,8 +372,9 @@ def test_a_killed_engine_is_reported_by_its_generation_at_once(
 def test_an_engine_that_is_closed_while_it_generates_ends_at_once(engines: list[VLLMEngine]) -> None:
     generation = engines[1].start(requests(MANY), ENDLESS)
     generation.poll(0)
+    began = time.monotonic()
     engines[1].close()
-    assert engines[1]._process._process.returncode == 0, "it was not waited for in vain, and then killed"
+    assert time.monotonic() - began < 5, "it was not waited for in vain, and then killed"
     with pytest.raises(EngineError, match="the engine is closed"):
         generation.poll(1)
     generation.close()

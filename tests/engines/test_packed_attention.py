@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_realloc.engines.training import packed_attention
 from trl_realloc.engines.training.packed_attention import PACKED, packs
+from trl_realloc.engines.transformers_compat import attention_name
 
 
 @pytest.mark.parametrize("family", [name for name, (_, packed) in FAMILIES.items() if packed])
@@ -32,15 +33,15 @@ def test_a_model_that_packs_saves_as_before(tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path / "plain")
     model.save_pretrained(tmp_path / "packs")
     assert (tmp_path / "plain/config.json").read_text() == (tmp_path / "packs/config.json").read_text()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "packs").config._attn_implementation == "sdpa"
+    assert attention_name(AutoModelForCausalLM.from_pretrained(tmp_path / "packs").config) == "sdpa"
 
 
 def test_a_model_that_cannot_pack_keeps_its_attention() -> None:
     model = causal("gemma2")
-    before = model.config._attn_implementation
-    assert not packs(model) and model.config._attn_implementation == before
+    before = attention_name(model.config)
+    assert not packs(model) and attention_name(model.config) == before
     eager = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"][0]), attn_implementation="eager")
-    assert not packs(eager) and eager.config._attn_implementation == "eager"
+    assert not packs(eager) and attention_name(eager.config) == "eager"
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -72,7 +73,7 @@ def test_a_loaded_model_in_16_bits_packs_whatever_the_device_rounds(
     round_as_a_gpu(monkeypatch)
     model = causal("llama").to(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert packs(model) and model.config._attn_implementation == PACKED
+    assert packs(model) and attention_name(model.config) == PACKED
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

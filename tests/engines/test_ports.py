@@ -107,14 +107,14 @@ def test_an_engine_whose_worker_fails_says_why(start: Callable[..., VLLMEngine],
     cores = sorted(os.sched_getaffinity(0))
     with mock.patch.object(forks, "spawn", wraps=forks.spawn) as spawn:
         engine = start(tensor_parallel_size=2, cpu_cores=[cores[0], cores[-1]])
-    pid = engine._process.pid
+    pid = engine.pid
     _, environment, *_ = spawn.call_args.args
     port = int(environment["VLLM_PORT"])
     assert port not in given_away()
     workers: list[int] = []
     while not workers:  # they have got the port, and import
         time.sleep(0.01)
-        engine._process.check_alive()
+        assert pid in session_members(pid)
         workers = [member for member in session_members(pid) if member != pid and is_worker(member)]
     with (
         socket.create_server(("127.0.0.1", port)),

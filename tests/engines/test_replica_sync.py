@@ -33,9 +33,16 @@ def test_a_digest_depends_on_the_order_of_the_elements(numbers: list[int], draw:
 
 
 def test_a_digest_sees_every_slice_of_a_large_tensor() -> None:
-    one = torch.zeros(2 * replicas._SLICE + 3)
+    of_slice = replicas.DIGEST_SLICE
+    one = torch.zeros(2 * of_slice + 3)
     seen = {int(digest(one))}
-    for place in (0, replicas._SLICE - 1, replicas._SLICE, 2 * replicas._SLICE, 2 * replicas._SLICE + 2):
+    for place in (
+        0,
+        replicas.DIGEST_SLICE - 1,
+        replicas.DIGEST_SLICE,
+        2 * replicas.DIGEST_SLICE,
+        2 * replicas.DIGEST_SLICE + 2,
+    ):
         other = one.clone()
         other[place] = 1.0
         seen.add(int(digest(other)))

@@ -68,7 +68,7 @@ def assert_same(
 ) -> None:
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-5, "atol": 5e-6}
     sliced = learned(head, samples, autocast, entropy)
-    assert head._may_slice
+    assert head.may_slice
     with monkeypatch.context() as patched:
         patched.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 1 << 40)
         whole = learned(head, samples, autocast, entropy)
@@ -117,7 +117,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_computed_whole() -> N
     torch.manual_seed(0)
     head, samples = PolicyHead(AutoModelForCausalLM.from_config(config), 1.0), rollouts(1)
     found = head(samples)["logprobs"].values
-    assert not head._may_slice
+    assert not head.may_slice
     ids = torch.cat([samples.ragged("prompts").values, samples.ragged("responses").values])
     logprobs = head.model(input_ids=ids[None]).logits[0].log_softmax(-1)
     first = int(samples.ragged("prompts").lengths[0])
@@ -215,8 +215,13 @@ def test_the_entropies_gradient_is_computed_only_for_a_loss_that_depends_on_them
 @pytest.mark.usefixtures("in_slices")
 def test_no_more_logits_than_a_slices_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    logits = sliced_head._logits
-    monkeypatch.setattr(sliced_head, "_logits", lambda hidden, *rest: rows.append(len(hidden)) or logits(hidden, *rest))
+    logits = sliced_head.logits_of_rows
+
+    def noted(hidden: Tensor, *rest: Any) -> Tensor:
+        rows.append(len(hidden))
+        return logits(hidden, *rest)
+
+    monkeypatch.setattr(sliced_head, "logits_of_rows", noted)
     head = PolicyHead(tiny.policy(), 1.0)
     samples = rollouts()
     learned(head, samples)

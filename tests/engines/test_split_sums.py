@@ -48,7 +48,7 @@ def test_copies_are_made_equal_after_a_sum_over_replicas_that_each_end_makes_for
         SimpleNamespace(name="norm", parameter=parameter, owner=owner, tied=False, partial=False),
         SimpleNamespace(name="tied", parameter=parameter, owner=owner, tied=True, partial=True),
     ]
-    masters._sum({"norm": torch.zeros(2), "tied": torch.zeros(2)})
+    masters.sum({"norm": torch.zeros(2), "tied": torch.zeros(2)})
     places = {(group, what): at for at, (group, what, count) in enumerate(done) if count}
     over_replicas = places[("dp", "sum" if owner == -1 else "sum to 1")]
     for copies in (("tp", "broadcast of 0"), ("ends", "sum")):

@@ -52,10 +52,10 @@ def test_the_gradients_of_token_logprobs_and_entropies_are_autograds(
 def test_token_logprobs_work_in_slices() -> None:
     """More rows than one slice holds, and rows longer than a slice."""
     torch.manual_seed(0)
-    vocabulary = TokenLogprobs._SLICE // 3
+    vocabulary = TokenLogprobs.SLICE // 3
     leaf = torch.randn(8, vocabulary, requires_grad=True)
     targets = torch.randint(vocabulary, (8,))
-    assert len(list(TokenLogprobs._slices(leaf, torch.float32, 1))) == 3
+    assert len(list(TokenLogprobs.slices(leaf, torch.float32, 1))) == 3
     logprobs, entropy = TokenLogprobs.apply(leaf * 1, targets, 1.0)
     expected, expected_entropy = reference(leaf.detach(), targets, 1.0)
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
@@ -63,8 +63,8 @@ def test_token_logprobs_work_in_slices() -> None:
     logprobs.sum().backward()
     assert leaf.grad is not None
     assert_close(leaf.grad.sum(-1), torch.zeros(8))
-    longer = torch.empty(2, 1).expand(2, 2 * TokenLogprobs._SLICE)
-    assert [rows for rows, _ in TokenLogprobs._slices(longer, torch.float32, 0)] == [slice(0, 1), slice(1, 2)]
+    longer = torch.empty(2, 1).expand(2, 2 * TokenLogprobs.SLICE)
+    assert [rows for rows, _ in TokenLogprobs.slices(longer, torch.float32, 0)] == [slice(0, 1), slice(1, 2)]
 
 
 def test_forbidden_tokens_add_nothing() -> None:

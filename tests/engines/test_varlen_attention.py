@@ -19,11 +19,13 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_realloc.engines.training import packed_attention, varlen_attention
 from trl_realloc.engines.training.packed_attention import PACKED
 from trl_realloc.engines.training.packed_forward import PolicyHead
 from trl_realloc.engines.training.varlen_attention import has_varlen, is_flash, sample_bounds
+from trl_realloc.engines.transformers_compat import attention_name
 
 
 FLASH = "tests_flash_attention"
@@ -75,7 +77,7 @@ def test_a_model_with_flash_attention_keeps_it_and_gets_the_bounds_of_the_sample
     model.set_attn_implementation(FLASH)
     head = PolicyHead(model, 0.7)
     assert head.packed and not calls, "the probe needs no GPU"
-    assert model.config._attn_implementation == FLASH
+    assert attention_name(model.config) == FLASH
     found = head(rollouts())["logprobs"].values
     assert len(calls) == 2 and calls[0]["cu_seq_lens_q"] is calls[1]["cu_seq_lens_q"], "one tensor for all layers"
     torch.testing.assert_close(found, padded(tiny.policy()), rtol=1e-5, atol=1e-5)
@@ -147,7 +149,7 @@ def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
     weights = torch.randn(1, 9, 4, 8)
 
     def computed() -> list[Tensor]:
-        result = packed_attention._packed_attention(module, *inputs, None, **arguments)[0]  # type: ignore[arg-type]
+        result = ALL_ATTENTION_FUNCTIONS[PACKED](module, *inputs, None, **arguments)[0]  # type: ignore[arg-type]
         return [result, *torch.autograd.grad((result * weights).sum(), inputs)]
 
     expected = computed()
@@ -160,7 +162,7 @@ def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
 def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_the_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(varlen_attention, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen_attention, "has_kernel", lambda *_: True)
     on_gpu = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 9, 128), "device": torch.device("cuda")}
     like = type("Like", (), on_gpu)
     assert has_varlen(like(), like(), {"scaling": 0.1, "dropout": 0.0})  # type: ignore[arg-type]
@@ -174,7 +176,7 @@ def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_
 def test_torchs_attention_is_used_under_autocast_where_the_rotary_embedding_of_a_float32_model_makes_queries_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(varlen_attention, "_has_kernel", lambda device, dtype, size: dtype is torch.bfloat16)
+    monkeypatch.setattr(varlen_attention, "has_kernel", lambda device, dtype, size: dtype is torch.bfloat16)
     on_gpu = {"is_cuda": True, "dtype": torch.float32, "shape": (1, 4, 9, 128), "device": torch.device("cuda")}
     like: Any = type("Like", (), on_gpu)()
     assert not has_varlen(like, like, {})
@@ -218,13 +220,13 @@ def test_torchs_attention_is_used_on_gpus_that_have_its_kernel_alone(
 
     monkeypatch.setattr(varlen_attention, "varlen_attn", varlen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    varlen_attention._has_kernel.cache_clear()
+    varlen_attention.has_kernel.cache_clear()
     cpu = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 9, 128), "device": torch.device("cpu")}
     query: Any = type("Query", (), cpu)()
     saved: list[Tensor] = []
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         assert [has_varlen(query, query, {}) for _ in range(2)] == [used, used]
-    varlen_attention._has_kernel.cache_clear()
+    varlen_attention.has_kernel.cache_clear()
     assert len(tried) == (capability >= (8, 0)), "tried once, and not on a GPU that is too old"
     assert not saved, "gradient checkpointing counts what a forward saves"
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]

@@ -188,7 +188,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         differences["scores"] = gap(
             {name: scored.ragged(name).values for name in scores}, {name: c.values for name, c in ours.items()}
         )
-    assert not case.get("slices") or (split.head._may_slice and of_whole(lambda w: w.head._may_slice))
+    assert not case.get("slices") or (split.head.may_slice and of_whole(lambda w: w.head.may_slice))
     state, kept = of_whole(whole_state), whole_state(split)
     weights: dict[str, Tensor] = {}
     for bucket in split.export(1 << 14, merged=False):

@@ -171,7 +171,7 @@ def test_a_picture_of_generation_ahead_draws_iterations_side_by_side(tmp_path: P
     ahead = Timeline(spans)
     assert ahead.runs_ahead
     assert ahead.seconds_between_ends == 2.0
-    lanes = ahead._lanes()
+    lanes = ahead.lanes()
     for one, other in itertools.combinations(spans, 2):
         if one.device == other.device and one.start < other.end and other.start < one.end:
             assert lanes[one] != lanes[other], "side by side"
@@ -188,7 +188,7 @@ def test_a_picture_hides_no_call_behind_another_on_the_same_device(tmp_path: Pat
     for start, beside in ((2.0, True), (2.999, False)):
         timeline = Timeline([*generates, Span("forward", 0, start, start + 1.0, 0)])
         assert not timeline.runs_ahead
-        assert timeline._overlaps == beside
+        assert timeline.overlaps == beside
         timeline.draw(tmp_path / f"{beside}.png")
 
 
@@ -224,10 +224,10 @@ def test_a_picture_of_streams_shows_how_many_samples_each_call_has_ended(tmp_pat
         Span("actor.train", 0, 5.0, 6.0, 0),
     ]
     timeline = Timeline(spans)
-    assert timeline._streamed_calls() == {"actor.generate", "reference.forward"}
-    assert timeline._samples_ended("reference.forward") == ([1.0, 2.0, 4.5], [0, 3, 4])
+    assert timeline.streamed_calls() == {"actor.generate", "reference.forward"}
+    assert timeline.samples_ended("reference.forward") == ([1.0, 2.0, 4.5], [0, 3, 4])
     timeline.draw(tmp_path / "streams.png")
     Timeline(spans[-1:]).draw(tmp_path / "whole.png")
-    assert not Timeline([spans[0], spans[-1]])._streamed_calls(), "calls of whole batches have one figure"
+    assert not Timeline([spans[0], spans[-1]]).streamed_calls(), "calls of whole batches have one figure"
     timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json") == timeline

@@ -98,7 +98,7 @@ def test_a_policy_that_has_adapters_is_measured_with_such_adapters(tmp_path: Pat
     adapted.save_pretrained(path)
     loaded = peft.PeftModel.from_pretrained(tiny.policy(), path, is_trainable=True)
     made = tiny.trainer(tmp_path, given={"model": loaded})
-    actor = Runs(made.setup.job)._roles()[Role.ACTOR]
+    actor = Runs(made.setup.job).roles()[Role.ACTOR]
     (measured,) = [load() for load in actor.load]
     assert actor.adapted
     sizes = [(p.numel(), p.requires_grad) for p in measured.parameters()]
@@ -116,7 +116,7 @@ def test_short_runs_of_fewer_layers_have_adapters_that_belong_to_some_layers_of_
     made = tiny.trainer(tmp_path, given={"model": deep, "peft_config": config})
     models = made.setup.job.models
     shallow = replace(made.setup.job, models=models.shallow(1))
-    (measured,) = [load() for load in Runs(shallow)._roles()[Role.ACTOR].load]
+    (measured,) = [load() for load in Runs(shallow).roles()[Role.ACTOR].load]
     assert measured.config.num_hidden_layers == 2
     assert any(p.requires_grad for p in measured.parameters())
 

@@ -35,17 +35,19 @@ def test_what_another_job_has_measured_meanwhile_stays(job: Job, monkeypatch: py
     monkeypatch.setattr(profile_cache, "network", lambda: "this one")
     assert not starting_profile(job).observations
     assert Profile.load(cache_path(job)).observations == measured.observations
-    profile_cache._keep(replace(measured, complete=False, observations=measured.observations[:1]), cache_path(job), 0)
+    profile_cache.save_profile(
+        replace(measured, complete=False, observations=measured.observations[:1]), cache_path(job), 0
+    )
     assert Profile.load(cache_path(job)).complete
     more = replace(measured, thorough=True)
-    profile_cache._keep(more, cache_path(job), 0)
+    profile_cache.save_profile(more, cache_path(job), 0)
     assert Profile.load(cache_path(job)).thorough
 
 
 def test_a_file_that_cannot_be_read_is_left_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     test_run_observer.measured(job).save(cache_path(job))
     monkeypatch.setattr(profile_cache.os, "access", lambda *_: False)
-    assert profile_cache._read(cache_path(job), job) is None
+    assert profile_cache.read_profile(cache_path(job), job) is None
     assert cache_path(job).is_file()
 
 
@@ -57,7 +59,7 @@ def test_a_damaged_file_in_a_folder_that_cannot_be_written_is_none(job: Job, mon
         raise PermissionError("read-only")
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    assert profile_cache._read(cache_path(job), job) is None
+    assert profile_cache.read_profile(cache_path(job), job) is None
 
 
 def test_other_attention_and_other_settings_of_engines_are_measured_apart(job: Job) -> None:

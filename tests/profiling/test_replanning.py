@@ -127,7 +127,7 @@ def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
     made = watching(monkeypatch, ())
     current: Any = made.observer.job_plan
     estimated: list[Any] = []
-    made._searched_at = 10.0
+    made.follow(SimpleNamespace(priced=SimpleNamespace(seconds=10.0)))  # type: ignore[arg-type]
 
     def estimate(*_: Any) -> Any:
         estimated.append(current.profile)
@@ -141,8 +141,8 @@ def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
         ([600, 800], "measured"),
         ([600, 800], "another"),
     ):
-        made._lengths.clear()
-        made.note(lengths)
+        for _ in range(replanning.WINDOW):
+            made.note(lengths)
         current.profile = Known(profile)
         made.better(updates_left=10, move_seconds=1.0)
         counts.append(len(estimated))
@@ -155,9 +155,9 @@ def test_corrections_that_change_a_little_with_each_update_are_no_other_profile(
     near: Any = Known("measured", Corrections({"actor.train": 2.01}, handover=0.1004))
     far: Any = Known("measured", Corrections({"actor.train": 2.1}, handover=0.1))
     other: Any = Known("another", near.corrections)
-    assert replanning._is_near(profile, near, plan, 0.01)
-    assert not replanning._is_near(profile, far, plan, 0.01)
-    assert not replanning._is_near(profile, other, plan, 0.01)
+    assert replanning.is_near(profile, near, plan, 0.01)
+    assert not replanning.is_near(profile, far, plan, 0.01)
+    assert not replanning.is_near(profile, other, plan, 0.01)
 
 
 def test_a_plan_that_keeps_the_engines_need_not_pay_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,8 @@ def test_all_searches_of_a_run_together_take_a_fiftieth_of_its_updates(monkeypat
     for left in range(100, 0, -1):
         seconds = 15.0 - seconds + 10.0
         monkeypatch.setattr(replanning, "estimate_at_lengths", lambda *_, now=seconds: SimpleNamespace(seconds=now))
-        made._estimated = None
+        for _ in range(replanning.WINDOW):
+            made.note([100 * (1 + left % 2)])
         made.better(updates_left=left, move_seconds=1.0)
     assert limits[0] == 5.0, "no single search takes longer"
     assert len(limits) > 3 and sum(limits) + 0.5 * len(limits) <= 0.02 * 100 * 15.0

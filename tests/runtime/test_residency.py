@@ -33,10 +33,10 @@ def test_a_forward_brings_the_parameters_in_once_and_release_takes_them_back() -
 def test_the_hosts_copy_is_made_once_for_a_frozen_role_never_changes() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
     hook = Residency.attach(module, torch.device("cpu"))
-    kept = {name: tensor.data_ptr() for name, tensor in hook._host.items()}
+    kept = {name: tensor.data_ptr() for name, tensor in hook.host.items()}
     module(torch.randn(1, 4))
     hook.release()
-    assert {name: tensor.data_ptr() for name, tensor in hook._host.items()} == kept
+    assert {name: tensor.data_ptr() for name, tensor in hook.host.items()} == kept
     assert {p.data_ptr() for p in module.parameters()} == set(kept.values())
 
 
@@ -78,10 +78,10 @@ def test_of_a_parameter_that_a_group_shares_this_ranks_part_moves() -> None:
         part = DTensor.from_local(module.weight.data, DeviceMesh("cpu", [0]), [Shard(0)])
         module.weight = nn.Parameter(part, requires_grad=False)
         hook = Residency.attach(module, torch.device("cpu"))
-        hook._host["weight"] = torch.full((4, 4), 2.0)  # as if host and device were two places
+        hook.host["weight"] = torch.full((4, 4), 2.0)  # as if host and device were two places
         hook.prefetch()
         hook.release()
-        assert type(hook._host["weight"]) is torch.Tensor
+        assert type(hook.host["weight"]) is torch.Tensor
         assert torch.equal(module.weight.to_local(), torch.full((4, 4), 2.0)), "the parameter rests in host memory"
     finally:
         if made_here:

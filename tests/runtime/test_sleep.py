@@ -88,8 +88,10 @@ def test_an_engine_stays_awake_for_the_next_call_that_it_runs() -> None:
 
     engine = Engine()
     made = placement(Twice(), **{"actor.generate": engine, "actor.generate/greedy": engine})
-    assert not made._sleeps_after("actor.generate")
-    assert made._sleeps_after("actor.generate/greedy")
+    for call, slept in (("actor.generate", 0), ("actor.generate/greedy", 1)):
+        with made.resident(call):
+            pass
+        assert engine.slept == slept
 
 
 @pytest.mark.parametrize("problem", [None, "no answer"])

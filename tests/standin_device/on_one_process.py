@@ -19,7 +19,6 @@ SIM = standin_device.rank_device()
 
 import tiny  # noqa: E402
 import torch  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
 from replay import rollouts  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
@@ -233,7 +232,7 @@ def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, m
         if trains:
             gradient = there.model.lm_head.weight.grad
             assert torch.allclose(on_host(gradient), here.model.lm_head.weight.grad, atol=1e-4)
-    assert there._may_slice
+    assert there.may_slice
     if DEVICE.is_standin:
         tokens = int(samples.ragged("responses").lengths.sum())
         assert peaks[1 << 40] > 4 * tokens * vocabulary
@@ -473,9 +472,9 @@ def test_a_machine_with_it_is_measured() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    AcceleratorState._reset_state(reset_partial_state=True)
+    tiny.forget_accelerate()
     yield tmp_path
-    AcceleratorState._reset_state(reset_partial_state=True)
+    tiny.forget_accelerate()
 
 
 def models() -> dict[str, Any]:
@@ -500,7 +499,7 @@ def test_ppo_learns_on_the_device_what_it_learns_on_the_host(folder: Path) -> No
     here.train()
     expected, weights = tiny.updates(here), tiny.weights(here)
     here.close()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    tiny.forget_accelerate()
     there = tiny.trainer(folder / "sim", given=models(), plan=OFFLOADED, max_steps=3, use_cpu=False)
     assert there.args.device == SIM
     there.train()
@@ -519,7 +518,7 @@ def test_a_run_on_the_device_saves_and_resumes(folder: Path) -> None:
     expected = tiny.weights(whole)
     whole.close()
     del whole
-    AcceleratorState._reset_state(reset_partial_state=True)
+    tiny.forget_accelerate()
     resumed = tiny.trainer(folder / "run", given=models(), max_steps=2, **settings)
     resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-1"))
     assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in tiny.weights(resumed).items())
@@ -653,7 +652,7 @@ def test_what_does_not_fit_as_the_settings_say_is_planned_for_the_memory_there_i
 ) -> None:
     with pytest.raises((torch.OutOfMemoryError, JobFailed), match="out of memory"):
         trained_on_a_small_card(algorithm, folder / "flatten", "flatten")
-    AcceleratorState._reset_state(reset_partial_state=True)
+    tiny.forget_accelerate()
     gc.collect()
     torch.accelerator.empty_cache()
     plan = trained_on_a_small_card(algorithm, folder / "auto", "auto")

@@ -24,7 +24,6 @@ SIM, RANK = standin_device.rank_device(), int(os.environ["RANK"])
 import tiny  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from standin_device.batches import training_batch  # noqa: E402
@@ -293,12 +292,12 @@ _logs: dict[str, Any] = {}
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    AcceleratorState._reset_state(reset_partial_state=True)
+    tiny.forget_accelerate()
     path = Path(os.environ["STANDIN_FOLDER"]) / os.environ["PYTEST_CURRENT_TEST"].split("[")[-1].split("]")[0].replace(
         " ", "_"
     )
     yield path
-    AcceleratorState._reset_state(reset_partial_state=True)
+    tiny.forget_accelerate()
 
 
 def run(folder: Path, plan: Any, resume: str | None = None, **changes: Any) -> Any:
@@ -324,7 +323,7 @@ def test_what_tensor_groups_save_on_their_devices_pipelines_resume_on_theirs(fol
     made = run(folder, PLANS["tensor groups"], save_strategy="steps", save_steps=1)
     expected = tiny.updates(made)[-1]
     made.placement.discard()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    tiny.forget_accelerate()
     resumed = run(folder, PLANS["pipelines"], resume=str(folder / "checkpoint-2"))
     last = {name: value for name, value in tiny.updates(resumed)[-1].items() if not name.startswith("realloc/")}
     wanted = {name: value for name, value in expected.items() if not name.startswith("realloc/")}

@@ -75,7 +75,7 @@ def test_a_training_whose_reward_function_failed_goes_on_in_a_new_engine(tmp_pat
         made.train()
     assert any("train() trains them on" in note for note in failure.value.__notes__)
     first = engines["actor.generate"]
-    assert made.state.global_step == 1 and not is_alive(first._process.pid)
+    assert made.state.global_step == 1 and not is_alive(first.pid)
     trained = {name: value.clone() for name, value in made.model.named_parameters()}
     made.save_model(str(tmp_path / "saved"))
     assert engines["actor.generate"] is first, "saving starts no engine"
@@ -86,13 +86,13 @@ def test_a_training_whose_reward_function_failed_goes_on_in_a_new_engine(tmp_pat
 
     made.train()
     second = engines["actor.generate"]
-    assert made.state.global_step == 3 and reward.calls == 5 and is_alive(second._process.pid)
+    assert made.state.global_step == 3 and reward.calls == 5 and is_alive(second.pid)
     # vLLM has drawn by the policy as it is in the engine that trains
     differences = [row[name] for row in made.state.log_history for name in row if name.endswith("logp_difference/max")]
     assert len(differences) == 3 and max(differences) < 1e-4
     assert made.evaluate()["eval_rewards/words/mean"] >= 0
     made.close()
-    assert not is_alive(second._process.pid)
+    assert not is_alive(second.pid)
 
 
 class Interrupts(TrainerCallback):

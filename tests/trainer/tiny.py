@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -32,6 +33,11 @@ BARE: dict[str, Any] = {
     "gradient_checkpointing": False,
     "save_strategy": "no",
 }
+
+
+def forget_accelerate() -> None:
+    """Accelerate keeps its state in class attributes, and a trainer would take over that of the one before it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def tokenizer(pad: str | None = "<pad>") -> PreTrainedTokenizerFast:

@@ -45,7 +45,7 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     arguments = {key: value for key, value in settings.items() if key in known}
     with tempfile.TemporaryDirectory() as folder:
-        args = _settings(kind, {**arguments, "output_dir": folder, "report_to": "none"}, path)
+        args = trainer_config(kind, {**arguments, "output_dir": folder, "report_to": "none"}, path)
     use_one_device(args)
     world = PartialState()
     configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
@@ -85,7 +85,7 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
         dist.destroy_process_group()
 
 
-def _settings(
+def trainer_config(
     kind: Callable[..., PPOConfig | PolicyConfig], arguments: dict[str, Any], path: str
 ) -> PPOConfig | PolicyConfig:
     """The recipe's settings for a run on this machine.

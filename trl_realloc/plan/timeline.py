@@ -229,8 +229,8 @@ class Timeline:
         rows = self._rows()
         row = {devices[0]: number for number, devices in enumerate(rows)}
         is_ahead = self.runs_ahead
-        lanes = self._lanes() if is_ahead or self._overlaps else {}
-        streamed = set[str]() if is_ahead else self._streamed_calls()
+        lanes = self.lanes() if is_ahead or self.overlaps else {}
+        streamed = set[str]() if is_ahead else self.streamed_calls()
         height = min(1.2 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES)
         figure = Figure(figsize=(10, height), layout="constrained")
         axes = figure.add_subplot(211 if streamed else 111)
@@ -260,7 +260,7 @@ class Timeline:
             flow = figure.add_subplot(212, sharex=axes)
             for number, call in enumerate(order):
                 if call in streamed:
-                    times, samples = self._samples_ended(call)
+                    times, samples = self.samples_ended(call)
                     flow.step([time - zero for time in times], samples, where="post", color=f"C{number}")
             flow.set_ylabel("samples ended")
             flow.set_xlabel("seconds")
@@ -282,7 +282,7 @@ class Timeline:
         return False
 
     @property
-    def _overlaps(self) -> bool:
+    def overlaps(self) -> bool:
         """True if a device does two things at the same time for more than a hundredth of the timeline."""
         hundredth = 0.01 * (max(span.end for span in self.spans) - min(span.start for span in self.spans))
         ends: dict[int, float] = {}  # by device
@@ -315,7 +315,7 @@ class Timeline:
                 rows.append([device])
         return rows
 
-    def _lanes(self) -> dict[Span, tuple[int, int]]:
+    def lanes(self) -> dict[Span, tuple[int, int]]:
         """Assigns each span a lane among the spans at the same time on its device: (lane, number of the device's
         lanes)."""
         ends: dict[int, list[float]] = defaultdict(list)  # by device and place
@@ -327,13 +327,13 @@ class Timeline:
             places[span] = at
         return {span: (at, len(ends[span.device])) for span, at in places.items()}
 
-    def _streamed_calls(self) -> set[str]:
+    def streamed_calls(self) -> set[str]:
         """The calls whose samples are counted, if some device runs one of them in several spans in a step."""
         counted = [span for span in self.spans if span.samples]
         spans = Counter((span.call, span.device, span.step) for span in counted)
         return {span.call for span in counted} if any(count > 1 for count in spans.values()) else set()
 
-    def _samples_ended(self, call: str) -> tuple[list[float], list[int]]:
+    def samples_ended(self, call: str) -> tuple[list[float], list[int]]:
         """(times, samples that the call has ended until then), from its first start on. Counted anew in each step."""
         times, samples = list[float](), list[int]()
         for step in self.steps:

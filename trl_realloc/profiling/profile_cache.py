@@ -90,13 +90,13 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
         thorough: measure generation under tensor degrees too, which starts an engine for each degree.
     """
     path = cache_path(job)
-    profile = _read(path, job)
+    profile = read_profile(path, job)
     if profile is not None and profile.observations and profile.complete and (profile.thorough or not thorough):
         return _with_links(profile, path, job), False
     with working("measuring this machine for the planner", f"once for these models, kept in {path.parent}"):
         profile = measure(job, thorough)
     if profile.observations:
-        _keep(profile, path, job.rank)
+        save_profile(profile, path, job.rank)
     return profile, bool(profile.observations)
 
 
@@ -104,7 +104,7 @@ def starting_profile(job: Job) -> Profile:
     """Profile of the machine before a model of the job was measured on it: the cached profile or, where there is none,
     one without observations. All ranks call this together and receive the same profile."""
     path = cache_path(job)
-    profile = _read(path, job) or unmeasured_profile(job)
+    profile = read_profile(path, job) or unmeasured_profile(job)
     return _with_links(profile, path, job)
 
 
@@ -116,7 +116,7 @@ def unmeasured_profile(job: Job) -> Profile:
     return replace(profile, sharing=shared, nodes=cluster.nodes, is_accelerator=is_accelerator(device))
 
 
-def _read(path: Path, job: Job) -> Profile | None:
+def read_profile(path: Path, job: Job) -> Profile | None:
     """Rank 0's file, on every rank; `None` if there is none.
 
     Raises:
@@ -152,7 +152,7 @@ def _with_links(profile: Profile, path: Path, job: Job) -> Profile:
     corrections = profile.corrections if profile.about.get("network") == name else Corrections()
     about_now = {**profile.about, "network": name}
     profile = replace(profile, links=measured_links, about=about_now, corrections=corrections)
-    _keep(profile, path, job.rank)
+    save_profile(profile, path, job.rank)
     return profile
 
 
@@ -181,10 +181,10 @@ def keep_corrections(profile: Profile, job: Job) -> None:
             return
     except PlanError:  # damaged, or of another version
         pass
-    _keep(replace(profile, corrections=profile.corrections.without_seconds()), path, job.rank)
+    save_profile(replace(profile, corrections=profile.corrections.without_seconds()), path, job.rank)
 
 
-def _keep(profile: Profile, path: Path, rank: int) -> None:
+def save_profile(profile: Profile, path: Path, rank: int) -> None:
     """Save a profile on rank 0, unless another job has measured more meanwhile."""
     if rank != 0:
         return
@@ -267,7 +267,7 @@ def measure_between_updates(job: Job, budget_s: float) -> Profile:
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         profile = measure(job, budget_s=budget_s, ends_at_failure=True)
     if profile.observations:
-        _keep(profile, cache_path(job), job.rank)
+        save_profile(profile, cache_path(job), job.rank)
     return profile
 
 

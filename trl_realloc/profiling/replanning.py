@@ -137,7 +137,7 @@ class Replanner:
         if self._estimated is not None:
             (known, of_profile), of_lengths, estimate = self._estimated
             changes = [abs(new - old) / max(1, old) for new, old in zip(now, of_lengths, strict=True)]
-            if known == plan and max(changes) <= most and _is_near(of_profile, profile, plan, most):
+            if known == plan and max(changes) <= most and is_near(of_profile, profile, plan, most):
                 return estimate
         current = estimate_at_lengths(self.job, self.observer.job_plan, lengths)
         assert current is not None, "a plan that the planner chose has an estimate"
@@ -145,7 +145,7 @@ class Replanner:
         return current
 
 
-def _is_near(one: Profile, other: Profile, plan: ExecutionPlan, most: float) -> bool:
+def is_near(one: Profile, other: Profile, plan: ExecutionPlan, most: float) -> bool:
     """True if two profiles are the same but for corrections of a plan's calls, none of which differs by more than the
     share `most`."""
     if replace(one, corrections=other.corrections) != other:

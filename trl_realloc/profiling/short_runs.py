@@ -95,7 +95,7 @@ class Runs:
         splits_generation = plan["actor.generate"].strategy.tp > 1
         reuses_samples = samples is not None and not splits_generation
         options = self.options.for_plan(plan, self.slots)
-        placement = Placement(plan, self.rank, self._roles(), options)
+        placement = Placement(plan, self.rank, self.roles(), options)
         try:
             placement.start()
             executor = make_executor(placement, self._algorithm(), self._call_settings())
@@ -210,7 +210,8 @@ class Runs:
 
     # --- models, prompts and settings of the runs -------------------------------------------------------------------
 
-    def _roles(self) -> Roles:
+    def roles(self) -> Roles:
+        """The models of the runs by role, none of them loaded yet."""
         configs, peft = self.models.configs, self.models.peft_config
         (actor,) = configs[Role.ACTOR]
         models = {

@@ -32,7 +32,7 @@ class Residency(ModelHook):
         self.resident = True
         self.moves = 0
         self._module: nn.Module | None = None
-        self._host: dict[str, Tensor] = {}
+        self.host: dict[str, Tensor] = {}
         self._arrived: torch.Event | None = None
 
     @classmethod
@@ -57,7 +57,7 @@ class Residency(ModelHook):
         assert self._module is not None, "attach the hook first"
         if self.resident:
             return
-        size = sum(tensor.nbytes for tensor in self._host.values())
+        size = sum(tensor.nbytes for tensor in self.host.values())
         # asked each time, because longer responses take more memory
         if not is_accelerator(self.device) or (self.moves > 0 and has_room(self.device, size)):
             self._move_to_device(self._module)
@@ -106,11 +106,11 @@ class Residency(ModelHook):
             return
         self._await_copies()  # of a call that failed before its first forward
         memory = {name: memory_of(parameter) for name, parameter in self._module.named_parameters()}
-        if not self._host:
+        if not self.host:
             data = {name: parameter.data for name, parameter in memory.items()}
-            self._host = pinned_copies(data) if is_accelerator(self.device) else {n: t.cpu() for n, t in data.items()}
+            self.host = pinned_copies(data) if is_accelerator(self.device) else {n: t.cpu() for n, t in data.items()}
         for name, parameter in memory.items():
-            parameter.data = self._host[name]
+            parameter.data = self.host[name]
         self.resident = False
 
 

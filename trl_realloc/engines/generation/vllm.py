@@ -283,6 +283,11 @@ class VLLMEngine:
             self._decode_steps, self._generation = self.decode_steps, None
 
     @property
+    def pid(self) -> int:
+        """Process id of the engine's process. Its session has vLLM's workers too."""
+        return self._process.pid
+
+    @property
     def is_dead(self) -> bool:
         """True if the engine's process ended by itself, or was ended because it did not answer."""
         return self._process.is_dead

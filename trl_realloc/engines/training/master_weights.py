@@ -268,7 +268,7 @@ class SplitMasters:
             gradients are dropped.
         """
         gradients = {master.name: master.take_gradient() for master in self.all}
-        self._sum(gradients)
+        self.sum(gradients)
         norm = self._norm(gradients)
         if not norm.isfinite():
             return float(norm)
@@ -292,7 +292,7 @@ class SplitMasters:
             master.gradient = None
             clear_gradient(master.parameter)
 
-    def _sum(self, gradients: dict[str, Tensor]) -> None:
+    def sum(self, gradients: dict[str, Tensor]) -> None:
         groups, everywhere = self.groups, [master for master in self.all if master.owner == -1]
         if groups.tp.size > 1:
             groups.tp.sum_([gradients[master.name] for master in self.all if master.partial])

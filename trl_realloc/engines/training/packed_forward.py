@@ -104,7 +104,7 @@ class PolicyHead(RoleHead):
         # (logits, targets, temperature) -> logprobs, entropy; tensor parallelism replaces it (`vocab_parallel`)
         self.token_logprobs: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = TokenLogprobs.apply
         self.vocabulary_group: MeshGroup | None = None  # over which tensor parallelism splits the language head
-        self._may_slice = logits_are_of_head(base_of(model))
+        self.may_slice = logits_are_of_head(base_of(model))
         self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
 
     def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
@@ -136,7 +136,7 @@ class PolicyHead(RoleHead):
         """Log-probabilities and entropies without the logits in memory; `None` if these are few, or if the model does
         not have them from its head alone."""
         base = base_of(self.model)
-        if not self._may_slice or not works_in_slices(base, len(targets), self.vocabulary_group):
+        if not self.may_slice or not works_in_slices(base, len(targets), self.vocabulary_group):
             return None
         head, group = base.get_output_embeddings(), self.vocabulary_group
         use = EntropyUse()

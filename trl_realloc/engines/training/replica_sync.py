@@ -26,7 +26,7 @@ from .weight_source import source_of
 
 
 _ByteRange = tuple[int, int, int]  # number of a tensor, first byte, end
-_SLICE = 1 << 19  # elements whose digest is taken at once: two working copies of 4 MiB
+DIGEST_SLICE = 1 << 19  # elements whose digest is taken at once: two working copies of 4 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,7 +38,7 @@ def digest(tensor: Tensor) -> Tensor:
     flat = flat.view(_INTEGERS[flat.element_size()])
     weights = _weights(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, part in enumerate(flat.split(_SLICE)):
+    for number, part in enumerate(flat.split(DIGEST_SLICE)):
         total += (part.long() * weights[: len(part)]).sum() * (2 * number + 1)
     return total
 
@@ -46,7 +46,7 @@ def digest(tensor: Tensor) -> Tensor:
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
     """(slice,) int64: an odd weight for each position of a slice, mixed from all bits of the position."""
-    weights = torch.arange(1, _SLICE + 1, device=device) * -7046029254386353131  # splitmix64's constant, signed
+    weights = torch.arange(1, DIGEST_SLICE + 1, device=device) * -7046029254386353131  # splitmix64's constant, signed
     return (weights ^ (weights >> 29)) | 1
 
 

@@ -81,7 +81,7 @@ class SlicedLogprobs(torch.autograd.Function):
         is_here = (local_targets >= 0) & (local_targets < ids)
         matrix = weight.to(dtype)
         for rows in row_slices(hidden, weight):
-            x = _logits(hidden[rows], matrix, bias).to(work) / temperature
+            x = logits_of_rows(hidden[rows], matrix, bias).to(work) / temperature
             highest[rows] = x.amax(-1)
             p = torch.exp(x - highest[rows, None].clamp(min=torch.finfo(work).min))
             sums[0, rows] = p.sum(-1)
@@ -117,7 +117,7 @@ class SlicedLogprobs(torch.autograd.Function):
         of_logprobs, of_entropy = scaled(of_columns, normalizer, ctx.temperature)
         for rows in row_slices(hidden, weight):
             part = hidden[rows].to(ctx.dtype)
-            log_p = _logits(part, matrix, bias).to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]
+            log_p = logits_of_rows(part, matrix, bias).to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]
             at = local_targets[rows].clamp(0, weight.shape[0] - 1)
             of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
             of_logits = logits_gradient(log_p, at, of_logprobs[rows], of_rows, is_here[rows]).to(ctx.dtype)
@@ -154,7 +154,8 @@ class Unstacked(torch.autograd.Function):
         return torch.stack([zeros if column is None else column for column in gradients], -1), None
 
 
-def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def logits_of_rows(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits (rows, vocabulary) of hidden states (rows, hidden), in the dtype of the head's `matrix`."""
     hidden = hidden.to(matrix.dtype)
     return hidden @ matrix.T if bias is None else torch.addmm(bias.to(matrix.dtype), hidden, matrix.T)
 

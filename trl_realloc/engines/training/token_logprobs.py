@@ -28,14 +28,14 @@ class TokenLogprobs(torch.autograd.Function):
     """
 
     # elements of the float32 working copy: 16 MiB, which a CPU's caches hold; 64 MiB where each operation is a kernel
-    _SLICE, _SLICE_ON_ACCELERATOR = 1 << 22, 1 << 24
+    SLICE, SLICE_ON_ACCELERATOR = 1 << 22, 1 << 24
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         dtype = precise(logits.dtype)
         logprobs = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows, (x, p) in TokenLogprobs._slices(logits, dtype, 2):
+        for rows, (x, p) in TokenLogprobs.slices(logits, dtype, 2):
             x.copy_(logits[rows]).div_(temperature)
             highest = x.amax(-1, keepdim=True)
             sums = torch.exp(x.sub_(highest), out=p).sum(-1, keepdim=True)
@@ -53,17 +53,17 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
         logits, targets, normalizer, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = scaled(gradients, normalizer, ctx.temperature)
-        for rows, (log_p,) in TokenLogprobs._slices(logits, normalizer.dtype, 1):
+        for rows, (log_p,) in TokenLogprobs.slices(logits, normalizer.dtype, 1):
             log_p.copy_(logits[rows]).div_(ctx.temperature).sub_(normalizer[rows, None])
             of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
             logits[rows] = logits_gradient(log_p, targets[rows], of_logprobs[rows], of_rows).to(logits.dtype)
         return logits, None, None
 
     @staticmethod
-    def _slices(logits: Tensor, dtype: torch.dtype, copies: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    def slices(logits: Tensor, dtype: torch.dtype, copies: int) -> Iterator[tuple[slice, list[Tensor]]]:
         """Slices of the rows, each with working memory for copies of it. That is the same for all slices, because on a
         CPU the first use of new memory takes longer than the arithmetic."""
-        size = TokenLogprobs._SLICE_ON_ACCELERATOR if is_accelerator(logits.device) else TokenLogprobs._SLICE
+        size = TokenLogprobs.SLICE_ON_ACCELERATOR if is_accelerator(logits.device) else TokenLogprobs.SLICE
         step = min(max(1, size // max(logits.shape[1], 1)), logits.shape[0])
         work = [logits.new_empty((step, logits.shape[1]), dtype=dtype) for _ in range(copies)]
         for start in range(0, logits.shape[0], step or 1):

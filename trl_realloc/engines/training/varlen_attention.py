@@ -64,7 +64,7 @@ def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
     fits = size == value.shape[-1] <= LARGEST_HEAD and size % HEAD_MULTIPLE == 0
     if not (query.is_cuda and is_half and fits and plain):
         return False
-    return _has_kernel(query.device, dtype, size)
+    return has_kernel(query.device, dtype, size)
 
 
 def _computed_in(query: Tensor) -> torch.dtype:
@@ -75,7 +75,7 @@ def _computed_in(query: Tensor) -> torch.dtype:
 
 
 @functools.cache
-def _has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """True if a device computes torch's attention for samples of different lengths, and its gradients."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return False

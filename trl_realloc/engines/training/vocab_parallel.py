@@ -35,7 +35,7 @@ class SplitLogprobs(torch.autograd.Function):
         tokens, ids = logits.shape
         dtype = precise(logits.dtype)
         highest = logits.new_full((tokens,), float("-inf"), dtype=dtype)
-        slices = [rows for rows, _ in TokenLogprobs._slices(logits, dtype, 0)] if ids else []
+        slices = [rows for rows, _ in TokenLogprobs.slices(logits, dtype, 0)] if ids else []
         for rows in slices:
             highest[rows] = logits[rows].to(dtype).amax(-1) / temperature
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group.group)
@@ -61,7 +61,7 @@ class SplitLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         logits, local_targets, is_here, normalizer, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = scaled(gradients, normalizer, ctx.temperature)
-        for rows, (log_p,) in TokenLogprobs._slices(logits, normalizer.dtype, 1) if logits.shape[1] else ():
+        for rows, (log_p,) in TokenLogprobs.slices(logits, normalizer.dtype, 1) if logits.shape[1] else ():
             log_p.copy_(logits[rows]).div_(ctx.temperature).sub_(normalizer[rows, None])
             at = local_targets[rows].clamp(0, logits.shape[1] - 1)
             of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
