@@ -1,5 +1,6 @@
 """Two ranks, of which one has sent what the other never receives when their process group is destroyed, as at a change
-of plan; what the other receives in the next group under the same tag is written to the folder."""
+of plan; what the other receives in the next group under the same tag is written to the folder. Once for each batch of
+messages."""
 
 from __future__ import annotations
 
@@ -16,14 +17,12 @@ from trl_realloc.runtime.process_groups import destroy_groups
 TAG = 7
 
 
-def main() -> None:
-    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def received_after(sizes: list[int], rank: int) -> str:
+    """What a rank receives after rank 1 has sent messages of these sizes, in bytes, to a group that is no more."""
     first = dist.new_group(backend="gloo")
     before = GlooMessages(first)
     if rank:
-        for size in options["sizes"]:
+        for size in sizes:
             before.send(b"l" * size, 0, TAG)
     else:
         before.send(b"l", 1, TAG + 1)  # on its way at the receiver's side too
@@ -38,8 +37,16 @@ def main() -> None:
         received = after.receive(1, TAG)
         after.send(b"new", 1, TAG + 1)
         after.flush()
-    (folder / f"{rank}.txt").write_bytes(received)
     dist.barrier()
+    return received.decode()
+
+
+def main() -> None:
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    received = [received_after(sizes, rank) for sizes in options["batches"]]
+    (folder / f"{rank}.json").write_text(json.dumps(received))
     dist.destroy_process_group()
 
 

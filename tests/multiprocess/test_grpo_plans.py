@@ -56,9 +56,6 @@ PLANS: dict[str, Any] = {
     "flatten": "flatten",
     "separate": "separate",
     "tensor parallel": plan(engine="megatron", tp=2),
-    "in two stages": plan(engine="megatron", pp=2),
-    "zero 2": plan(engine="zero", dp=2, zero_stage=2),
-    "zero 3": plan(engine="zero", dp=2, zero_stage=3),
 }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from launched_job import Job, slowness
+from ranks import RankServers
 from safetensors.torch import load_file
 from test_plans import plan, split, whole
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -22,6 +24,19 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1800)]
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate_configs"
 STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> Path:
+    """The folder of a run of one process, which runs of two processes are compared with."""
+    options = {**STEPS, "per_device_train_batch_size": 8}
+    job = Job(tmp_path_factory.mktemp("alone"), "train.py", 1, options, None, servers=servers)
+    try:
+        assert job.wait(200 * slowness()) == 0, job.problem()
+    finally:
+        job.kill()
+        job.log.close()
+    return job.folder
 
 
 def log(folder: Path) -> list[dict[str, float]]:
@@ -44,9 +59,8 @@ def close(first: list[dict[str, float]], second: list[dict[str, float]]) -> None
         assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
 
 
-def test_two_processes_train_save_and_resume_as_one_does(run: Callable[..., Path], tmp_path: Path) -> None:
+def test_two_processes_train_save_and_resume_as_one_does(run: Callable[..., Path], alone: Path) -> None:
     """Samples are drawn by their place in the batch: the same batch on two processes gives the same run."""
-    alone = run("train.py", 1, {**STEPS, "per_device_train_batch_size": 8}, "alone")
     two = run("train.py", 2, STEPS, "two", launched=True)
     close(log(alone), log(two))
     check_saved(two)
@@ -193,10 +207,11 @@ def test_engines_on_some_devices_get_the_weights_that_other_groups_train(run: Ca
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_generating_and_scoring_where_nothing_trains_changes_no_run(run: Callable[..., Path], dropped: bool) -> None:
+def test_generating_and_scoring_where_nothing_trains_changes_no_run(
+    run: Callable[..., Path], alone: Path, dropped: bool
+) -> None:
     """The copies on the second process are refreshed before each call, or freed after it and made again: the run is the
     one of a process alone."""
-    alone = run("train.py", 1, {**STEPS, "per_device_train_batch_size": 8}, "alone")
     apart = separate(Cluster(1, 2), generation_engine="transformers").to_dict()
     for call in ("actor.generate", "critic.forward") if dropped else ():
         apart["calls"][call]["drop"] = True
