@@ -159,3 +159,14 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def folder_of_run(folder: Path, script: str, processes: int, options: dict[str, Any], servers: RankServers) -> Path:
+    """What the fixture `run` returns, for a fixture of a whole module: the run's folder, which is `folder`."""
+    job = Job(folder, script, processes, options, None, servers=servers)
+    try:
+        assert job.wait(200 * slowness()) == 0, job.problem()
+    finally:
+        job.kill()
+        job.log.close()
+    return job.folder

@@ -15,9 +15,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
 
 def test_a_message_that_was_not_received_is_not_received_in_the_next_group(run: Callable[..., Path]) -> None:
     """As the outputs of a batch that was generated ahead, whose iteration the old plan never runs. Small messages and
-    large ones."""
+    large ones; and messages without content arrive."""
     folder = run("late_messages.py", 2, {"batches": [[4], [3 << 20, 4]]}, "job")
-    assert [(folder / f"{rank}.json").read_text() for rank in (0, 1)] == ['["new", "new"]'] * 2
+    assert [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)] == [["new", "new"]] * 2
+    assert json.loads((folder / "exchanged 0.json").read_text()) == ["", "abc", ""]
 
 
 def test_a_rank_waits_for_another_ones_call_longer_than_a_collective_may_take(run: Callable[..., Path]) -> None:

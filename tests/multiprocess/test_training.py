@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from launched_job import Job, slowness
+from launched_job import folder_of_run
 from ranks import RankServers
 from safetensors.torch import load_file
 from test_plans import plan, split, whole
@@ -30,13 +30,7 @@ STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_
 def alone(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> Path:
     """The folder of a run of one process, which runs of two processes are compared with."""
     options = {**STEPS, "per_device_train_batch_size": 8}
-    job = Job(tmp_path_factory.mktemp("alone"), "train.py", 1, options, None, servers=servers)
-    try:
-        assert job.wait(200 * slowness()) == 0, job.problem()
-    finally:
-        job.kill()
-        job.log.close()
-    return job.folder
+    return folder_of_run(tmp_path_factory.mktemp("alone"), "train.py", 1, options, servers)
 
 
 def log(folder: Path) -> list[dict[str, float]]:

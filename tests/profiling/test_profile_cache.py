@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import test_run_observer
 import tiny
+from transformers import LlamaForCausalLM
 
 from trl_realloc import Cluster
+from trl_realloc.engines.transformers_compat import attention_name
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.planner.profile import Profile
 from trl_realloc.profiling import profile_cache
@@ -66,9 +68,10 @@ def test_other_attention_and_other_settings_of_engines_are_measured_apart(job: J
     config = tiny.config()
     known = replace(job, models=replace(job.models, configs={Role.ACTOR: [config]}))
     paths = {cache_path(known)}
-    config._attn_implementation = "sdpa"  # as Transformers does when it loads the model
+    model = LlamaForCausalLM(config)  # which notes its attention in the config
+    assert attention_name(config) == "sdpa"
     assert cache_path(known) in paths
-    config._attn_implementation = "eager"
+    model.set_attn_implementation("eager")
     assert cache_path(known) in paths, "of one job it stays"
     paths.add(cache_path(replace(job, models=replace(job.models, configs={Role.ACTOR: [config]}))))
     eager = {**job.options.vllm, "engine_kwargs": {"enforce_eager": True}}

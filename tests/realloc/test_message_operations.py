@@ -53,11 +53,11 @@ class Work:
 
 def test_messages_between_gpus_are_looked_for_and_have_a_time_limit() -> None:
     moving: Any = object.__new__(Transfer)
-    moving.name, moving.rank, moving._polls, moving.timeout_s = "a -> b", 0, True, 0.05
+    moving.name, moving.rank, moving.polls, moving.timeout_s = "a -> b", 0, True, 0.05
     message = SimpleNamespace(source=0, target=1, pieces=[SimpleNamespace(parameter="w")])
     done: Any = SimpleNamespace(message=message, work=Work(5))
     work = done.work
-    moving._wait(done)
+    moving.wait(done)
     assert work.waited and done.work is None
     with pytest.raises(TransferError, match=r"message from rank 0 to rank 1 with w failed \(time limit 0.05 s\)"):
-        moving._wait(SimpleNamespace(message=message, work=Work(1 << 60)))
+        moving.wait(SimpleNamespace(message=message, work=Work(1 << 60)))

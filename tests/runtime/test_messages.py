@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from limits import patience
 from mailboxes import Mailbox, Mailboxes
 
-from trl_realloc.runtime.messages import GlooMessages, combined, spread
+from trl_realloc.runtime.messages import combined, spread
 
 
 def on_every_rank(ranks: Sequence[int], work: Callable[[int, Mailbox], Any]) -> tuple[list[Any], Mailboxes]:
@@ -53,29 +49,3 @@ def test_two_collectives_in_a_row_do_not_mix() -> None:
 
     results, _ = on_every_rank(range(7), work)
     assert results == [(6, -6)] * 7
-
-
-def exchange(rank: int, store: str, received: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    messages = GlooMessages(torch.distributed.group.WORLD)
-    if rank == 0:
-        for content in (b"", b"abc", b""):
-            messages.send(content, 1, 3)
-    else:
-        received.put([messages.receive(0, 3), *(messages.receive_any(3) for _ in range(2))])
-    messages.flush()
-    torch.distributed.barrier()
-
-
-def test_a_message_may_be_empty(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    received: Any = context.Queue()
-    ranks = [context.Process(target=exchange, args=(rank, str(tmp_path / "store"), received)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    try:
-        assert received.get(timeout=patience(20)) == [b"", (0, b"abc"), (0, b"")]
-    finally:
-        for process in ranks:
-            process.join(10)
-            process.kill()

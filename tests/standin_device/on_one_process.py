@@ -382,7 +382,8 @@ def test_weights_reach_an_engines_shared_memory_from_the_device() -> None:
     weight = torch.arange(6.0, device=SIM).view(2, 3)
     filled = buffers.fill(0, [("weight", weight.T), ("half", weight.bfloat16())])
     offset = filled.tensors[0][3]
-    assert buffers._mapped[0][offset : offset + 24].view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
+    memory = torch.from_file(f"/proc/self/fd/{buffers.fds[0]}", shared=True, size=filled.size, dtype=torch.uint8)
+    assert memory[offset : offset + 24].view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import OPTConfig
+from transformers import LlamaConfig, OPTConfig
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.plan.algorithm_graphs import grpo_graph
@@ -218,13 +218,13 @@ def test_the_policy_without_its_adapters_as_reference_needs_no_memory_of_its_own
 
 
 def test_an_attention_that_mixes_the_samples_of_a_row_has_no_pipeline() -> None:
-    config, plan = tiny.config(), flatten(Cluster(1, 2), generation_engine="transformers").to_dict()
+    plan = flatten(Cluster(1, 2), generation_engine="transformers").to_dict()
     plan["calls"]["actor.train"] = {"mesh": "0-1", "engine": "megatron", "dp": 1, "pp": 2}
     deep = ExecutionPlan.from_dict(plan)
     for attention in (None, "sdpa", "flash_attention_2"):
-        config._attn_implementation = attention
+        config = LlamaConfig(**tiny.config().to_dict(), attn_implementation=attention)
         check_layouts(deep, {role: [config] for role in Role}, [])
-    config._attn_implementation = "eager"
+    config = LlamaConfig(**tiny.config().to_dict(), attn_implementation="eager")
     with pytest.raises(PlanError, match="actor.train: its attention is eager, .* use pp: 1"):
         check_layouts(deep, {role: [config] for role in Role}, [])
 

@@ -21,6 +21,7 @@ from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.generation.sampling_checks import argument_names, why_not_moved
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.model_configs import ModelError
+from trl_realloc.engines.transformers_compat import attention_name
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.streams import Migration, Streams
@@ -338,7 +339,7 @@ def test_a_model_by_path_is_loaded_with_what_is_asked_for(tmp_path: Path, caplog
     made.close()
     assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
     reference = made.placement.engine("reference.forward").head.model
-    assert {model.config._attn_implementation for model in (made.model, reference)} == {"eager"}
+    assert {attention_name(model.config) for model in (made.model, reference)} == {"eager"}
 
 
 def test_samples_beyond_the_length_up_to_which_longrope_is_one_embedding_are_refused(tmp_path: Path) -> None:
@@ -629,7 +630,7 @@ def test_reward_models_by_name_are_loaded_with_model_init_kwargs(tmp_path: Path,
     (engine,) = trainer.placement.engines["reward.forward"]
     model = engine.head.model
     trainer.close()
-    assert model.config._attn_implementation == "eager"
+    assert attention_name(model.config) == "eager"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.plan.presets import PRESETS
@@ -51,11 +51,11 @@ def test_a_job_is_planned_and_measured_in_the_dtype_that_accelerate_runs_it_in(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
     args = config(tmp_path, **values)
-    AcceleratorState._reset_state()
+    tiny.forget_accelerate()
     try:
         runs_in = Accelerator(mixed_precision=args.mixed_precision).mixed_precision
     finally:
-        AcceleratorState._reset_state()
+        tiny.forget_accelerate()
     assert {"bf16": torch.bfloat16, "fp16": torch.float16}.get(runs_in) == dtype
     assert job(args).options.compute_dtype == dtype
 

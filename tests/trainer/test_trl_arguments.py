@@ -29,7 +29,7 @@ def test_arguments_by_position_and_by_name_are_those_of_the_installed_trl(tmp_pa
 )
 def test_without_a_configuration_the_default_is_named_as_by_trl(trl_class: type, config: type, name: str) -> None:
     model = tiny.policy()
-    model.config._name_or_path = "somebody/policy"
+    model.config.name_or_path = "somebody/policy"
     for given in ("somebody/policy", Path("somebody/policy"), model):
         args = _named(trl_class, config, (given, len), {"args": None})["args"]
         assert type(args) is config and args.output_dir == name

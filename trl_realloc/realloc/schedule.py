@@ -112,6 +112,11 @@ class TransferSchedule:
         return int(self._sent.sum())
 
     @property
+    def entries(self) -> int:
+        """Pairs of a box of a parameter and its receiver, which `schedule_entries` estimates."""
+        return sum(common.sources.size for common in self._boxes)
+
+    @property
     def waves(self) -> int:
         """The largest number of waves of a bucket, over all devices."""
         return 1 + max((int(common.waves.max(initial=0)) for common in self._boxes), default=0)

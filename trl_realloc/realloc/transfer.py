@@ -124,7 +124,7 @@ class Transfer:
         # an accelerator's backend, such as NCCL, needs the sends and receives of two ranks posted together, so those of
         # a wave are one batch
         self._batched = group is not None and device.type != "cpu"
-        self._polls = self._batched and dist.get_backend(group) == "nccl"
+        self.polls = self._batched and dist.get_backend(group) == "nccl"
         if self._batched:  # it connects a group in its first operation, in which all of its ranks must take part
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -212,20 +212,25 @@ class Transfer:
                 self._post(bucket, wave)
             received += bucket.receiving.get(wave, ())
             for flight in bucket.receiving.get(wave, ()):
-                self._wait(flight)
+                self.wait(flight)
                 if flight.unpack is not None:
                     flight.unpack()
         for flight in bucket.sending:
-            self._wait(flight)
+            self.wait(flight)
         self._free_buffers += [f.buffer for f in (*bucket.sending, *received) if f.buffer is not None]
         bucket.sending.clear()
         bucket.receiving.clear()
         return bucket.target
 
-    def _wait(self, flight: _Flight) -> None:
+    def wait(self, flight: _Flight) -> None:
+        """Wait until a message is done.
+
+        Raises:
+            TransferError: it failed, or was not done within the time limit.
+        """
         assert flight.work is not None, "posted before it is waited for"
         with self._error_context(flight.message):
-            if self._polls:
+            if self.polls:
                 self._poll(flight.work)
                 flight.work.wait()
             else:
