@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from launched_job import folder_of_run
-from ranks import RankServers
 from safetensors.torch import load_file
 from test_plans import ZERO3, plan, split
 
@@ -44,7 +42,6 @@ def test_longer_responses_move_the_run_to_another_plan_and_change_nothing_else(r
         assert float((tensor - second[name]).abs().max()) < 1e-5, name
 
 
-MOVED = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
 SHARDS = {"mesh": "0-1", "dp": 2, **ZERO3}
 WAYS = {
     "tensor group and ZeRO-3 to pipeline and replicas": (
@@ -61,22 +58,16 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def stayed(tmp_path_factory: pytest.TempPathFactory, servers: RankServers) -> Path:
-    """The folder of a run that stays on replicas, which runs that move are compared with."""
-    return folder_of_run(tmp_path_factory.mktemp("stayed"), "moved.py", 2, {**MOVED, "plan": plan(2)}, servers)
-
-
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_the_layouts_a_moved_run_goes_on_as_it_was(
-    run: Callable[..., Path], way: str, stayed: Path, tmp_path: Path
-) -> None:
+def test_whatever_the_layouts_a_moved_run_goes_on_as_it_was(run: Callable[..., Path], way: str, tmp_path: Path) -> None:
     """Weights, both optimizers, the frozen roles: the run is that of one that stayed on replicas. Its checkpoint, whose
     parts two ranks have written, is read by one."""
+    options = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-4}
     before, after = (plan(2, changed=changed) for changed in WAYS[way])
     saves = {"save_strategy": "steps", "save_steps": 4}
-    moved = run("moved.py", 2, {**MOVED, **saves, "plan": before, "to": after}, "moved")
+    moved = run("moved.py", 2, {**options, **saves, "plan": before, "to": after}, "moved")
+    stayed = run("moved.py", 2, {**options, "plan": plan(2)}, "stayed")
     one, other = (json.loads((folder / "log.json").read_text()) for folder in (moved, stayed))
     assert ExecutionPlan.from_dict(one["plan"]) == ExecutionPlan.from_dict(after), "it has moved"
     for mine, theirs in zip(one["updates"], other["updates"], strict=True):
