@@ -37,9 +37,11 @@ from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import gpu_memory
 from trl_realloc.planner.dispatcher import Dispatcher, Score
 from trl_realloc.planner.hardware import parse_cluster
+from trl_realloc.planner.ladder import STREAMING, Ways
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, choose_streams
+from trl_realloc.planner.space import Space
+from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, streams_of
 from trl_realloc.planner.workload import Workload
 
 
@@ -245,10 +247,11 @@ def sixteen_nodes(time_limit_s: float = 10.0) -> Iterator[dict[str, Any]]:
     """The demo's graph at 7B + 7B on 16 nodes, planned with and without overlap and streams."""
     prices, specs = pricing("h100:16x8", 1024), models(7, 7)
     for barrier in (True, False):
-        decision = choose(specs, prices, barrier=barrier, time_limit_s=time_limit_s)
-        whole = decision.streams.whole if decision.streams is not None else decision.best
-        choice = choose_streams(whole, time.perf_counter() + 20.0)
-        for mode, plan in (("whole batches", choice.whole), ("streamed", choice.still), ("migrated", choice.moved)):
+        decision = choose(Space.of_run(specs, prices), Ways(barrier=barrier), time_limit_s=time_limit_s)
+        tried = decision.rung(STREAMING)
+        whole = tried.whole if tried is not None else decision.best
+        plans = (whole, *streams_of(whole, time.perf_counter() + 20.0).plans.values(), None, None)
+        for mode, plan in zip(("whole batches", "streamed", "migrated"), plans, strict=False):
             streams = plan.streams.to_dict() if plan is not None and plan.streams is not None else None
             yield {
                 "setting": "16x8 H100",

@@ -25,6 +25,7 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory
 from trl_realloc.planner.hardware import parse_cluster
+from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
 
 
@@ -41,7 +42,7 @@ def measure(actor: int, critic: int, nodes: int, time_limit_s: float) -> dict[st
     workload = Workload(64 * nodes, 512, lengths, mini_batches=4, epochs=1, recompute=True)
     pricing = Pricing(cluster, workload, AnalyticRates(device), memory=DeviceMemory(device.memory))
     begun = time.perf_counter()
-    chosen = choose(models, pricing, time_limit_s=time_limit_s)
+    chosen = choose(Space.of_run(models, pricing), time_limit_s=time_limit_s)
     seconds = time.perf_counter() - begun
     names = ("flatten", "interleave", "separate")
     tried = [chosen.best, *(each.plan for each in chosen.alternatives if each.plan)]

@@ -24,6 +24,7 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
+from trl_realloc.planner.space import Space
 
 
 CLUSTER, NODES, PER_NODE = "h100:16x8", 16, 8
@@ -70,7 +71,7 @@ def rows() -> Iterator[dict[str, Any]]:
     for limit in LIMITS:
         prices, specs = pricing(CLUSTER, limit), models(7, 7)
         specs = {**specs, PROXIMAL_CALL: specs["reference.forward"]}
-        planned = choose(models(7, 7), prices, time_limit_s=SEARCH_S).best
+        planned = choose(Space.of_run(models(7, 7), prices), time_limit_s=SEARCH_S).best
         base = {"simulated": True, "limit": limit}
         yield {**base, "plan": "the planner's, synchronous", "seconds": planned.seconds}
         synchronous = None
@@ -100,10 +101,10 @@ def searched(limit: int, synchronous: PricedPlan, versions: Sequence[int] = STAL
     """
     prices, specs = pricing(CLUSTER, limit), models(7, 7)
     specs = {**specs, PROXIMAL_CALL: specs["actor.train"]}
-    whole = choose(specs, prices, graph=GRAPH, time_limit_s=SEARCH_S).best
-    found = choose_staleness(whole.space, whole, max(versions), time_limit_s=SEARCH_S).by_versions
+    whole = choose(Space.of_run(specs, prices, graph=GRAPH), time_limit_s=SEARCH_S).best
+    found = choose_staleness(whole.space, whole, max(versions), time_limit_s=SEARCH_S).plans
     for number in versions:
-        plan = found[number]
+        plan = found[f"staleness {number}"]
         yield {
             "simulated": True,
             "limit": limit,

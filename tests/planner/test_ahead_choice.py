@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +17,16 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
-from trl_realloc.planner.ahead_choice import choose_staleness, saving
+from trl_realloc.planner.ahead_choice import choose_staleness
 from trl_realloc.planner.ahead_problem import AheadProblem, Split, splits
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.decision import Decision
 from trl_realloc.planner.device_memory import DeviceMemory
+from trl_realloc.planner.ladder import STALENESS, Ways, saving
 from trl_realloc.planner.overlap_worth import OverlapWorth
 from trl_realloc.planner.problem import estimate_plan
+from trl_realloc.planner.search import SearchResult
 from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
 
@@ -40,11 +42,12 @@ def costs(workload: Workload = BALANCED, nodes: int = 2) -> Pricing:
 
 
 def test_generation_and_training_of_equal_weight_are_separated() -> None:
-    decision = choose(MODELS, costs(), graph=GRAPH, max_staleness=2, time_limit_s=4.0)
+    decision = choose(Space.of_run(MODELS, costs(), graph=GRAPH), Ways(max_staleness=2), time_limit_s=4.0)
     best = decision.best
-    assert decision.staleness is not None and decision.staleness.fastest is best
+    rung = decision.rung(STALENESS)
+    assert rung.fastest is best
     assert best.staleness.versions in (1, 2)
-    whole = decision.staleness.whole
+    whole = rung.whole
     assert best.seconds * 1.02 < whole.seconds and not whole.staleness.versions
     assert f"staleness {best.staleness.versions} saves {1 - best.seconds / whole.seconds:.0%}" in decision.summary
     plan = best.plan
@@ -55,40 +58,44 @@ def test_generation_and_training_of_equal_weight_are_separated() -> None:
     assert (again.seconds, again.estimate.mean_age) == (best.seconds, best.estimate.mean_age)
     assert whole.name in [other.name for other in decision.alternatives if other.plan is whole]
     assert all(other.reason for other in decision.alternatives)
-    seconds = [plan.seconds for plan in decision.staleness.by_versions.values()]
+    seconds = [plan.seconds for plan in rung.plans.values()]
     assert all(more <= 1.01 * less for less, more in pairwise(seconds))
 
 
 def test_without_max_staleness_the_decision_is_as_before() -> None:
-    plain = choose(MODELS, costs(), graph=GRAPH, time_limit_s=2.0)
-    assert plain.staleness is None
+    plain = choose(Space.of_run(MODELS, costs(), graph=GRAPH), time_limit_s=2.0)
+    assert plain.rung(STALENESS) is None
     assert not plain.best.staleness.versions
     assert not any(other.plan.staleness.versions for other in plain.alternatives if other.plan)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("engine", "changes", "said"),
     [
-        ({"deterministic": True}, "full_determinism"),
-        ({"generation_engine": "transformers"}, "only a vLLM engine"),
-        ({"barrier": True}, "to begin when the one before has ended"),
+        ("vllm", {"deterministic": True}, "full_determinism"),
+        ("transformers", {}, "only a vLLM engine"),
+        ("vllm", {"barrier": True}, "to begin when the one before has ended"),
     ],
 )
-def test_where_no_plan_can_have_a_staleness_the_summary_says_why(changes: dict[str, Any], said: str) -> None:
-    decision = choose(MODELS, costs(), graph=GRAPH, max_staleness=2, time_limit_s=0.5, **changes)
+def test_where_no_plan_can_have_a_staleness_the_summary_says_why(
+    engine: str, changes: dict[str, Any], said: str
+) -> None:
+    space = Space.of_run(MODELS, costs(), graph=GRAPH, generation_engine=engine)
+    decision = choose(space, Ways(max_staleness=2, **changes), time_limit_s=0.5)
     assert not decision.best.staleness.versions
     assert said in decision.summary
 
 
 def test_one_device_is_not_divided() -> None:
     prices = replace(pricing(1, 1, work(episodes=8)), memory=None)
-    decision = choose(specs(1, 1, GRAPH), prices, graph=GRAPH, max_staleness=4, time_limit_s=1.0)
+    decision = choose(Space.of_run(specs(1, 1, GRAPH), prices, graph=GRAPH), Ways(max_staleness=4), time_limit_s=1.0)
     assert not decision.best.staleness.versions
     assert "the only device cannot generate while it trains" in decision.summary
 
 
 def test_engines_that_the_user_lets_sleep_do_not_run_ahead() -> None:
-    decision = choose(MODELS, replace(costs(), vllm_sleeps=True), graph=GRAPH, max_staleness=1, time_limit_s=0.5)
+    space = Space.of_run(MODELS, replace(costs(), vllm_sleeps=True), graph=GRAPH)
+    decision = choose(space, Ways(max_staleness=1), time_limit_s=0.5)
     assert not decision.best.staleness.versions
     assert "vllm_enable_sleep_mode" in decision.summary
 
@@ -97,17 +104,17 @@ def test_a_division_that_has_no_memory_for_the_models_is_not_chosen() -> None:
     models = specs(13, 13, GRAPH)
     prices = replace(pricing(1, 8, BALANCED), vllm_share=0.5, memory=DeviceMemory(84e9))
     limit_s = patience(1.0)  # in less the search finds no plan that fits
-    whole = choose(models, prices, graph=GRAPH, time_limit_s=limit_s).best
+    whole = choose(Space.of_run(models, prices, graph=GRAPH), time_limit_s=limit_s).best
     choice = choose_staleness(replace(whole.space, pricing=prices), whole, 1, time_limit_s=limit_s)
-    for plan in choice.by_versions.values():
+    for plan in choice.plans.values():
         assert plan.fits
-    assert choice.by_versions or "memory" in choice.sentence
+    assert choice.plans or "memory" in choice.sentence
 
 
 def test_a_graph_without_generation_has_none() -> None:
     graph = DPO
     models = {call.name: MODELS["actor.train"] for call in graph.calls}
-    decision = choose(models, costs(), graph=graph, max_staleness=1, time_limit_s=0.5)
+    decision = choose(Space.of_run(models, costs(), graph=graph), Ways(max_staleness=1), time_limit_s=0.5)
     assert "no call generates" in decision.summary
 
 
@@ -125,12 +132,10 @@ def test_a_difference_of_two_plans_in_words(seconds: float, said: str) -> None:
 def test_a_chosen_plan_that_saves_nothing_is_not_said_to_save() -> None:
     prices = replace(costs(nodes=1), memory=None)
     plan = estimate_plan(separate(prices.cluster, graph=GRAPH), MODELS, prices, exact=False)
-    decision: Any = SimpleNamespace(best=plan, search=SimpleNamespace(exhaustive=True))
-    for name in ("fused", "fused_ahead", "streams", "staleness"):
-        setattr(decision, name, None)
-    worth = OverlapWorth(decision, GRAPH, MODELS, 0, corrects=False)
+    decision = Decision(plan, (), SearchResult((), (), 0, 0.0, exhaustive=True))
+    worth = OverlapWorth(decision, Ways(), GRAPH, MODELS, corrects=False)
     vars(worth)["apart"] = replace(plan, estimate=replace(plan.estimate, seconds=1.001 * plan.seconds))
-    assert worth.ways[0].verdict == "as fast as the chosen plan"
+    assert worth.rows[0].verdict == "as fast as the chosen plan"
     assert "saves" not in worth.sentences[-1]
 
 

@@ -15,13 +15,14 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.device_memory import CONTEXT, DeviceMemory, gpu_memory
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import memory_table
+from trl_realloc.planner.space import Space
 
 
 def test_a_plan_for_gpus_leaves_the_headroom_and_counts_contexts_and_communicators() -> None:
     bare = pricing(1)
     total = bare.memory.total
-    full = choose(specs(7, 7), bare).best.estimate
-    chosen = choose(specs(7, 7), replace(bare, memory=gpu_memory(total))).best
+    full = choose(Space.of_run(specs(7, 7), bare)).best.estimate
+    chosen = choose(Space.of_run(specs(7, 7), replace(bare, memory=gpu_memory(total)))).best
     estimate = chosen.estimate
     assert full.memory > 0.9 * total, "without a headroom these models fill the devices"
     assert estimate.memory <= 0.9 * total
@@ -45,7 +46,7 @@ def test_a_pipeline_has_communicators_of_its_neighbours_too(pp: int, more: int) 
 
 
 def test_the_parts_of_the_fullest_device_are_shown_with_what_is_free() -> None:
-    chosen = choose(specs(7, 7), replace(pricing(1), memory=gpu_memory(80e9, 0.2))).best
+    chosen = choose(Space.of_run(specs(7, 7), replace(pricing(1), memory=gpu_memory(80e9, 0.2)))).best
     table = memory_table(chosen)
     parts = list(table.columns[0].cells)
     assert {"contexts", "communicators", "free (20% of 80 GB at least)"} <= set(parts)

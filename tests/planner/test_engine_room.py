@@ -15,6 +15,7 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.device_memory import DeviceMemory, gpu_memory
 from trl_realloc.planner.engine_room import CUDA_GRAPH_BYTES, engine_peak
+from trl_realloc.planner.space import Space
 
 
 GENERATE = ppo_graph().call("actor.generate")
@@ -64,7 +65,7 @@ def test_on_a_gpu_the_largest_forward_is_not_cache(tp: int) -> None:
 
 def refusal(prices: Pricing, billions: int = 70) -> str:
     with pytest.raises(PlanError) as refused:
-        choose(specs(billions, 7), prices, time_limit_s=0.1)
+        choose(Space.of_run(specs(billions, 7), prices), time_limit_s=0.1)
     return str(refused.value)
 
 

@@ -37,10 +37,11 @@ from trl_realloc.planner.fused_check import (
     serial_time,
     uniform_bound,
 )
-from trl_realloc.planner.fused_choice import FusedChoice, choose_fused, pair_of
+from trl_realloc.planner.fused_choice import choose_fused, pair_of
 from trl_realloc.planner.fused_cost import fused_prices
 from trl_realloc.planner.fused_pipelines import FusedPipelines, Pipeline
 from trl_realloc.planner.hardware import Link
+from trl_realloc.planner.ladder import FUSED, Rung, Ways
 from trl_realloc.planner.overlap_worth import OverlapWorth
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import Problem, estimate_plan
@@ -79,7 +80,7 @@ def fused_plan(prices: Pricing, **homes: Assignment) -> PricedPlan:
     return estimate_plan(replace(pipelined(prices, **homes), fused=PAIR), MODELS, prices)
 
 
-def chosen(prices: Pricing, whole: ExecutionPlan, deadline: float = math.inf, latest: float = math.inf) -> FusedChoice:
+def chosen(prices: Pricing, whole: ExecutionPlan, deadline: float = math.inf, latest: float = math.inf) -> Rung:
     space = Space(prices.cluster, whole.graph, MODELS, prices)
     return choose_fused(space, space.candidates(), [estimate_plan(whole, MODELS, prices)], deadline, latest)
 
@@ -163,18 +164,17 @@ def test_the_activations_of_both_models_are_counted() -> None:
 def test_pipelines_with_few_micro_batches_are_fused() -> None:
     prices = replace(FEW, memory=None)
     choice = chosen(prices, pipelined(prices))
-    assert choice.fused is not None and choice.fastest is choice.fused
-    saved = 1 - choice.fused.seconds / choice.whole.seconds
+    fused = choice.fastest
+    assert [*choice.plans.values()] == [fused]
+    saved = 1 - fused.seconds / choice.whole.seconds
     assert saved > 0.1
-    assert (
-        choice.sentence == f"training actor.train and critic.train in fused pipelines saves {saved:.1%} of an iteration"
-    )
-    plan = choice.fused.plan
-    assert plan.fused == PAIR and choice.fused.fits
+    assert choice.sentence == f"fused training saves {saved:.0%} of an iteration"
+    plan = fused.plan
+    assert plan.fused == PAIR and fused.fits
     assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
     again = estimate_plan(plan, MODELS, prices)
-    assert again.seconds == pytest.approx(choice.fused.seconds, rel=1e-12)
-    assert again.estimate.memory == choice.fused.estimate.memory
+    assert again.seconds == pytest.approx(fused.seconds, rel=1e-12)
+    assert again.estimate.memory == fused.estimate.memory
 
 
 def test_pipelines_are_looked_at_that_neither_call_has_by_itself() -> None:
@@ -182,47 +182,45 @@ def test_pipelines_are_looked_at_that_neither_call_has_by_itself() -> None:
     prices = FEW
     halves = pipelined(prices, split("0-1", pp=2), split("2-3", pp=2))
     choice = chosen(prices, halves)
-    assert choice.fused is not None
-    assert {str(choice.fused.plan.mesh(name)) for name in PAIR} == {"0-3"}
+    assert {str(choice.plans[FUSED].plan.mesh(name)) for name in PAIR} == {"0-3"}
 
 
 def test_the_chosen_plan_is_fused_and_the_explanation_says_what_that_saves() -> None:
     prices = slow_links(5e10, 0.001, episodes=64, prompt_tokens=900, response_tokens=(124,), mini_batches=16)
-    decision = choose(MODELS, prices, barrier=True, time_limit_s=1.0)
-    assert decision.fused is not None and decision.fused.fused is not None
-    fused, whole = decision.fused.fused, decision.fused.whole
+    decision = choose(Space.of_run(MODELS, prices), Ways(barrier=True), time_limit_s=1.0)
+    rung = decision.rung(FUSED)
+    fused, whole = rung.plans[FUSED], rung.whole
     assert decision.best.fused == fused.fused == PAIR and not whole.fused
     assert decision.best.calls == fused.calls  # streams may be added
     assert fused.seconds * 1.001 < whole.seconds
-    saves = f"saves {1 - fused.seconds / whole.seconds:.1%} of an iteration"
+    saves = f"saves {1 - fused.seconds / whole.seconds:.0%} of an iteration"
     assert saves in decision.summary
     assert any(other.plan is whole and saves in other.reason for other in decision.alternatives)
     assert all(other.reason for other in decision.alternatives)
     assert not overlaps(fused.timeline)
     assert {joined(PAIR)} == {call for call in fused.timeline.calls if call.endswith(".train")}
     graph = ppo_graph(proximal=True)
-    worth = OverlapWorth(decision, graph, specs(7, 7, graph), 0, time_limit_s=0.5)
-    row = next(way for way in worth.ways if way.name == "fused training")
+    worth = OverlapWorth(decision, Ways(), graph, specs(7, 7, graph), time_limit_s=0.5)
+    row = next(row for row in worth.rows if row.name == FUSED)
     assert row.plan is fused and row.verdict
     assert not worth.apart.fused and worth.whole is whole
-    assert any(line.startswith("Fused training: ") and saves in line for line in worth.sentences)
+    assert any(line.startswith("Fused training ") and saves in line for line in worth.sentences)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(overlap_table(worth))
     assert "fused training" in console.export_text()
 
 
 def test_calls_that_train_faster_apart_are_not_fused_and_the_summary_says_so() -> None:
-    decision = choose(MODELS, pricing(1, 8), time_limit_s=1.0)
+    decision = choose(Space.of_run(MODELS, pricing(1, 8)), time_limit_s=1.0)
     assert not decision.best.fused
-    assert decision.fused is not None and decision.fused.fastest is decision.fused.whole
-    assert "in fused pipelines costs at least" in decision.summary
+    assert not decision.rung(FUSED).is_chosen
+    assert "fused training costs at least" in decision.summary
 
 
 def test_what_is_within_the_error_of_the_estimates_is_not_chosen() -> None:
     prices = replace(FEW, memory=None)
     gain = chosen(prices, pipelined(prices))
-    assert gain.fused is not None
-    error = gain.whole.seconds / gain.fused.seconds - 1
+    error = gain.whole.seconds / gain.plans[FUSED].seconds - 1
     for less, is_chosen in ((0.99, True), (1.01, False)):
         rough = replace(prices, rates=replace(prices.rates, error=less * error))  # type: ignore[type-var]
         choice = chosen(rough, pipelined(rough))
@@ -245,8 +243,7 @@ def test_a_fused_plan_that_does_not_fit_in_memory_is_not_found() -> None:
     space = Space(tight.cluster, alone.space.graph, MODELS, tight)
     lists = {name: [candidate] for name, candidate in alone.calls.items()}
     choice = choose_fused(space, lists, [replace(alone, space=space)], math.inf)
-    assert choice.fused is None or choice.fused.fits
-    assert choice.fused is None
+    assert not choice.plans
     assert "do not fit in a device's memory" in choice.sentence
 
 
@@ -276,12 +273,11 @@ def test_without_time_no_schedule_is_searched_and_no_training_is_fused() -> None
 
 def test_where_fused_training_is_not_allowed_what_it_saves_is_said_and_it_is_not_chosen() -> None:
     prices = slow_links(5e10, 0.001, episodes=64, prompt_tokens=900, response_tokens=(124,), mini_batches=16)
-    refused = choose(MODELS, prices, barrier=True, fused_training=False, time_limit_s=1.0)
-    assert refused.fused is not None and refused.fused.fused is not None
-    assert not refused.best.fused and refused.best.seconds > refused.fused.fused.seconds
+    refused = choose(Space.of_run(MODELS, prices), Ways(barrier=True, fused_training=False), time_limit_s=1.0)
+    assert not refused.best.fused and refused.best.seconds > refused.rung(FUSED).plans[FUSED].seconds
     assert "saves" in refused.summary and "fused_training: true" in refused.summary
-    worth = OverlapWorth(refused, refused.best.space.graph, MODELS, 0, time_limit_s=1.0)
-    verdict = next(way.verdict for way in worth.ways if way.name == "fused training")
+    worth = OverlapWorth(refused, Ways(), refused.best.space.graph, MODELS, time_limit_s=1.0)
+    verdict = next(row.verdict for row in worth.rows if row.name == FUSED)
     assert "fused_training: true" in verdict and "slower" not in verdict
 
 

@@ -16,9 +16,11 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS, separate
 from trl_realloc.plan.streams import Streams
 from trl_realloc.planner.choose import choose
+from trl_realloc.planner.ladder import STALENESS, STREAMING, Ways
 from trl_realloc.planner.overlap_worth import OverlapWorth
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.simulate import Overlap
+from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
 
 
@@ -42,7 +44,8 @@ def groups(steps: int, accumulated: int, iterations: int = 1, episodes: int = 12
 def test_every_form_is_planned_and_beside_it_the_presets_that_it_has(
     graph: DataflowGraph, nodes: int, per_node: int
 ) -> None:
-    decision = choose(specs(1, 1, graph), pricing(nodes, per_node, groups(1, 1)), graph=graph, time_limit_s=1.0)
+    space = Space.of_run(specs(1, 1, graph), pricing(nodes, per_node, groups(1, 1)), graph=graph)
+    decision = choose(space, time_limit_s=1.0)
     plan = decision.best.plan
     assert plan.graph == graph and decision.best.fits
     assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
@@ -60,8 +63,8 @@ def test_adapters_of_a_model_that_cannot_be_trained_whole_fit_on_one_device() ->
     lora = {**whole, "actor.train": [replace(spec, trained_share=0.005) for spec in whole["actor.train"]]}
     prices = pricing(1, 1, groups(1, 1))
     with pytest.raises(PlanError, match="actor.train fits on no mesh"):
-        choose(whole, prices, graph=graph, time_limit_s=0.5)
-    best = choose(lora, prices, graph=graph, time_limit_s=0.5).best
+        choose(Space.of_run(whole, prices, graph=graph), time_limit_s=0.5)
+    best = choose(Space.of_run(lora, prices, graph=graph), time_limit_s=0.5).best
     (spec,) = lora["actor.train"]
     cost = best.costs["actor.train"]
     assert cost.static + cost.gradients == pytest.approx(spec.elements * (2 + 0.005 * 16))
@@ -72,9 +75,10 @@ def test_adapters_of_a_model_that_cannot_be_trained_whole_fit_on_one_device() ->
 @forms
 def test_generation_may_run_ahead_of_another_librarys_loop_and_nothing_else(graph: DataflowGraph) -> None:
     prices = pricing(1, 4, groups(1, 1))
-    decision = choose(specs(1, 1, graph), prices, graph=graph, max_staleness=2, time_limit_s=2.0)
-    assert decision.staleness is not None and decision.staleness.by_versions.keys() == {1, 2}
-    for versions, stale in decision.staleness.by_versions.items():
+    decision = choose(Space.of_run(specs(1, 1, graph), prices, graph=graph), Ways(max_staleness=2), time_limit_s=2.0)
+    plans = decision.rung(STALENESS).plans
+    assert [plan.staleness.versions for plan in plans.values()] == [1, 2]
+    for versions, stale in enumerate(plans.values(), 1):
         assert 0 < stale.estimate.mean_age <= stale.estimate.oldest <= versions
         assert ExecutionPlan.from_yaml(stale.plan.to_yaml()) == stale.plan
         assert not stale.plan.barrier
@@ -85,23 +89,24 @@ def test_without_a_staleness_the_next_generation_waits_for_the_end_of_another_li
     graph: DataflowGraph,
 ) -> None:
     """Though its devices may be free before."""
-    decision = choose(specs(1, 1, graph), pricing(1, 4, groups(1, 1)), graph=graph, time_limit_s=1.0)
+    decision = choose(Space.of_run(specs(1, 1, graph), pricing(1, 4, groups(1, 1)), graph=graph), time_limit_s=1.0)
     assert not decision.best.barrier and decision.best.overlap is Overlap.NONE
     assert Overlap.of(decision.best.plan) is Overlap.NONE
 
 
 def test_runs_whose_completions_take_turns_do_not_stream() -> None:
     graph = FORMS[0]
-    decision = choose(specs(7, 7, graph), pricing(1, 4, groups(1, 1)), graph=graph, streams=False, time_limit_s=1.0)
-    assert decision.streams is None and decision.best.plan.streams is None
+    space = Space.of_run(specs(7, 7, graph), pricing(1, 4, groups(1, 1)), graph=graph)
+    decision = choose(space, Ways(streams=False), time_limit_s=1.0)
+    assert decision.rung(STREAMING) is None and decision.best.plan.streams is None
 
 
 def test_what_a_staleness_is_worth_is_said_in_generations_and_not_without_a_correction() -> None:
     graph, prices = FORMS[-1], pricing(1, 4, groups(1, 1))
-    decision = choose(specs(1, 1, graph), prices, graph=graph, time_limit_s=1.0)
+    decision = choose(Space.of_run(specs(1, 1, graph), prices, graph=graph), time_limit_s=1.0)
     for corrects in (True, False):
-        worth = OverlapWorth(decision, graph, specs(1, 1, graph), 0, time_limit_s=1.0, corrects=corrects)
-        said = " ".join((*worth.sentences, *(way.name for way in worth.ways)))
+        worth = OverlapWorth(decision, Ways(), graph, specs(1, 1, graph), corrects, time_limit_s=1.0)
+        said = " ".join((*worth.sentences, *(row.name for row in worth.rows)))
         assert "cannot begin early, because TRL's loop asks for it" in said
         assert "the next generation begins early" not in said
         assert ("generations old on average" in said) == corrects
@@ -123,7 +128,7 @@ def test_models_that_fit_nowhere_are_refused_with_the_cluster_that_would_do() ->
     graph = FORMS[-1]
     prices = replace(pricing(1, 1, groups(1, 1)), vllm_share=0.4)  # a 13B has 26 GB
     with pytest.raises(PlanError, match="of these devices would do"):
-        choose(specs(13, 13, graph), prices, graph=graph, time_limit_s=1.0)
+        choose(Space.of_run(specs(13, 13, graph), prices, graph=graph), time_limit_s=1.0)
 
 
 @pytest.mark.parametrize(

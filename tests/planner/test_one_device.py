@@ -16,6 +16,7 @@ from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
 from trl_realloc.planner.decision import Decision
 from trl_realloc.planner.device_memory import gpu_memory
+from trl_realloc.planner.space import Space
 from trl_realloc.planner.workload import Workload
 
 
@@ -34,7 +35,7 @@ def prices(gigabytes: float, devices: int = 1, workload: Workload | None = None,
 
 
 def plan_of(billions: int, costs: Pricing, trained: float = 1.0) -> Decision:
-    return choose(models(billions, trained), costs, graph=GRAPH, time_limit_s=0.3)
+    return choose(Space.of_run(models(billions, trained), costs, graph=GRAPH), time_limit_s=0.3)
 
 
 def test_a_batch_that_does_not_fit_is_trained_on_in_smaller_forwards() -> None:
@@ -96,4 +97,4 @@ def test_a_refusal_names_the_largest_part_and_what_would_fit() -> None:
 
 def test_calls_that_fit_alone_and_not_together_are_refused_with_what_they_hold() -> None:
     with pytest.raises(PlanError, match=r"takes [0-9.]+ GB of a device, [0-9.]+ of them .*(actor|critic)\.train"):
-        choose(specs(1, 1), prices(34), time_limit_s=0.3)
+        choose(Space.of_run(specs(1, 1), prices(34)), time_limit_s=0.3)

@@ -26,6 +26,7 @@ from trl_realloc.planner import search as searching
 from trl_realloc.planner.call_cost import CallCost
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.decision import why_slower
+from trl_realloc.planner.ladder import Ways
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import Problem
 from trl_realloc.planner.search import _Climb, partitions, search
@@ -124,10 +125,11 @@ def test_a_choice_without_time_prices_one_plan_that_the_search_has_found(monkeyp
         return price(problem, state, name, **how)
 
     monkeypatch.setattr(Problem, "priced_plan", counted)
+    space = Space.of_run(specs(7, 7), pricing(1))
     for share in (math.inf, 0.0):
         monkeypatch.setattr(choosing, "PRICED_SHARE", share)
         priced.clear()
-        found = choose(specs(7, 7), pricing(1), fuses=False, streams=False, time_limit_s=0.2).search.states
+        found = choose(space, Ways(fuses=False, streams=False), time_limit_s=0.2).search.states
         assert priced.count("searched") == (len(found) if share else 1) and len(found) > 1
 
 
@@ -216,7 +218,7 @@ def test_a_longer_limit_searches_again_from_other_states(monkeypatch: pytest.Mon
 
 def test_a_plan_that_would_not_fit_is_never_proposed() -> None:
     prices = pricing(1)
-    chosen = choose(specs(7, 7), prices)
+    chosen = choose(Space.of_run(specs(7, 7), prices))
     assert chosen.best.estimate.memory <= prices.memory.usable
     assert chosen.best.fits
     assert all(each.plan is None or each.plan.fits for each in chosen.alternatives)
@@ -227,14 +229,14 @@ def test_a_plan_that_would_not_fit_is_never_proposed() -> None:
 
 def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_would_do() -> None:
     with pytest.raises(PlanError) as refused:
-        choose(specs(70, 70), pricing(1))
+        choose(Space.of_run(specs(70, 70), pricing(1)))
     text = str(refused.value)
     assert "80 GB" in text
     assert "32 of these devices would do" in text or "64 of these devices would do" in text
 
 
 def test_the_planner_beats_every_preset_and_says_why_each_lost() -> None:
-    chosen = choose(specs(7, 7), pricing(2))
+    chosen = choose(Space.of_run(specs(7, 7), pricing(2)))
     named = {each.name.partition(",")[0]: each for each in chosen.alternatives}
     for name in ("flatten", "interleave", "separate"):
         if name in named and named[name].plan is not None:
@@ -268,7 +270,7 @@ def test_what_a_slower_plan_wastes_is_said_whether_work_or_waiting(wasteful: lis
 def test_where_a_plan_that_is_as_fast_differs_is_said() -> None:
     prices = pricing()
     space = Space(prices.cluster, ppo_graph(), specs(1, 1), prices)
-    best = choose(specs(1, 1), prices).best
+    best = choose(Space.of_run(specs(1, 1), prices)).best
     state = [best.calls[name] for name in space.graph.order]
     other = Assignment(DeviceMesh.parse("0-3"), ParallelStrategy(2, 2), "megatron")
     at = space.graph.order.index("reward.forward")
@@ -278,7 +280,7 @@ def test_where_a_plan_that_is_as_fast_differs_is_said() -> None:
 
 
 def test_a_preset_within_the_estimates_own_error_is_preferred() -> None:
-    chosen = choose(specs(1, 1), pricing(1, 1))
+    chosen = choose(Space.of_run(specs(1, 1), pricing(1, 1)))
     assert chosen.best.name.startswith("flatten")
 
 
@@ -296,7 +298,7 @@ def test_frozen_roles_may_be_in_the_way_of_nothing() -> None:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_other_algorithms_are_planned_too(name: str) -> None:
     graph = GRAPHS[name]
-    chosen = choose(specs(7, 7, graph), pricing(1, workload=work()), graph=graph)
+    chosen = choose(Space.of_run(specs(7, 7, graph), pricing(1, workload=work()), graph=graph))
     planned: Mapping[str, Assignment] = chosen.best.plan.assignments
     assert tuple(planned) == graph.order
 
@@ -378,14 +380,14 @@ def test_three_calls_that_wait_for_the_same_one_are_put_side_by_side() -> None:
 def test_the_proximal_policys_forward_is_chosen_and_priced_as_any_forward() -> None:
     graph = ppo_graph(proximal=True)
     prices = pricing()
-    chosen = choose(specs(7, 7, graph), prices, graph=graph, time_limit_s=2)
+    chosen = choose(Space.of_run(specs(7, 7, graph), prices, graph=graph), time_limit_s=2)
     assert chosen.best.plan.graph == graph
     named = {alternative.name.partition(",")[0] for alternative in chosen.alternatives} | {chosen.best.name}
     assert named & {"flatten", "interleave"}, "presets for this graph are compared with"
     flat = Assignment(DeviceMesh(0, 8), ParallelStrategy(8), "zero")
     costs = [prices.price(graph.call(name), [llama(7)], flat) for name in ("actor.forward", "reference.forward")]
     assert costs[0] == costs[1] and costs[0].seconds > 0
-    plain = choose(specs(7, 7), prices, time_limit_s=2)
+    plain = choose(Space.of_run(specs(7, 7), prices), time_limit_s=2)
     assert chosen.best.seconds > plain.best.seconds
 
 

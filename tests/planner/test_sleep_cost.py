@@ -50,18 +50,18 @@ def test_weights_that_rest_in_host_memory_are_copied_both_ways() -> None:
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_engines_sleep_or_do_not_where_the_job_says_so(sleeps: bool) -> None:
     prices = replace(pricing(1), memory=gpu_memory(80e9), vllm_sleeps=sleeps)
-    best = choose(specs(7, 7), prices, time_limit_s=1.0).best
+    best = choose(Space.of_run(specs(7, 7), prices), time_limit_s=1.0).best
     assert best.plan["actor.generate"].drop == sleeps
 
 
 def test_engines_sleep_by_themselves_only_where_no_plan_fits_otherwise() -> None:
     prices = replace(pricing(1, 1), memory=gpu_memory(76e9), vllm_share=0.5)
     with pytest.raises(PlanError, match="fit on no plan"):
-        choose(specs(1, 1), replace(prices, vllm_sleeps=False), time_limit_s=0.3)
-    best = choose(specs(1, 1), prices, time_limit_s=0.3).best
+        choose(Space.of_run(specs(1, 1), replace(prices, vllm_sleeps=False)), time_limit_s=0.3)
+    best = choose(Space.of_run(specs(1, 1), prices), time_limit_s=0.3).best
     assert best.fits and best.plan["actor.generate"].drop
     roomy = replace(prices, vllm_share=0.4)
-    assert not choose(specs(1, 1), roomy, time_limit_s=0.3).best.plan["actor.generate"].drop
+    assert not choose(Space.of_run(specs(1, 1), roomy), time_limit_s=0.3).best.plan["actor.generate"].drop
 
 
 def test_weights_to_an_engine_of_several_gpus_take_longer_than_to_one_of_one_gpu() -> None:

@@ -23,6 +23,7 @@ from trl_realloc.planner.device_memory import gpu_memory
 from trl_realloc.planner.hardware import DEVICES
 from trl_realloc.planner.measured_rates import ACCELERATOR_ERROR, CPU_ERROR, MeasuredRates
 from trl_realloc.planner.profile import DecodeHost, Profile
+from trl_realloc.planner.space import Space
 from trl_realloc.planner.specification import CPU, GPU, decode_host, rates_of, specified_device
 from trl_realloc.planner.workload import Workload
 
@@ -58,7 +59,7 @@ def test_links_between_hosts_which_every_start_measures_are_used_without_other_m
 def test_a_plan_by_specification_is_a_preset_unless_another_is_much_faster() -> None:
     rates = rates_of(unmeasured("NVIDIA H100 80GB HBM3", is_accelerator=True))
     pricing = Pricing(Cluster(1, 8, 80.0), work(), rates, memory=gpu_memory(80e9))
-    decision = choose(specs(), pricing, time_limit_s=1.0)
+    decision = choose(Space.of_run(specs(), pricing), time_limit_s=1.0)
     fastest = min(plan.plan.seconds for plan in decision.alternatives if plan.plan is not None)
     assert decision.best.name == "searched" or decision.best.seconds <= 1.3 * fastest
 
@@ -81,7 +82,7 @@ def test_what_was_measured_on_cpus_is_not_assumed_of_an_accelerator() -> None:
 def test_corrections_turn_a_specification_into_the_machine_at_hand() -> None:
     pricing = Pricing(Cluster(1, 8), work(), rates_of(unmeasured("a CPU")))
     slow = replace(pricing, corrections=Corrections(dict.fromkeys(specs(), 40.0), handover=0.0))
-    one, other = (choose(specs(), each, time_limit_s=1.0).best for each in (pricing, slow))
+    one, other = (choose(Space.of_run(specs(), each), time_limit_s=1.0).best for each in (pricing, slow))
     assert other.calls["actor.train"].cost.seconds > 20 * one.calls["actor.train"].cost.seconds
 
 

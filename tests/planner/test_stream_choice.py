@@ -15,11 +15,13 @@ from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.choose import choose
 from trl_realloc.planner.cost import Pricing
+from trl_realloc.planner.ladder import STREAMING, Ways
 from trl_realloc.planner.priced_plan import PricedPlan
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.show import plan_cost_table
+from trl_realloc.planner.space import Space
 from trl_realloc.planner.stream import engine_samples
-from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, choose_streams
+from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, streams_of
 from trl_realloc.planner.stream_cost import MOST_OF_ENGINES, MOST_SAMPLES_OF_BATCH, StreamPrices
 from trl_realloc.planner.workload import Workload
 
@@ -38,12 +40,10 @@ def priced(workload: Workload = LONG_TAIL) -> PricedPlan:
 
 
 def test_a_long_tail_moves_and_the_plan_says_so() -> None:
-    choice = choose_streams(priced())
-    assert choice.still is not None and choice.moved is not None
-    best = choice.fastest
-    assert best is choice.moved
-    assert best.seconds * 1.02 < choice.whole.seconds
-    assert "moved to" in choice.sentence
+    rung = streams_of(priced())
+    best = rung.fastest
+    assert list(rung.plans.values())[1:] == [best] and best.seconds * 1.02 < rung.whole.seconds
+    assert "moved to" in rung.sentence
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(plan_cost_table(best))
     assert best.streams is not None and best.streams.migration is not None
@@ -54,20 +54,19 @@ def test_a_long_tail_moves_and_the_plan_says_so() -> None:
 
 def test_the_sweep_comes_close_to_all_thresholds_and_numbers_of_engines() -> None:
     whole = priced()
-    choice = choose_streams(whole)
-    assert choice.moved is not None
+    _, moved = streams_of(whole).plans.values()
     every = [
         whole.with_streams(Streams(migration=Migration(threshold, engines))).seconds
         for threshold, engines in product(THRESHOLDS[::2], range(1, 8))
     ]
-    assert choice.moved.seconds <= 1.01 * min(every)
+    assert moved.seconds <= 1.01 * min(every)
 
 
 def test_streams_that_gain_nothing_are_left_out() -> None:
     """Equal lengths: all engines end at once."""
-    choice = choose_streams(priced(replace(LONG_TAIL, response_tokens=(64,))))
-    assert choice.fastest is choice.whole
-    assert choice.whole.plan.streams is None
+    rung = streams_of(priced(replace(LONG_TAIL, response_tokens=(64,))))
+    assert rung.fastest is rung.whole
+    assert rung.whole.plan.streams is None
 
 
 def test_streams_of_a_batch_of_thousands_are_worth_what_those_of_a_smaller_one_are() -> None:
@@ -87,9 +86,9 @@ def test_no_more_samples_of_a_batch_are_simulated_for_a_thousand_engines(episode
 
 def test_streams_are_chosen_on_hundreds_of_devices() -> None:
     prices = replace(pricing(64, 8, replace(LONG_TAIL, episodes=5120)), memory=None)
-    decision = choose(MODELS, prices, time_limit_s=4.0, fuses=False)
-    assert decision.streams is not None and decision.streams.still is not None
-    assert decision.best is decision.streams.fastest
+    decision = choose(Space.of_run(MODELS, prices), Ways(fuses=False), time_limit_s=4.0)
+    rung = decision.rung(STREAMING)
+    assert rung.plans and decision.best is rung.fastest
 
 
 def test_no_migration_is_tried_after_the_deadline() -> None:
@@ -100,19 +99,19 @@ def test_no_migration_is_tried_after_the_deadline() -> None:
 
 
 def test_nothing_is_simulated_after_the_deadline_and_the_choice_says_so() -> None:
-    choice = choose_streams(priced(), deadline=0.0)
-    assert choice.still is None and choice.fastest is choice.whole
-    assert "no time was left" in choice.sentence
+    rung = streams_of(priced(), deadline=0.0)
+    assert not rung.plans and rung.fastest is rung.whole
+    assert "no time was left" in rung.sentence
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_the_decision_says_what_streams_are_worth(engine: str) -> None:
-    decision = choose(MODELS, costs(), generation_engine=engine, time_limit_s=8.0)
-    assert decision.streams is not None
-    assert decision.streams.sentence in decision.summary
-    assert engine == "vllm" or decision.streams.moved is None, "only a vLLM engine can give its samples away"
+    decision = choose(Space.of_run(MODELS, costs(), generation_engine=engine), time_limit_s=8.0)
+    rung = decision.rung(STREAMING)
+    assert rung.sentence in decision.summary
+    assert engine == "vllm" or list(rung.plans) in ([], [STREAMING]), "only a vLLM engine can give its samples away"
     if decision.best.streams is not None:
-        whole = next(other.plan for other in decision.alternatives if other.plan is decision.streams.whole)
+        whole = next(other.plan for other in decision.alternatives if other.plan is rung.whole)
         assert whole is not None and whole.streams is None
         assert whole.seconds > decision.best.seconds
 
@@ -128,8 +127,7 @@ def test_an_engine_has_room_for_all_samples_that_migration_may_give_it() -> None
 
 
 def test_a_deterministic_run_gets_streams_whose_bits_do_not_depend_on_the_clock() -> None:
-    choice = choose_streams(priced(), deterministic=True)
-    assert choice.moved is None
-    assert choice.still is not None and choice.still.streams == Streams(deterministic=True)
-    best = choose(MODELS, costs(), deterministic=True, time_limit_s=2.0).best
+    (plan,) = streams_of(priced(), deterministic=True).plans.values()
+    assert plan.streams == Streams(deterministic=True)
+    best = choose(Space.of_run(MODELS, costs()), Ways(deterministic=True), time_limit_s=2.0).best
     assert best.streams in (None, Streams(deterministic=True))

@@ -42,14 +42,14 @@ def test_what_trains_under_another_adapter_than_plain_lora_is_not_split_by_tp() 
     assert {strategy.tp for strategy in strategies} == {1} and any(strategy.zero_stage for strategy in strategies)
     prices = replace(pricing(1, 1), memory=DeviceMemory(50e9))
     with pytest.raises(PlanError, match="An adapter that is not plain LoRA is not split by tp"):
-        choose(specs(70, 7), prices, splits=splits, generation_engine="transformers", time_limit_s=0.1)
+        choose(Space.of_run(specs(70, 7), prices, splits=splits, generation_engine="transformers"), time_limit_s=0.1)
 
 
 def test_the_planner_proposes_plans_that_the_optimizer_allows_and_no_others() -> None:
     """With these models it would shard the optimizer's state."""
-    split = choose(MODELS, PRICES, time_limit_s=0.5).best.plan
+    split = choose(Space.of_run(MODELS, PRICES), time_limit_s=0.5).best.plan
     assert any(split[name].strategy.zero_stage or split[name].strategy.tp > 1 for name in TRAINED)
-    decision = choose(MODELS, PRICES, splits=TrainingSplits(False, False), time_limit_s=0.5)
+    decision = choose(Space.of_run(MODELS, PRICES, splits=TrainingSplits(False, False)), time_limit_s=0.5)
     plans = [decision.best.plan, *(other.plan.plan for other in decision.alternatives if other.plan is not None)]
     for plan in plans:
         for name in TRAINED:
@@ -59,4 +59,6 @@ def test_the_planner_proposes_plans_that_the_optimizer_allows_and_no_others() ->
 def test_a_refusal_says_that_the_optimizer_leaves_what_trains_whole() -> None:
     prices = replace(pricing(1, 2, work(episodes=8)), memory=DeviceMemory(50e9))
     with pytest.raises(PlanError, match=r"The optimizer needs whole parameters.*adamw_torch"):
-        choose(specs(7, 7), prices, splits=TrainingSplits(elements=False, parameters=False), time_limit_s=0.1)
+        choose(
+            Space.of_run(specs(7, 7), prices, splits=TrainingSplits(elements=False, parameters=False)), time_limit_s=0.1
+        )

@@ -21,6 +21,7 @@ from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.corrections import Corrections
+from trl_realloc.planner.ladder import STALENESS
 from trl_realloc.planner.problem import estimate_plan
 from trl_realloc.planner.profile import Observation, Profile, model_key
 from trl_realloc.profiling import job as job_module
@@ -263,8 +264,7 @@ def test_a_run_that_generates_ahead_learns_nothing_and_may_change_its_plan(
     assert stale.max_staleness == 2 and stale.graph == graph
     stale, profile = replace(stale, engine="vllm"), measured(stale)
     decision = stale.choose(profile, time_limit_s=0.5)
-    assert decision.staleness is not None and set(decision.staleness.by_versions) == {1, 2}
-    chosen = decision.staleness.by_versions[2]
+    _, chosen = decision.rung(STALENESS).plans.values()
     job_plan = JobPlan(chosen.plan, chosen, decision, profile)
     observer = RunObserver(stale, job_plan)
     for _ in range(8):

@@ -20,10 +20,12 @@ from ..planner.decision import Decision
 from ..planner.device_memory import gpu_memory
 from ..planner.fused_choice import may_fuse
 from ..planner.hardware import Rates, parse_cluster
+from ..planner.ladder import Ways
 from ..planner.measured_rates import MeasuredRates
 from ..planner.overlap_worth import OverlapWorth
 from ..planner.profile import Profile, model_key
 from ..planner.recipe import Recipe
+from ..planner.space import Space
 from .measuring_job import check_processes, measured_profile, processes_of
 
 
@@ -105,17 +107,22 @@ def choose_for_recipe(
         pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if on_gpus else None)
         cap = None if on_gpus else CACHED_TOKENS
         pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
-    return choose(
+    space = Space.of_run(
         recipe.specs(),
         pricing,
         graph=recipe.graph,
         generation_engine=recipe.engine,
         engines=recipe.trainers,
+        splits=recipe.splits,
+    )
+    return choose(space, _ways(recipe, on_gpus=on_gpus), time_limit_s=time_limit)
+
+
+def _ways(recipe: Recipe, *, on_gpus: bool = True) -> Ways:
+    return Ways(
         deterministic=recipe.deterministic,
         max_staleness=recipe.max_staleness,
         fused_training=may_fuse(recipe.fused_training, on_gpus=on_gpus),
-        splits=recipe.splits,
-        time_limit_s=time_limit,
     )
 
 
@@ -123,17 +130,7 @@ def overlap_worth(recipe: Recipe, chosen: Decision, time_limit: float) -> Overla
     """The estimated gain of each way to overlap calls."""
     graph = recipe.stale_graph
     corrects = recipe.algorithm == "ppo" or bool(recipe.settings["vllm_importance_sampling_correction"])
-    return OverlapWorth(
-        chosen,
-        graph,
-        recipe.specs(graph),
-        recipe.max_staleness,
-        recipe.engine,
-        time_limit,
-        corrects,
-        recipe.trainers,
-        recipe.deterministic,
-    )
+    return OverlapWorth(chosen, _ways(recipe), graph, recipe.specs(graph), corrects, time_limit)
 
 
 def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None) -> Pricing:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ..common.errors import PlanError
-from ..plan.algorithm_graphs import has_host_loop
 from ..plan.presets import separate
 from ..plan.staleness import Staleness, calls_ahead
 from .ahead_problem import AheadProblem, splits
+from .ladder import STALENESS, Rung
 from .priced_plan import PricedPlan
 from .problem import Problem
 from .search import search
@@ -27,61 +27,8 @@ SPLITS = 3  # divisions of the devices that are searched, of those that are trie
 FOUND = 4  # states of a search that are kept
 SIMULATED = 4  # states that are simulated, of those that have been kept
 EVERY = 8  # up to here each staleness is simulated, above only its doubles and the bound
-SAME = 0.005  # difference of two plans, as a share of the seconds, below which one is as fast as the other
 
 Found = tuple[AheadProblem, State]
-
-
-@dataclass(frozen=True)
-class StalenessChoice:
-    """What a staleness is worth.
-
-    Args:
-        whole: the best plan without.
-        by_versions: the best plan with each staleness that was simulated, in ascending order.
-        reason: why there is no such plan, where there is none; in words.
-    """
-
-    whole: PricedPlan
-    by_versions: Mapping[int, PricedPlan] = field(default_factory=dict)
-    reason: str = ""
-
-    @property
-    def fastest(self) -> PricedPlan:
-        """The plan with the fewest seconds. A smaller staleness is preferred if the difference is within the error of
-        the estimates."""
-        best = self.whole
-        for plan in self.by_versions.values():
-            if plan.seconds * (1 + self.whole.space.pricing.rates.error) < best.seconds:
-                best = plan
-        return best
-
-    @property
-    def sentence(self) -> str:
-        """What the chosen staleness is worth, or the largest if none is chosen, without a capital letter and a full
-        stop."""
-        if not self.by_versions:
-            return f"no staleness: {self.reason}"
-        best = self.fastest
-        shown = best if best is not self.whole else self.by_versions[max(self.by_versions)]
-        text = f"staleness {shown.staleness.versions} {saving(shown, self.whole)} ({ages(shown)})"
-        if best is self.whole:
-            return f"{text}, which is no more than estimates are good for" if shown.seconds < best.seconds else text
-        return text
-
-
-def saving(plan: PricedPlan, whole: PricedPlan) -> str:
-    """What a plan saves of the seconds of another, in words."""
-    share = 1 - plan.seconds / whole.seconds
-    if abs(share) < SAME:
-        return "saves nothing"
-    return f"saves {share:.0%} of an iteration" if share > 0 else f"costs {-share:.0%} of an iteration"
-
-
-def ages(plan: PricedPlan) -> str:
-    """The ages of a plan's tokens, in words."""
-    unit = "generations" if has_host_loop(plan.space.graph) else "updates"
-    return f"tokens {plan.estimate.mean_age:.1f} {unit} old on average, {plan.estimate.oldest} at most"
 
 
 def why_none(space: Space, *, deterministic: bool = False, barrier: bool = False) -> str:
@@ -108,11 +55,9 @@ def choose_staleness(
     most: int,
     *,
     deterministic: bool = False,
-    seed: int = 0,
     time_limit_s: float = 5.0,
-    exact: bool = True,
-) -> StalenessChoice:
-    """The best plan with each staleness up to a bound.
+) -> Rung:
+    """The best plan with each staleness up to a bound, in ascending order. A smaller staleness is preferred.
 
     Args:
         space: whose engines do not sleep.
@@ -120,29 +65,26 @@ def choose_staleness(
         most: the bound, 1 or more.
         deterministic: two runs of the plan give the same bits.
         time_limit_s: of the searches together. Simulating what they have found takes about a second more.
-        exact: price reallocations by their transfer schedules.
     """
     if reason := why_none(space, deterministic=deterministic, barrier=whole.barrier):
-        return StalenessChoice(whole, reason=reason)
+        return Rung(STALENESS, whole, reason=reason)
     problem = Problem(space, {})
-    found = _searched(space, most, seed, time_limit_s)
-    presets = [plan for plan in _separate_presets(problem, exact=exact) if plan.fits]
+    found = _searched(space, most, time_limit_s)
+    presets = [plan for plan in _separate_presets(problem) if plan.fits]
     preset = min(presets, key=lambda plan: plan.seconds, default=None)
     priced: dict[tuple[int, ...], PricedPlan] = {}
-    by_versions: dict[int, PricedPlan] = {}
+    stale: dict[str, PricedPlan] = {}
     plans = [preset] if preset is not None else []
     for versions in _versions(most):
         for key in _most_promising(found, versions):
             if key not in priced:
                 problem_of, state = found[key]
-                priced[key] = problem_of.priced_plan(state, "searched", exact=exact)
+                priced[key] = problem_of.priced_plan(state, "searched", exact=space.is_small)
         also = [plan for key in _most_promising(found, versions) if (plan := priced[key]).fits and plan not in plans]
         if plans or also:
-            by_versions[versions], best = _best([*plans, *also], versions)
+            stale[f"{STALENESS} {versions}"], best = _best([*plans, *also], versions)
             plans = list({id(plan): plan for plan in (preset, best) if plan is not None}.values())  # for the next one
-    if not by_versions:
-        return StalenessChoice(whole, reason="no division of the devices into two parts has memory for the models")
-    return StalenessChoice(whole, by_versions)
+    return Rung(STALENESS, whole, stale, "no division of the devices into two parts has memory for the models")
 
 
 def _most_promising(found: Mapping[tuple[int, ...], Found], versions: int) -> list[tuple[int, ...]]:
@@ -171,16 +113,16 @@ def _versions(most: int) -> list[int]:
     return sorted({*range(1, min(most, EVERY) + 1), *(2**n for n in range(4, 7) if 2**n <= most), most})
 
 
-def _separate_presets(problem: Problem, *, exact: bool) -> Iterator[PricedPlan]:
+def _separate_presets(problem: Problem) -> Iterator[PricedPlan]:
     """The preset `separate`, under each ZeRO stage."""
     space = problem.space
     for stage in space.training_stages if space.graph.trained_roles else ():
         plan = separate(space.cluster, zero_stage=stage, graph=space.graph)
         name = "separate" if stage == 0 else f"separate, ZeRO-{stage}"
-        yield problem.priced_plan(problem.state_of(plan.assignments), name, exact=exact)
+        yield problem.priced_plan(problem.state_of(plan.assignments), name, exact=space.is_small)
 
 
-def _searched(space: Space, most: int, seed: int, time_limit_s: float) -> dict[tuple[int, ...], Found]:
+def _searched(space: Space, most: int, time_limit_s: float) -> dict[tuple[int, ...], Found]:
     """The best states of the best divisions, at the smallest and the largest staleness, each with its problem."""
     try:
         candidates = space.candidates()
@@ -195,7 +137,7 @@ def _searched(space: Space, most: int, seed: int, time_limit_s: float) -> dict[t
             searches = len(bounds) * len(problems) - number * len(problems) - at
             limit = (time_limit_s - (time.perf_counter() - begun)) / searches
             try:
-                result = search(problem, seed=seed, time_limit_s=max(0.05, limit), starts=[start], keep=FOUND)
+                result = search(problem, time_limit_s=max(0.05, limit), starts=[start], keep=FOUND)
             except PlanError:  # nothing fits
                 continue
             pairs = zip(result.states, result.weights, strict=True)

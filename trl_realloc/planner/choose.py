@@ -5,74 +5,62 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ..common.errors import PlanError
-from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import MEMORY_SHARE, Assignment, ParallelStrategy
 from ..plan.cluster import Cluster
-from ..plan.dataflow import DataflowGraph, Role
+from ..plan.dataflow import Role
 from ..plan.model_spec import ModelSpec
 from ..plan.presets import flatten, presets_of, with_sleeping_engines
-from .ahead_choice import StalenessChoice, choose_staleness
-from .cost import Pricing
-from .decision import Alternative, Decision, too_large, why_slower
+from .ahead_choice import choose_staleness
+from .decision import Alternative, Decision, too_large, why_not
 from .engine_refusal import SmallShareError
-from .fused_choice import FusedChoice, choose_fused
+from .fused_choice import choose_fused
+from .ladder import STALENESS, Rung, Ways
 from .priced_plan import PricedPlan
 from .problem import Problem
-from .search import search
+from .search import SearchResult, search
 from .simulate import Overlap
-from .space import Space, State, TrainingSplits
-from .stream_choice import StreamChoice, choose_streams
+from .space import Candidate, Space, State, TrainingSplits
+from .stream_choice import choose_streams
 
 
 MOST_SUGGESTED_DEVICES = 1024  # of the cluster that a refusal suggests
-FUSED_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for
-STREAMS_SHARE = 0.25  # of a search's time limit: the time in which streams are simulated
+WAY_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for, and streams are simulated
 PRICED_SHARE = 0.5  # of a search's time limit: the time in which what it has found is priced by transfer schedules
-WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
-MOST_STREAMED = 1024  # devices; on more, the simulation of streams takes several seconds
 # Estimates of plans of one device err alike: the same calls run on the same device, one after the other. So a preset is
 # preferred there only if it takes less than this longer.
 AS_FAST = 0.02
 ADAPTERS = 0.01  # of a policy's elements: those of large adapters, which a refusal suggests
-MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
 
 
-def choose(
-    specs: Mapping[str, Sequence[ModelSpec]],
-    pricing: Pricing,
-    *,
-    graph: DataflowGraph | None = None,
-    generation_engine: str = "vllm",
-    engines: Sequence[str] = ("zero", "megatron"),
-    zero_stages: Sequence[int] | None = None,
-    barrier: bool = False,
-    deterministic: bool = False,
-    max_staleness: int = 0,
-    fuses: bool = True,
-    fused_training: bool = True,
-    streams: bool = True,
-    splits: TrainingSplits | None = None,
-    seed: int = 0,
-    time_limit_s: float = 5.0,
-) -> Decision:
-    """The plan with the shortest estimated iteration that fits in memory.
+@dataclass(frozen=True)
+class _Found:
+    """The plans in which calls overlap by themselves.
 
     Args:
-        specs: the models that each call runs, by the call's name.
-        engines: that may score and train.
-        zero_stages: stages that the engine zero may use. By default all of them where a device's memory is known, else
-            0 alone, because the other stages save memory and cost time.
-        barrier: the plan's iterations do not overlap.
-        deterministic: two runs of the plan give the same bits.
-        max_staleness: the largest staleness of a plan.
-        fuses: what it is worth to train two calls in fused pipelines is looked for.
-        fused_training: such a plan may be the choice.
-        streams: samples may stream.
-        splits: how the optimizer and the adapters allow training calls to be split; by default in every way.
+        best: the fastest, or a preset that is as fast as estimates can tell.
+        presets: those that fit in memory.
+        unfit: the others.
+        ranked: what the search has found, the fastest first.
+    """
+
+    problem: Problem
+    result: SearchResult
+    best: PricedPlan
+    presets: Sequence[PricedPlan]
+    unfit: Sequence[Alternative]
+    ranked: Sequence[PricedPlan]
+
+
+def choose(space: Space, ways: Ways | None = None, *, time_limit_s: float = 5.0) -> Decision:
+    """The plan with the shortest estimated iteration that fits in memory: the best plan in which calls overlap by
+    themselves, with each way of overlapping that makes its iteration shorter.
+
+    Args:
+        space: of a run (`Space.of_run`).
+        ways: that the plan may use; by default those of `Ways()`.
         time_limit_s: of the search; where a staleness is allowed, of a second search too. Pricing what it has found,
             and looking for fused training and streams, take up to 1.25 times as long after it, and one step each at
             least; listing and pricing the candidates before it is not limited.
@@ -81,120 +69,125 @@ def choose(
         PlanError: the models fit on no plan; names the smallest cluster on which they fit, or what a vLLM engine's
             share of a device lacks.
     """
-    options: dict[str, Any] = {
-        "graph": graph or ppo_graph(),
-        "generation_engine": generation_engine,
-        "engines": engines,
-        "zero_stages": zero_stages,
-        "barrier": barrier,
-        "deterministic": deterministic,
-        "fuses": fuses,
-        "fused_training": fused_training,
-        "may_stream": streams,
-        "splits": splits or TrainingSplits(),
-        "seed": seed,
-        "time_limit_s": time_limit_s,
-    }
-    decision = _synchronous(specs, pricing, options)
-    if max_staleness < 1:
-        return decision
-    space = replace(decision.best.space, pricing=pricing)  # without engines that sleep because nothing fits otherwise
-    choice = choose_staleness(
-        space,
-        decision.best,
-        max_staleness,
-        deterministic=deterministic,
-        seed=seed,
-        time_limit_s=time_limit_s,
-        exact=pricing.cluster.size <= MANY,
-    )
-    fused = _fused_ahead(space, choice, time_limit_s, is_allowed=fused_training) if fuses else None
-    if fused is not None and fused.fastest is fused.fused:
-        by_versions = {**choice.by_versions, fused.fastest.staleness.versions: fused.fastest}
-        choice = replace(choice, by_versions=by_versions)
-    return replace(_with_staleness(decision, choice), fused_ahead=fused)
+    ways = ways or Ways()
+    found = _fitting(space, ways, time_limit_s)
+    best, ladder = found.best, list[Rung]()
+    for way in (_fused, _streaming, _ahead):
+        ladder += way(space, found, best, ways, time_limit_s)
+        best = ladder[-1].fastest if ladder else best
+    return Decision(best, _alternatives(best, ladder, found), found.result, tuple(ladder))
 
 
-def _fused_ahead(space: Space, choice: StalenessChoice, time_limit_s: float, *, is_allowed: bool) -> FusedChoice | None:
-    """What fused training is worth beside the best staleness; `None` where no staleness was found."""
-    if not choice.by_versions:
-        return None
-    best = choice.fastest
-    if not best.staleness.versions:
-        best = min(choice.by_versions.values(), key=lambda plan: plan.seconds)
-    deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
-    latest, exact = deadline + FUSED_SHARE * time_limit_s, space.cluster.size <= MANY
-    return choose_fused(space, space.candidates(), [best], deadline, latest, exact=exact, is_allowed=is_allowed)
+# --- the ways, from the lowest rung of the ladder to the highest ------------------------------------------------------
 
 
-def _with_staleness(decision: Decision, choice: StalenessChoice) -> Decision:
-    """The decision where a staleness is allowed."""
-    best, whole = choice.fastest, decision.best
-    alternatives = list(decision.alternatives)
-    if best is not whole:
-        alternatives = [
-            replace(other, reason=why_slower(other.plan, best)) if other.plan else other for other in alternatives
-        ]
-        alternatives.insert(0, Alternative(whole.name, whole, f"without a staleness; {choice.sentence}"))
-    for plan in choice.by_versions.values():
-        if plan is not best:
-            alternatives.append(Alternative(plan.name, plan, _why_not(plan, best)))
-    return replace(decision, best=best, alternatives=tuple(alternatives), staleness=choice)
+def _fused(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+    if ways.fuses:
+        others = [plan for plan in (*found.ranked[:2], *found.presets) if plan.calls != best.calls]
+        yield _fused_among([best, *others], found.problem.candidates, ways, time_limit_s)
 
 
-def _why_not(plan: PricedPlan, best: PricedPlan) -> str:
-    """Why another staleness is not chosen, in words."""
-    if plan.seconds >= best.seconds:
-        slower, versions = plan.seconds / best.seconds - 1, plan.staleness.versions
-        passed = "1 update passes" if versions == 1 else f"{versions} updates pass"
-        return f"{slower:.1%} slower by estimate; {passed} at most between a token and its training"
-    return f"{1 - plan.seconds / best.seconds:.1%} faster by estimate, which is no more than estimates are good for"
+def _fused_among(
+    plans: Sequence[PricedPlan], candidates: Mapping[str, Sequence[Candidate]], ways: Ways, time_limit_s: float
+) -> Rung:
+    deadline = time.perf_counter() + WAY_SHARE * time_limit_s
+    latest = deadline + WAY_SHARE * time_limit_s
+    return choose_fused(plans[0].space, candidates, plans, deadline, latest, is_allowed=ways.fused_training)
 
 
-def _synchronous(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]) -> Decision:
-    """The decision without a staleness. Raises `PlanError` as `choose`."""
-    generation_engine = options["generation_engine"]
-    if generation_engine == "vllm" and pricing.memory is not None and pricing.vllm_share is not None:
+def _streaming(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+    if ways.streams and space.cluster.size > 1:  # one device scores after it has generated
+        deadline = time.perf_counter() + WAY_SHARE * time_limit_s
+        plans = [best, *found.presets, *found.ranked[:2]]
+        yield choose_streams(plans, deadline, deterministic=ways.deterministic)
+
+
+def _ahead(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+    """Fused training beside the best staleness, and each staleness. In the given space, whose engines do not sleep
+    because nothing fits otherwise."""
+    if not ways.max_staleness:
+        return
+    most, deterministic = ways.max_staleness, ways.deterministic
+    rung = choose_staleness(space, best, most, deterministic=deterministic, time_limit_s=time_limit_s)
+    if ways.fuses and rung.plans:
+        fused = _fused_among([rung.best], space.candidates(), ways, time_limit_s)
+        rung = replace(rung, plans={**rung.plans, rung.name: fused.fastest})
+        yield fused
+    yield rung
+
+
+def _alternatives(best: PricedPlan, ladder: Sequence[Rung], found: _Found) -> tuple[Alternative, ...]:
+    """The plans that are not chosen: those without a way that is chosen, with another staleness, and with other
+    layouts."""
+    alternatives: list[Alternative] = []
+    below = best  # the best plan without the ways that have been looked at
+    for rung in reversed(ladder):
+        if rung.is_chosen and rung.fastest is below:
+            below = rung.whole
+            alternatives.append(Alternative(below.name, below, f"without {rung.name}, which {rung.worth}"))
+    plans = [plan for rung in ladder if rung.way == STALENESS for plan in rung.plans.values()]
+    plans += sorted(found.presets, key=lambda plan: plan.seconds)
+    fastest = found.ranked[0]
+    other = fastest if below.name != fastest.name else _next_layouts(found.ranked, best)
+    for plan in (*plans, *([other] if other is not None else ())):
+        if plan is not best and not any(plan is known.plan for known in alternatives):
+            name = "next best" if plan is other and other is not fastest else plan.name
+            alternatives.append(Alternative(name, plan, why_not(plan, best)))
+    return (*alternatives, *found.unfit)
+
+
+# --- the plans without them -------------------------------------------------------------------------------------------
+
+
+def _fitting(space: Space, ways: Ways, time_limit_s: float) -> _Found:
+    """What `_found` finds, if nothing fits otherwise with engines that sleep. Raises `PlanError` as `choose`."""
+    pricing = space.pricing
+    generates_by_vllm = space.generation_engine == "vllm"
+    if generates_by_vllm and pricing.memory is not None and pricing.vllm_share is not None:
         pricing.memory.check_engine(pricing.vllm_share)  # no cluster is large enough for such an engine
     try:
-        return _choose(specs, pricing, **options)
+        return _found(space, ways, time_limit_s)
     except PlanError as error:
-        if pricing.vllm_sleeps is None and pricing.memory is not None and generation_engine == "vllm":
+        if pricing.vllm_sleeps is None and pricing.memory is not None and generates_by_vllm:
             with contextlib.suppress(PlanError):
-                return _choose(specs, replace(pricing, vllm_sleeps=True), **options)
+                return _found(_sleeping(space), ways, time_limit_s)
         if isinstance(error, SmallShareError):
             raise
-        size = smallest_cluster(specs, pricing, options)
+        size = smallest_cluster(space)
         would = (
             f"{size} of these devices would do."
             if size
             else f"{MOST_SUGGESTED_DEVICES} of these devices would not do either."
         )
-        raise PlanError(
-            *error.problems, *_unsplit(options["splits"]), would, *_on_one(specs, pricing, options)
-        ) from None
+        raise PlanError(*error.problems, *_unsplit(space.splits), would, *_on_one(space)) from None
 
 
-def _on_one(specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]) -> tuple[str, ...]:
+def _sleeping(space: Space) -> Space:
+    """The space with engines that sleep, unless the user has said whether they do."""
+    if space.pricing.vllm_sleeps is not None:
+        return space
+    return replace(space, pricing=replace(space.pricing, vllm_sleeps=True))
+
+
+def _on_one(space: Space) -> tuple[str, ...]:
     """What would make the models fit on a cluster of one device, in a sentence; none for a larger cluster."""
-    if pricing.cluster.size > 1:
+    if space.cluster.size > 1:
         return ()
-    trains = options["graph"].train_call(Role.ACTOR)
-    adapted: dict[str, Sequence[ModelSpec]] = dict(specs)
+    trains = space.graph.train_call(Role.ACTOR)
+    adapted: dict[str, Sequence[ModelSpec]] = dict(space.specs)
     if trains is not None:
-        adapted[trains] = [replace(spec, trained_share=min(spec.trained_share, ADAPTERS)) for spec in specs[trains]]
-        frozen = [call.name for call in options["graph"].calls if call.role is Role.REFERENCE]
-        adapted |= {name: [replace(spec, is_base=True) for spec in specs[name]] for name in frozen}
+        adapted[trains] = [replace(spec, trained_share=min(spec.trained_share, ADAPTERS)) for spec in adapted[trains]]
+        frozen = [call.name for call in space.graph.calls if call.role is Role.REFERENCE]
+        adapted |= {name: [replace(spec, is_base=True) for spec in adapted[name]] for name in frozen}
     narrow: dict[str, Sequence[ModelSpec]] = {
         name: [_in_16_bits(spec) for spec in of_call] for name, of_call in adapted.items()
     }
-    ways = {"adapters for the policy (peft_config; in a recipe use_peft: true)": adapted}
-    ways["adapters, and models in bfloat16 (dtype of model_init_kwargs, or of a recipe)"] = narrow
-    sleeping = replace(pricing, vllm_sleeps=True if pricing.vllm_sleeps is None else pricing.vllm_sleeps)
-    for way, changed in ways.items():
+    remedies = {"adapters for the policy (peft_config; in a recipe use_peft: true)": adapted}
+    remedies["adapters, and models in bfloat16 (dtype of model_init_kwargs, or of a recipe)"] = narrow
+    for remedy, specs in remedies.items():
         with contextlib.suppress(PlanError):
-            _choose(changed, sleeping, **{**options, "fuses": False, "time_limit_s": 1.0})
-            return (f"On this one {way} would do.",)
+            _found(replace(_sleeping(space), specs=specs), Ways(), time_limit_s=1.0)
+            return (f"On this one {remedy} would do.",)
     return ()
 
 
@@ -217,74 +210,25 @@ def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
     )
 
 
-def _choose(
-    specs: Mapping[str, Sequence[ModelSpec]],
-    pricing: Pricing,
-    *,
-    graph: DataflowGraph,
-    generation_engine: str,
-    engines: Sequence[str],
-    zero_stages: Sequence[int] | None,
-    barrier: bool,
-    deterministic: bool,
-    fuses: bool,
-    fused_training: bool,
-    may_stream: bool,
-    splits: TrainingSplits,
-    seed: int,
-    time_limit_s: float,
-) -> Decision:
-    stages = tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if pricing.memory is not None else (0,))
-    able = (generation_engine, *engines)
-    may_rest = pricing.memory is not None
-    space = Space(pricing.cluster, graph, specs, pricing, able, offload=may_rest, zero_stages=stages, splits=splits)
-    problem = Problem(space, space.candidates(), Overlap.of_runs(graph, barrier=barrier))
-    is_small = pricing.cluster.size <= MANY
-    presets, alternatives = _price_presets(problem, generation_engine, is_small=is_small)
+def _found(space: Space, ways: Ways, time_limit_s: float) -> _Found:
+    """The best plans without further ways of overlapping. Raises `PlanError` if none fits in memory."""
+    overlap = Overlap.of_runs(space.graph, barrier=ways.barrier)
+    problem = Problem(space, space.candidates(), overlap)
+    presets, unfit = _price_presets(problem)
     starts = [tuple(preset.calls.values()) for preset in presets]
-    result = search(problem, seed=seed, time_limit_s=time_limit_s, starts=starts)
+    result = search(problem, time_limit_s=time_limit_s, starts=starts)
     deadline = time.perf_counter() + PRICED_SHARE * time_limit_s
-    searched = [problem.priced_plan(result.states[0], "searched", exact=is_small)]
+    searched = [problem.priced_plan(result.states[0], "searched", exact=space.is_small)]
     for state in result.states[1:]:
         if time.perf_counter() < deadline:
-            searched.append(problem.priced_plan(state, "searched", exact=is_small))
-    if pricing.cluster.size == 1:
+            searched.append(problem.priced_plan(state, "searched", exact=space.is_small))
+    if space.cluster.size == 1:
         searched.insert(0, problem.priced_plan(_roomier(problem, result.states[0]), "searched"))
     ranked = sorted(searched, key=lambda plan: plan.seconds)
-    best = ranked[0] if is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
-    error = pricing.rates.error if pricing.cluster.size > 1 else AS_FAST
-    alone = _preferred([*sorted(presets, key=lambda plan: plan.seconds), best], error)  # each call trains by itself
-    fused = None
-    if fuses:
-        plans = [alone, *(plan for plan in (*ranked[:2], *presets) if plan.calls != alone.calls)]
-        deadline = time.perf_counter() + FUSED_SHARE * time_limit_s
-        latest = deadline + FUSED_SHARE * time_limit_s
-        fused = choose_fused(
-            space, problem.candidates, plans, deadline, latest, exact=is_small, is_allowed=fused_training
-        )
-    best = alone if fused is None else fused.fastest
-    streams = None
-    if 1 < pricing.cluster.size <= MOST_STREAMED and may_stream:  # one device scores after it has generated
-        others = [*presets, *ranked[:2]] if is_small else []  # estimated without a transfer schedule on more devices
-        deadline = time.perf_counter() + STREAMS_SHARE * time_limit_s
-        streams = _streamed([best, *others], deadline, deterministic)
-    whole, best = (best, best) if streams is None else (streams.whole, streams.fastest)
-    if best is not whole:
-        reason = f"without streams; {streams.sentence if streams is not None else ''}"
-        alternatives.append(Alternative(whole.name, whole, reason))
-    if best.fused:
-        reason = f"without fused training; {fused.sentence if fused is not None else ''}"
-        alternatives.append(Alternative(alone.name, alone, reason))
-    for preset in sorted(presets, key=lambda plan: plan.seconds):
-        if preset is not whole and preset is not alone:
-            alternatives.append(Alternative(preset.name, preset, why_slower(preset, best)))
-    if not whole.fused and whole.name != ranked[0].name:
-        gain = 1 - ranked[0].seconds / whole.seconds
-        reason = f"{gain:.1%} faster by estimate, which is no more than estimates are good for"
-        alternatives.append(Alternative("searched", ranked[0], reason))
-    elif (other := _next_layouts(ranked, best)) is not None:
-        alternatives.append(Alternative("next best", other, why_slower(other, best)))
-    return Decision(best, tuple(alternatives), result, streams, fused=fused)
+    fastest = ranked[0] if space.is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
+    error = space.pricing.rates.error if space.cluster.size > 1 else AS_FAST
+    best = _preferred([*sorted(presets, key=lambda plan: plan.seconds), fastest], error)
+    return _Found(problem, result, best, presets, unfit, ranked)
 
 
 def _preferred(plans: Sequence[PricedPlan], error: float) -> PricedPlan:
@@ -322,37 +266,19 @@ def _roomier_ways(problem: Problem, name: str, assignment: Assignment) -> Iterat
             tokens = (tokens or pricing.budget(problem.space.graph.call(name).kind, ParallelStrategy())) // 2
 
 
-def _streamed(plans: Sequence[PricedPlan], deadline: float, deterministic: bool) -> StreamChoice:
-    """What streams are worth for the plan that is fastest with its best streams. An earlier plan is preferred if the
-    difference is within the error of the estimates."""
-    choices = [choose_streams(plans[0], deadline, deterministic=deterministic)]
-    error = plans[0].space.pricing.rates.error
-    for plan in plans[1:]:
-        known = any(plan.calls == other.whole.calls for other in choices)
-        if not known and plan.seconds <= plans[0].seconds * (1 + WORSE) and time.perf_counter() < deadline:
-            choices.append(choose_streams(plan, deadline, deterministic=deterministic))
-    best = choices[0]
-    for choice in choices[1:]:
-        if choice.fastest is not choice.whole and choice.fastest.seconds * (1 + error) < best.fastest.seconds:
-            best = choice
-    return best
-
-
-def _price_presets(
-    problem: Problem, generation_engine: str, *, is_small: bool
-) -> tuple[list[PricedPlan], list[Alternative]]:
+def _price_presets(problem: Problem) -> tuple[list[PricedPlan], list[Alternative]]:
     """The presets that fit in memory, each under its fastest ZeRO stage; and those that do not fit."""
     fitting: list[PricedPlan] = []
     unfit: list[Alternative] = []
-    cluster, graph = problem.space.cluster, problem.space.graph
+    space, cluster, graph = problem.space, problem.space.cluster, problem.space.graph
     for name, preset in (presets_of(graph) if cluster.size > 1 else {"flatten": flatten}).items():
         by_stage = []
-        for stage in problem.space.training_stages:
+        for stage in space.training_stages:
             label = name if stage == 0 else f"{name}, ZeRO-{stage}"
-            plan = preset(cluster, generation_engine=generation_engine, zero_stage=stage, graph=graph)
-            if problem.space.pricing.vllm_sleeps:
+            plan = preset(cluster, generation_engine=space.generation_engine, zero_stage=stage, graph=graph)
+            if space.pricing.vllm_sleeps:
                 plan = with_sleeping_engines(plan)
-            by_stage.append(problem.priced_plan(problem.state_of(plan.assignments), label, exact=is_small))
+            by_stage.append(problem.priced_plan(problem.state_of(plan.assignments), label, exact=space.is_small))
         if any(plan.fits for plan in by_stage):
             fitting.append(min((plan for plan in by_stage if plan.fits), key=lambda plan: plan.seconds))
         else:
@@ -371,18 +297,15 @@ def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan 
     return next((plan for plan in ranked if layouts(plan) != layouts(best)), None)
 
 
-def smallest_cluster(
-    specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, options: Mapping[str, Any]
-) -> int | None:
+def smallest_cluster(space: Space) -> int | None:
     """The smallest cluster, in devices, on which the models fit: the given one doubled until they do; `None` above
     `MOST_SUGGESTED_DEVICES`."""
-    per_node, size = pricing.cluster.devices_per_node, 2 * pricing.cluster.size
+    per_node, size = space.cluster.devices_per_node, 2 * space.cluster.size
     while size <= MOST_SUGGESTED_DEVICES:
-        cluster = Cluster(max(1, size // per_node), min(size, per_node), pricing.cluster.memory_gb)
+        cluster = Cluster(max(1, size // per_node), min(size, per_node), space.cluster.memory_gb)
         try:
-            changed = {**options, "fuses": False, "time_limit_s": 1.0}
-            sleeps = True if pricing.vllm_sleeps is None else pricing.vllm_sleeps  # as `_synchronous`, at last
-            _choose(specs, replace(pricing, cluster=cluster, vllm_sleeps=sleeps), **changed)
+            pricing = replace(_sleeping(space).pricing, cluster=cluster)
+            _found(replace(space, cluster=cluster, pricing=pricing), Ways(), time_limit_s=1.0)
             return cluster.size
         except PlanError:
             size *= 2

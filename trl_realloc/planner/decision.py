@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 from ..plan.assignment import Assignment, between_uses
 from ..plan.fused import Fused, joined, parted
-from .ahead_choice import StalenessChoice
 from .call_cost import PARTS, CallCost
-from .fused_choice import FusedChoice
+from .ladder import NO_MORE, Rung
 from .priced_plan import PricedPlan
 from .search import SearchResult
-from .stream_choice import StreamChoice
 
 
 @dataclass(frozen=True)
@@ -37,33 +35,36 @@ class Decision:
 
     Args:
         search: that found the plan, or of several the one for plans without a staleness.
-        fused: what fused training is worth; `None` where it was not looked for.
-        fused_ahead: what it is worth beside a staleness; `None` where there is none.
-        streams: what streams are worth; `None` where that was not simulated.
-        staleness: what a staleness is worth; `None` where none is allowed.
+        ladder: what each way of overlapping is worth, in the order in which they were tried.
     """
 
     best: PricedPlan
     alternatives: tuple[Alternative, ...]
     search: SearchResult
-    streams: StreamChoice | None = None
-    staleness: StalenessChoice | None = None
-    fused: FusedChoice | None = None
-    fused_ahead: FusedChoice | None = None
+    ladder: tuple[Rung, ...] = ()
+
+    def rung(self, way: str) -> Rung | None:
+        """A way's; `None` where it was not tried."""
+        return next((rung for rung in self.ladder if rung.way == way), None)
 
     @property
     def summary(self) -> str:
         """The chosen plan and its estimate in a sentence, without a capital letter and a full stop."""
         how = "all of them" if self.search.exhaustive else "a search"
-        worth = [choice.sentence for choice in (self.fused, self.streams, self.staleness) if choice is not None]
-        worth += [f"beside a staleness {self.fused_ahead.sentence}"] if self.fused_ahead is not None else []
         return "; ".join(
             [
                 f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
                 f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)",
-                *worth,
+                *(rung.sentence for rung in self.ladder),
             ]
         )
+
+
+def why_not(plan: PricedPlan, best: PricedPlan) -> str:
+    """Why a plan is not chosen, in a sentence."""
+    if plan.seconds < best.seconds:
+        return f"{1 - plan.seconds / best.seconds:.1%} faster by estimate, {NO_MORE}"
+    return why_slower(plan, best)
 
 
 def why_slower(plan: PricedPlan, best: PricedPlan) -> str:

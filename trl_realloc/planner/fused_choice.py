@@ -14,7 +14,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..common.errors import PlanError
 from ..plan.assignment import Assignment, in_place
@@ -23,6 +23,7 @@ from ..plan.dataflow import CallKind, DataflowGraph
 from ..plan.fused import ENGINE, Fused, order_problems
 from ..plan.staleness import calls_ahead, devices_ahead
 from .fused_cost import Pair, fused_prices
+from .ladder import FUSED, STALENESS, Rung
 from .priced_plan import PricedPlan
 from .problem import Problem
 from .space import Candidate, Space, State
@@ -34,49 +35,6 @@ SEARCHED = 3  # plans whose schedules are searched
 FASTEST, SMALL = 12, 6  # candidates of another call that are tried, besides those on the plan's meshes
 PLACING_ROUNDS = 4  # at most, in which the other calls are placed one by one
 NOT_ALLOWED = "not chosen on GPUs, on which it has never run, without fused_training: true"
-
-
-@dataclass(frozen=True)
-class FusedChoice:
-    """What fused training is worth.
-
-    Args:
-        whole: the best plan without.
-        fused: the best plan with; `None` where there is none.
-        reason: why there is none, in words.
-        is_allowed: whether `fused` may be chosen.
-    """
-
-    whole: PricedPlan
-    fused: PricedPlan | None = None
-    reason: str = ""
-    is_allowed: bool = True
-
-    @property
-    def fastest(self) -> PricedPlan:
-        """The plan with the fewest seconds, without fused training where that is not allowed, or gains no more than the
-        estimates' error."""
-        error = self.whole.space.pricing.rates.error
-        if self.is_allowed and self.fused is not None and self.fused.seconds * (1 + error) < self.whole.seconds:
-            return self.fused
-        return self.whole
-
-    @property
-    def sentence(self) -> str:
-        """What fused training is worth, without a capital letter and a full stop."""
-        if self.fused is None:
-            return f"no fused training: {self.reason}"
-        share = 1 - self.fused.seconds / self.whole.seconds
-        is_bound = self.fused.fused_cost is not None and self.fused.fused_cost.found is None
-        if share < 0.0005:
-            gains = f"costs {'at least ' if is_bound else ''}{max(0.0, -share):.1%} of an iteration"
-        else:
-            gains = f"saves {'at most ' if is_bound else ''}{share:.1%} of an iteration"
-            if not self.is_allowed:
-                gains += f"; {NOT_ALLOWED}"
-            elif self.fastest is self.whole:
-                gains += ", which is no more than estimates are good for"
-        return f"training {' and '.join(self.fused.fused)} in fused pipelines {gains}"
 
 
 def may_fuse(setting: bool | None, *, on_gpus: bool) -> bool:
@@ -117,10 +75,9 @@ def choose_fused(
     deadline: float,
     latest: float = math.inf,
     *,
-    exact: bool = True,
     is_allowed: bool = True,
-) -> FusedChoice:
-    """What fused training is worth.
+) -> Rung:
+    """The best plan with fused training.
 
     Args:
         candidates: of each call (`Space.candidates`).
@@ -128,18 +85,19 @@ def choose_fused(
             is what fused training is compared with; the others have its staleness.
         deadline: of `time.perf_counter`, after which no further pair of pipelines is tried.
         latest: of `time.perf_counter`, after which no further schedule is searched.
-        exact: price reallocations by their transfer schedules.
         is_allowed: whether it may be chosen.
     """
     whole = plans[0]
+    versions = whole.staleness.versions
+    name = f"{FUSED}, {STALENESS} {versions}" if versions else FUSED
     if reason := why_none(space):
-        return FusedChoice(whole, reason=reason)
-    search = _FusedSearch(space, candidates, whole, exact)
+        return Rung(name, whole, reason=reason)
+    search = _FusedSearch(space, candidates, whole)
     for plan in plans:
         search.look_at(plan, deadline)
     found = search.plans()
     if not found:
-        return FusedChoice(whole, reason=search.why_nothing)
+        return Rung(name, whole, reason=search.why_nothing)
     limit = whole.seconds / (1 + space.pricing.rates.error)
     promising = [plan for plan in found if plan.seconds < limit]
     searched: list[PricedPlan] = []
@@ -147,18 +105,16 @@ def choose_fused(
         if time.perf_counter() < latest:
             searched.append(search.exact(plan))
     if promising and not searched:
-        return FusedChoice(whole, reason="no time was left to search its schedules")
+        return Rung(name, whole, reason="no time was left to search its schedules")
     fused = min(searched or found[:1], key=lambda plan: plan.seconds)
-    return FusedChoice(whole, fused, is_allowed=is_allowed)
+    return Rung(name, whole, {name: fused}, refusal="" if is_allowed else NOT_ALLOWED)
 
 
 class _FusedSearch:
     """The best plans that fuse the two calls that train, by the bound of their schedules."""
 
-    def __init__(
-        self, space: Space, candidates: Mapping[str, Sequence[Candidate]], whole: PricedPlan, exact: bool
-    ) -> None:
-        self.space, self.candidates, self.whole, self.exact_moves = space, candidates, whole, exact
+    def __init__(self, space: Space, candidates: Mapping[str, Sequence[Candidate]], whole: PricedPlan) -> None:
+        self.space, self.candidates, self.whole = space, candidates, whole
         self.fused, graph = pair_of(space.graph), space.graph
         self.problem = Problem(space, candidates, whole.overlap, self.fused)
         self.exact_problem = Problem(space, candidates, whole.overlap, self.fused, exact_fused=True)
@@ -208,7 +164,7 @@ class _FusedSearch:
     def _priced(self, problem: Problem, state: State) -> PricedPlan:
         versions = self.whole.staleness.versions
         name = f"fused, staleness {versions}" if versions else "fused"
-        return problem.priced_plan(state, name, exact=self.exact_moves).with_staleness(self.whole.staleness)
+        return problem.priced_plan(state, name, exact=self.space.is_small).with_staleness(self.whole.staleness)
 
     def _meshes(self, state: State) -> Iterator[DeviceMesh]:
         """The smallest that has both calls, the whole cluster or all devices that train, and those of each call."""

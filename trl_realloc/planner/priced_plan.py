@@ -98,6 +98,11 @@ class PricedPlan:
         return self.estimate.seconds
 
     @property
+    def is_bound(self) -> bool:
+        """Whether the seconds are a lower bound: the schedule of fused calls was not searched."""
+        return self.fused_cost is not None and self.fused_cost.found is None
+
+    @property
     def device_seconds(self) -> dict[str, float]:
         """The calls' seconds by cause, each multiplied by the number of devices of the call's mesh."""
         spent: dict[str, float] = {}

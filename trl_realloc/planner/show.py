@@ -12,9 +12,9 @@ from ..plan.assignment import between_uses
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.stage_spans import MiniBatchStages
 from ..plan.streams import Streams
-from .ahead_choice import ages
 from .decision import Decision, explain
 from .fused_lists import Found, StageList, measured_lists, schedule_timeline, stage_lists, task_names
+from .ladder import ages
 from .overlap_worth import OverlapWorth
 from .priced_plan import PricedPlan
 
@@ -85,16 +85,16 @@ def alternatives_table(decision: Decision) -> Table:
 
 
 def overlap_table(worth: OverlapWorth) -> Table:
-    """A row for each way of letting calls overlap."""
+    """A row for each rung of the ladder, and each plan of it."""
     table = Table("overlap", "iteration", "saves", "age of tokens", "", title="ways to overlap", title_justify="left")
     base = worth.apart.seconds
-    for way in worth.ways:
-        if way.plan is None:
-            table.add_row(way.name, "", "", "", way.verdict)
+    for row in worth.rows:
+        if row.plan is None:
+            table.add_row(row.name, "", "", "", row.verdict)
             continue
-        age = f"{way.plan.estimate.mean_age:.1f}" if way.plan.staleness.versions else ""
-        saves = "" if way.plan is worth.apart else f"{1 - way.plan.seconds / base:.0%}"
-        table.add_row(way.name, f"{way.plan.seconds:.3f} s", saves, age, way.verdict)
+        age = f"{row.plan.estimate.mean_age:.1f}" if row.plan.staleness.versions else ""
+        saves = "" if row.plan is worth.apart else f"{1 - row.plan.seconds / base:.0%}"
+        table.add_row(row.name, f"{row.plan.seconds:.3f} s", saves, age, row.verdict)
     return table
 
 

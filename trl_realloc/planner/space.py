@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from ..common.errors import PlanError
+from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import ENGINE_ABILITIES, Assignment, ParallelStrategy
 from ..plan.cluster import Cluster, DeviceMesh, legal_meshes
 from ..plan.dataflow import Call, CallKind, DataflowGraph
@@ -24,6 +25,7 @@ from .engine_refusal import check_share
 
 MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
 NODE_STEPS = 16  # of such a cluster
+MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
 MOST_CANDIDATES = 12  # largest number of candidates of one call on one mesh
 
 
@@ -103,6 +105,49 @@ class Space:
     deepest: int | None = None
     micro_per_stage: int | None = None
     splits: TrainingSplits = TrainingSplits()
+
+    @staticmethod
+    def of_run(
+        specs: Mapping[str, Sequence[ModelSpec]],
+        pricing: Pricing,
+        *,
+        graph: DataflowGraph | None = None,
+        generation_engine: str = "vllm",
+        engines: Sequence[str] = ("zero", "megatron"),
+        zero_stages: Sequence[int] | None = None,
+        splits: TrainingSplits | None = None,
+    ) -> Space:
+        """The space of a run's plans.
+
+        Args:
+            specs: the models that each call runs, by the call's name.
+            graph: by default PPO's.
+            engines: that may score and train.
+            zero_stages: by default all where a device's memory is known, else 0 alone, because the other stages save
+                memory and cost time.
+            splits: by default training calls may be split in every way.
+        """
+        knows_memory = pricing.memory is not None
+        return Space(
+            pricing.cluster,
+            graph or ppo_graph(),
+            specs,
+            pricing,
+            (generation_engine, *engines),
+            offload=knows_memory,
+            zero_stages=tuple(zero_stages) if zero_stages is not None else ((0, 1, 2, 3) if knows_memory else (0,)),
+            splits=splits or TrainingSplits(),
+        )
+
+    @property
+    def generation_engine(self) -> str:
+        """The first engine that generates."""
+        return next(engine for engine in self.engines if CallKind.GENERATE in ENGINE_ABILITIES[engine].kinds)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether transfer schedules of all plans that are looked at can be made in the time of a search."""
+        return self.cluster.size <= MANY
 
     @property
     def training_stages(self) -> tuple[int, ...]:

@@ -1,99 +1,85 @@
 """Whether a plan's samples should stream, and which unfinished ones should move: the threshold, the number of engines
 and the fewest tokens of `Migration` are swept in the simulation (RLHFuse, arXiv 2409.13221, section 4).
 
-Which plans are considered is in `choose`.
+Which plans are tried is in `choose`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
 from ..plan.streams import Migration, Streams
+from .ladder import STREAMING, Rung
 from .priced_plan import PricedPlan
 from .stream_cost import StreamPrices
 from .stream_simulation import MESSAGE
 
 
+MOST_DEVICES = 1024  # on more, a simulation takes several seconds
+WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
 THRESHOLDS = tuple(number / 20 for number in range(1, 20))  # shares of the batch
 FLAT = 1.25  # times the seconds of a decode step of one sample, below which more samples cost next to nothing
 
 
-@dataclass(frozen=True)
-class StreamChoice:
-    """What streams and migration are worth for one combination of assignments.
+def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, deterministic: bool = False) -> Rung:
+    """Streams of the plan that is fastest with its best streams. An earlier plan is preferred if the difference is
+    within the error of the estimates.
 
     Args:
-        whole: without streams.
-        still: with streams and without migration. `None` where no call can stream, or where streams cannot save more
-            than the estimates' error.
-        moved: with the best migration that was found. `None` where samples cannot move.
-        reason: why nothing was simulated, where `still` is `None`.
-    """
-
-    whole: PricedPlan
-    still: PricedPlan | None = None
-    moved: PricedPlan | None = None
-    reason: str = ""
-
-    @property
-    def fastest(self) -> PricedPlan:
-        """The plan with the fewest seconds, without what gains no more than the estimates' error."""
-        best, error = self.whole, self.whole.space.pricing.rates.error
-        for plan in (self.still, self.moved):
-            if plan is not None and plan.fits and plan.seconds * (1 + error) < best.seconds:
-                best = plan
-        return best
-
-    @property
-    def sentence(self) -> str:
-        """What streams and migration are worth, without a capital letter and a full stop."""
-        if self.still is None:
-            return self.reason
-        parts = [f"scoring while others generate {_gain(self.still, self.whole)}"]
-        if self.moved is not None and self.moved.streams is not None and self.moved.streams.migration is not None:
-            migration = self.moved.streams.migration
-            to = "one engine" if migration.engines == 1 else f"{migration.engines} engines"
-            parts.append(
-                f"with the last {migration.threshold:.0%} of the samples moved to {to} it "
-                f"{_gain(self.moved, self.whole)}"
-            )
-        return ", ".join(parts)
-
-
-def _gain(plan: PricedPlan, whole: PricedPlan) -> str:
-    share = 1 - plan.seconds / whole.seconds
-    return f"saves {share:.1%} of an iteration" if share > 0 else f"costs {-share:.1%} of an iteration"
-
-
-def choose_streams(whole: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> StreamChoice:
-    """The streams of a plan, by simulation.
-
-    Args:
-        whole: a plan without streams and without a staleness.
+        plans: without streams and without a staleness.
         deadline: of `time.perf_counter`, after which no further simulation begins.
         deterministic: only streams that give the same bits in two runs; so no sample moves.
     """
+    space = plans[0].space
+    if space.cluster.size > MOST_DEVICES:
+        return Rung(STREAMING, plans[0], reason="not simulated for so large a cluster")
+    best = streams_of(plans[0], deadline, deterministic=deterministic)
+    known = [plans[0].calls]
+    for plan in plans[1:] if space.is_small else ():  # others have been estimated without a transfer schedule
+        too_slow = plan.seconds > plans[0].seconds * (1 + WORSE)
+        if plan.calls in known or too_slow or time.perf_counter() >= deadline:
+            continue
+        known.append(plan.calls)
+        rung = streams_of(plan, deadline, deterministic=deterministic)
+        if rung.is_chosen and rung.fastest.seconds * (1 + space.pricing.rates.error) < best.fastest.seconds:
+            best = rung
+    return best
+
+
+def streams_of(whole: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> Rung:
+    """The streams of a plan, by simulation: without migration, and with the best one that was found.
+
+    Args:
+        whole: a plan without streams and without a staleness.
+        deadline, deterministic: as of `choose_streams`.
+    """
     try:
-        still = replace(whole, streams=Streams())
-        streamed = still.plan.streamed
+        streamed = replace(whole, streams=Streams()).plan.streamed
     except PlanError:  # no call can stream
-        return StreamChoice(whole, reason="no scoring call can begin while others generate")
+        return Rung(STREAMING, whole, reason="no scoring call can begin while others generate")
     if not _can_gain(whole, streamed):
         reason = "scoring while others generate could save no more than estimates are good for"
-        return StreamChoice(whole, reason=reason)
+        return Rung(STREAMING, whole, reason=reason)
     if time.perf_counter() >= deadline:
-        return StreamChoice(whole, reason="no time was left to simulate scoring while others generate")
-    still = whole.with_streams(Streams(deterministic=deterministic))
-    if deterministic:
-        return StreamChoice(whole, still)
+        return Rung(STREAMING, whole, reason="no time was left to simulate scoring while others generate")
+    found = {STREAMING: whole.with_streams(Streams(deterministic=deterministic))}
     sweep = MigrationSweep(whole, streamed, deadline)
-    return StreamChoice(whole, still, sweep.best() if sweep.engines > 1 else None)
+    if not deterministic and sweep.engines > 1 and (moved := sweep.best()) is not None:
+        found[f"{STREAMING}, {_moves(moved)}"] = moved
+    return Rung(STREAMING, whole, found)
+
+
+def _moves(plan: PricedPlan) -> str:
+    assert plan.streams is not None and plan.streams.migration is not None, "a plan of the sweep"
+    migration = plan.streams.migration
+    to = "one engine" if migration.engines == 1 else f"{migration.engines} engines"
+    return f"the last {migration.threshold:.0%} moved to {to},"
 
 
 def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:

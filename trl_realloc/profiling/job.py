@@ -22,8 +22,9 @@ from ..planner.choose import choose
 from ..planner.cost import Pricing
 from ..planner.decision import Decision
 from ..planner.device_memory import HEADROOM, DeviceMemory, gpu_memory
+from ..planner.ladder import Ways
 from ..planner.profile import Profile
-from ..planner.space import TrainingSplits
+from ..planner.space import Space, TrainingSplits
 from ..planner.specification import rates_of
 from ..planner.workload import Workload
 from ..realloc.memory import MOMENTS
@@ -80,20 +81,22 @@ class Job:
         Raises:
             PlanError: the models fit on no plan.
         """
-        return choose(
+        space = Space.of_run(
             self.models.specs,
             self.pricing(profile, workload),
             graph=self.graph,
             generation_engine=self.engine,
             engines=self.engines,
             zero_stages=self.zero_stages,
+            splits=self.splits,
+        )
+        ways = Ways(
             deterministic=self.deterministic,
             max_staleness=self.max_staleness,
             fused_training=self.fused_training,
             streams=self.streams,
-            splits=self.splits,
-            time_limit_s=time_limit_s,
         )
+        return choose(space, ways, time_limit_s=time_limit_s)
 
     @property
     def measured_graph(self) -> DataflowGraph:
