@@ -313,12 +313,12 @@ def test_training_beside_a_staleness_is_fused_on_the_devices_that_train() -> Non
     plan = replace(base, assignments={**base.assignments, **homes}, staleness=Staleness(1))
     whole = estimate_plan(plan, MODELS, replace(prices, memory=None))
     space = replace(space, pricing=replace(prices, memory=None))
-    choice = choose_fused(space, space.candidates(), [whole], math.inf)
-    assert choice.fused is not None and choice.fused.staleness == Staleness(1)
-    assert str(choice.fused.plan.mesh("actor.train")) == "0-1"
-    assert choice.fused.plan.mesh("actor.generate") == plan.mesh("actor.generate")
-    assert choice.fused.seconds <= whole.seconds
-    assert ExecutionPlan.from_yaml(choice.fused.plan.to_yaml()) == choice.fused.plan
+    (fused,) = choose_fused(space, space.candidates(), [whole], math.inf).plans.values()
+    assert fused.staleness == Staleness(1)
+    assert str(fused.plan.mesh("actor.train")) == "0-1"
+    assert fused.plan.mesh("actor.generate") == plan.mesh("actor.generate")
+    assert fused.seconds <= whole.seconds
+    assert ExecutionPlan.from_yaml(fused.plan.to_yaml()) == fused.plan
 
 
 def test_the_search_prices_a_fused_state_as_the_plan_has_it() -> None:

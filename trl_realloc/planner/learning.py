@@ -15,12 +15,12 @@ from statistics import median
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
-from .choose import MANY
 from .corrections import Corrections, bounded
 from .cost import Pricing
 from .measured_update import MeasuredUpdate
 from .problem import estimate_plan
 from .simulate import Overlap, steady_times, tasks_of
+from .space import MANY
 from .stream_learning import StreamedEstimates
 
 
