@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.assignment import Assignment, in_place
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.fused import Fused, together
+from ..plan.fused import Fused
 from ..plan.model_spec import ModelSpec
 from ..plan.streams import early_call
 from ..realloc.layout import layout_of
@@ -18,7 +18,7 @@ from .fused_cost import FusedCost, fused_prices
 from .plan_memory import PlanMemory
 from .priced_plan import Estimate, PricedPlan
 from .reallocation_cost import move_seconds, quick_move_seconds
-from .simulate import Overlap, Task, steady_seconds
+from .simulate import GraphTasks, Overlap, Task, steady_seconds
 from .space import Candidate, Space, State
 
 
@@ -48,17 +48,11 @@ class Problem:
     _moves: dict[tuple[int, int, bool], tuple[Candidate, Candidate, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        graph = self.space.graph
-        self.names = graph.order
-        place = {name: at for at, name in enumerate(self.names)}
-        self._runs = [tuple(place[name] for name in names) for names in together(self.fused, self.names)]
-        self._fused = tuple(place[name] for name in self.fused)
+        self._graph_tasks = GraphTasks(self.space.graph, self.fused)
+        self.names = self._graph_tasks.names
+        self._fused = tuple(map(self.names.index, self.fused))
         self._fused_costs: dict[tuple[int, ...], tuple[tuple[Candidate, ...], FusedCost]] = {}
-        self._data = [
-            tuple(place[edge.producer] for edge in graph.data_edges if edge.consumer == name) for name in self.names
-        ]
-        trained = [graph.train_call(graph.call(name).role) for name in self.names]
-        self._home = [place[name] if name is not None else None for name in trained]
+        self._data, self._home = self._graph_tasks.data, self._graph_tasks.home
         depth: list[int] = []  # the longest chain of calls that each call waits for
         for producers in self._data:
             depth.append(1 + max((depth[at] for at in producers), default=-1))
@@ -143,27 +137,11 @@ class Problem:
 
     def _tasks(self, state: State, moves: Mapping[int, float]) -> list[Task]:
         early = early_call(self.space.graph, {n: c.assignment for n, c in zip(self.names, state, strict=True)})
-        tasks: list[Task] = []
-        places = [0] * len(state)  # of the calls' tasks
-        place = 0
-        for run in self._runs:
-            place += self._is_moved(run[0], moves)
-            for at in run:
-                places[at] = place
-            place += 1
-        for run in self._runs:
-            at = run[0]
-            candidate = state[at]
-            after = tuple(places[producer] for member in run for producer in self._data[member])
-            home, is_early = self._home[at], self.names[at] == early
-            previous = None if home is None else places[home]
-            if self._is_moved(at, moves) and home is not None:
-                meshes = (state[home].assignment.mesh, candidate.assignment.mesh)
-                tasks.append(Task("", meshes, moves[at], after, previous, moves=True, early=is_early))
-                after = (*after, len(tasks) - 1)
-            seconds = candidate.seconds if len(run) == 1 else self.fused_cost(state).cost.seconds
-            tasks.append(Task("", (candidate.assignment.mesh,), seconds, after, previous, early=is_early))
-        return tasks
+        seconds = [
+            state[run[0]].seconds if len(run) == 1 else self.fused_cost(state).cost.seconds
+            for run in self._graph_tasks.runs
+        ]
+        return self._graph_tasks.tasks([candidate.assignment.mesh for candidate in state], seconds, moves, early)
 
     def fused_cost(self, state: State) -> FusedCost:
         """Of the two fused calls of a state."""
@@ -173,9 +151,6 @@ class Problem:
             cost = fused_prices(self.space, self.fused).price((pair[0], pair[1]), exact=self.exact_fused)
             self._fused_costs[key] = pair, cost  # the candidates too, so that their ids stay theirs
         return self._fused_costs[key][1]
-
-    def _is_moved(self, at: int, moves: Mapping[int, float]) -> bool:
-        return self._home[at] is not None and moves.get(at, 0.0) > 0
 
     def memory(self, state: State, stays: Collection[int]) -> tuple[float, int]:
         """As `PlanMemory.fullest`."""

@@ -7,14 +7,14 @@ are the caller's, measured or estimated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.cluster import DeviceMesh
 from ..plan.dataflow import DataflowGraph
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.fused import joined
+from ..plan.fused import Fused, joined, together
 from ..plan.streams import early_call
 from ..plan.timeline import Span, Timeline
 from .activities import Activities, devices_by_node
@@ -64,8 +64,66 @@ class Task:
         return sorted({device for mesh in self.meshes for device in mesh.devices})
 
 
+class GraphTasks:
+    """The tasks of a graph's iterations under any assignments.
+
+    Args:
+        fused: two calls that train together.
+
+    Attributes:
+        names: of the calls, in their order. Other attributes and methods number the calls by it.
+        runs: the calls of each task that computes: the fused ones together, the others one by one.
+        data: of each call, those whose outputs it reads.
+        home: of each call, the one that trains its role; `None` if none does.
+    """
+
+    def __init__(self, graph: DataflowGraph, fused: Fused = ()) -> None:
+        place = {name: at for at, name in enumerate(graph.order)}
+        trained = [graph.train_call(graph.call(name).role) for name in graph.order]
+        self.names = graph.order
+        self.runs = [tuple(place[name] for name in names) for names in together(fused, self.names)]
+        self.data = [
+            tuple(place[edge.producer] for edge in graph.data_edges if edge.consumer == name) for name in self.names
+        ]
+        self.home = [None if name is None else place[name] for name in trained]
+        self.run_names = [joined([self.names[at] for at in run]) for run in self.runs]
+        self._move_names = [f"{home} -> {name}" for name, home in zip(self.names, trained, strict=True)]
+
+    def tasks(
+        self, meshes: Sequence[DeviceMesh], seconds: Sequence[float], moves: Mapping[int, float], early: str | None
+    ) -> list[Task]:
+        """The tasks of an iteration in their order; a reallocation that takes time stands before its call, because the
+        executor moves parameters when it reaches the call, after the call's data have arrived.
+
+        Args:
+            meshes: of each call.
+            seconds: of each run.
+            moves: seconds of each reallocation, by the call that receives the parameters.
+            early: the call whose tasks are early.
+        """
+        places = [0] * len(self.names)  # of the calls' tasks
+        place = 0
+        for run in self.runs:
+            place += moves.get(run[0], 0.0) > 0
+            for at in run:
+                places[at] = place
+            place += 1
+        tasks: list[Task] = []
+        for run, name, lasting in zip(self.runs, self.run_names, seconds, strict=True):
+            at = run[0]
+            after = tuple(places[producer] for member in run for producer in self.data[member])
+            home, is_early = self.home[at], self.names[at] == early
+            previous = None if home is None else places[home]
+            if home is not None and moves.get(at, 0.0) > 0:
+                both, name_of_move = (meshes[home], meshes[at]), self._move_names[at]
+                tasks.append(Task(name_of_move, both, moves[at], after, previous, moves=True, early=is_early))
+                after = (*after, len(tasks) - 1)
+            tasks.append(Task(name, (meshes[at],), lasting, after, previous, early=is_early))
+        return tasks
+
+
 def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float]) -> list[Task]:
-    """The tasks of a plan in its order; a reallocation that takes time stands before its call.
+    """The tasks of a plan.
 
     Args:
         seconds: of each call; of two that the plan fuses under their `joined` name.
@@ -74,30 +132,13 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
     Raises:
         KeyError: a call of the plan has no seconds.
     """
-    edges = {edge.target: edge.source for edge in plan.reallocations}
-    early = early_call(plan.graph, plan.assignments)
-    where: dict[str, int] = {}
-    tasks: list[Task] = []
-    waiting: list[tuple[int, str]] = []  # (index of a task, the call that is its `previous`)
-    for names in plan.runs_of(plan.order):
-        name = names[0]
-        trained = plan.graph.train_call(plan.graph.call(name).role)
-        after = [where[edge.producer] for edge in plan.graph.data_edges if edge.consumer in names]
-        if moves.get(name, 0.0) > 0 and name in edges:
-            meshes = (plan.mesh(edges[name]), plan.mesh(name))
-            waiting.append((len(tasks), edges[name]))
-            after.append(len(tasks))
-            # The executor moves parameters when it reaches the call, after the call's data have arrived.
-            data = tuple(after[:-1])
-            task = Task(f"{edges[name]} -> {name}", meshes, moves[name], data, moves=True, early=name == early)
-            tasks.append(task)
-        where |= dict.fromkeys(names, len(tasks))
-        if trained is not None:
-            waiting.append((len(tasks), trained))
-        task_name = joined(names)
-        tasks.append(Task(task_name, (plan.mesh(name),), seconds[task_name], tuple(after), early=name == early))
-    previous = {place: where[name] for place, name in waiting}
-    return [replace(task, previous=previous.get(place)) for place, task in enumerate(tasks)]
+    made, moved = GraphTasks(plan.graph, plan.fused), {edge.target for edge in plan.reallocations}
+    return made.tasks(
+        [plan.mesh(name) for name in made.names],
+        [seconds[name] for name in made.run_names],
+        {made.names.index(name): moves[name] for name in moved if name in moves},
+        early_call(plan.graph, plan.assignments),
+    )
 
 
 def task_times(
