@@ -140,7 +140,7 @@ def _alternatives(best: PricedPlan, ladder: Sequence[Rung], found: _Found) -> tu
 
 
 def _fitting(space: Space, ways: Ways, time_limit_s: float) -> _Found:
-    """What `_found` finds, if nothing fits otherwise with engines that sleep. Raises `PlanError` as `choose`."""
+    """The best plans; with engines that sleep, if nothing fits otherwise. Raises `PlanError` as `choose`."""
     pricing = space.pricing
     generates_by_vllm = space.generation_engine == "vllm"
     if generates_by_vllm and pricing.memory is not None and pricing.vllm_share is not None:
@@ -170,7 +170,7 @@ def _sleeping(space: Space) -> Space:
 
 
 def _on_one(space: Space) -> tuple[str, ...]:
-    """What would make the models fit on a cluster of one device, in a sentence; none for a larger cluster."""
+    """A remedy that makes the models fit on the only device, in a sentence; none for a larger cluster."""
     if space.cluster.size > 1:
         return ()
     trains = space.graph.train_call(Role.ACTOR)

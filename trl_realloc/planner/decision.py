@@ -61,7 +61,7 @@ class Decision:
 
 
 def why_not(plan: PricedPlan, best: PricedPlan) -> str:
-    """Why a plan is not chosen, in a sentence."""
+    """The reason why a plan is not chosen, in a sentence."""
     if plan.seconds < best.seconds:
         return f"{1 - plan.seconds / best.seconds:.1%} faster by estimate, {NO_MORE}"
     return why_slower(plan, best)

@@ -1,4 +1,4 @@
-"""The ladder of a decision: what each way of letting calls overlap is worth, beside the ways below it.
+"""The ladder of a decision: the seconds that each way of letting calls overlap saves, beside the ways below it.
 
 How the best plan of a way is found is in `fused_choice`, `stream_choice` and `ahead_choice`; in which order they are
 tried is in `choose`.
@@ -68,7 +68,7 @@ class Rung:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether a plan with the way is the fastest."""
+        """True if a plan with the way is the fastest."""
         return self.fastest is not self.whole
 
     @property
@@ -83,12 +83,12 @@ class Rung:
 
     @property
     def worth(self) -> str:
-        """What `best` saves, in words."""
+        """The saving of `best`, in words."""
         return saving(self.best, self.whole) + (f" ({ages(self.best)})" if self.best.staleness.versions else "")
 
     @property
     def sentence(self) -> str:
-        """What the way is worth, without a capital letter and a full stop."""
+        """The saving of the way, in words; or the reason why it has no plan. A sentence without its full stop."""
         if not self.plans:
             return f"{self.way}: {self.reason}"
         text = f"{self.name} {self.worth}"
@@ -98,7 +98,7 @@ class Rung:
 
 
 def saving(plan: PricedPlan, whole: PricedPlan) -> str:
-    """What a plan saves of the seconds of another, in words."""
+    """The seconds that a plan saves of another's, in words."""
     share = 1 - plan.seconds / whole.seconds
     if abs(share) < SAME:
         return "saves nothing"

@@ -1,5 +1,5 @@
-"""The ladder of a decision in words, for `trl-realloc plan --explain`: what each way of letting calls overlap is worth,
-and why the chosen plan is chosen.
+"""The ladder of a decision in words, for `trl-realloc plan --explain`: rows and sentences of the ways of letting calls
+overlap, and the reasons of the choice.
 
 The choice itself is in `choose`; this adds the plans that it had no reason to look at.
 """
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class OverlapWorth:
-    """What overlapping calls is worth for a job.
+    """The ladder of a job in words.
 
     Args:
         decision: for the job.
@@ -106,7 +106,7 @@ class OverlapWorth:
 
     @property
     def _in_turn(self) -> bool:
-        """Whether the loop of another library asks for the generation, so that none begins early."""
+        """True if the loop of another library asks for the generation, so that none begins early."""
         return has_host_loop(self.whole.space.graph)
 
     def _verdict(self, plan: PricedPlan) -> str:
@@ -126,7 +126,7 @@ class OverlapWorth:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """How the plan was chosen, step by step."""
+        """The steps in which the plan was chosen."""
         whole, best, search = self.whole, self.decision.best, self.decision.search
         early = early_call(whole.space.graph, {name: c.assignment for name, c in whole.calls.items()})
         cannot = "TRL's loop asks for it" if self._in_turn else "its engine sleeps or is not vLLM's"
@@ -143,7 +143,7 @@ class OverlapWorth:
         )
 
     def _sentence_of(self, rung: Rung) -> str:
-        """What the way is worth; and the first of its plans with a larger staleness than is allowed."""
+        """The saving of a way, and the first of its plans with a larger staleness than is allowed."""
         allowed = {name: plan for name, plan in rung.plans.items() if not self._is_beyond(plan)}
         parts = [replace(rung, plans=allowed).sentence] if allowed or not rung.plans else []
         for name, plan in [item for item in rung.plans.items() if self._is_beyond(item[1])][:1]:

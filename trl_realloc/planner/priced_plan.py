@@ -99,7 +99,7 @@ class PricedPlan:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the seconds are a lower bound: the schedule of fused calls was not searched."""
+        """True if the seconds are a lower bound, because the schedule of fused calls was not searched."""
         return self.fused_cost is not None and self.fused_cost.found is None
 
     @property

@@ -146,7 +146,7 @@ class Space:
 
     @property
     def is_small(self) -> bool:
-        """Whether transfer schedules of all plans that are looked at can be made in the time of a search."""
+        """True if the transfer schedules of all plans that are looked at can be made in the time of a search."""
         return self.cluster.size <= MANY
 
     @property
