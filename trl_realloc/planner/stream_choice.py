@@ -71,7 +71,7 @@ def streams_of(whole: PricedPlan, deadline: float = math.inf, *, deterministic: 
     found = {STREAMING: whole.with_streams(Streams(deterministic=deterministic))}
     sweep = MigrationSweep(whole, streamed, deadline)
     if not deterministic and sweep.engines > 1 and (moved := sweep.best()) is not None:
-        found[f"{STREAMING}, {_moves(moved)}"] = moved
+        found[f"{STREAMING} with {_moves(moved)}"] = moved
     return Rung(STREAMING, whole, found)
 
 
@@ -79,7 +79,7 @@ def _moves(plan: PricedPlan) -> str:
     assert plan.streams is not None and plan.streams.migration is not None, "a plan of the sweep"
     migration = plan.streams.migration
     to = "one engine" if migration.engines == 1 else f"{migration.engines} engines"
-    return f"the last {migration.threshold:.0%} moved to {to},"
+    return f"the last {migration.threshold:.0%} moved to {to}"
 
 
 def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
