@@ -142,7 +142,7 @@ def test_what_was_measured_keeps_its_own_decode_steps(job: Job) -> None:
 def test_without_deepspeed_no_zero_stage_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make(tmp_path, Cluster(1, 2, memory_gb=8.0))
     allowed: list[object] = []
-    monkeypatch.setattr("trl_realloc.profiling.job.choose", lambda *a, zero_stages, **k: allowed.append(zero_stages))
+    monkeypatch.setattr("trl_realloc.profiling.job.choose", lambda space, *_, **__: allowed.append(space.zero_stages))
     for is_installed in (True, False):
         monkeypatch.setattr(deepspeed_compat, "is_installed", lambda found=is_installed: found)
         job.choose(measured(job), time_limit_s=0.1)
