@@ -103,7 +103,7 @@ class Rank:
         self.episodes = samples * processes
         # with slots for samples that are moved
         self.trainer = _trainer(self.plans["migrated"], skewed, samples, processes, folder)
-        self.trainer._start()
+        self.trainer.run.placed.start()
         self.rank: int = self.trainer.accelerator.process_index
 
     def least_disturbed(self, mode: str, step: int, *, trains: bool) -> dict[str, Any]:

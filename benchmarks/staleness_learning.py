@@ -192,18 +192,21 @@ def delayed_trainer(method: str, delay: int) -> type[PPOTrainer]:
     """The trainer's class for one method and one age of the samples."""
 
     class Delayed(PPOTrainer):
-        def _place(self) -> None:
+        def create_accelerator_and_postprocess(self) -> None:
             if method == "hidden":
-                own = {name: getattr(self.setup.algorithm, name) for name in ("settings", "seed", "eos_token_id")}
-                self.setup = replace(self.setup, algorithm=HiddenStaleness(**own))
-            super()._place()
+                placed = self.run.placed
+                own = {name: getattr(placed.setup.algorithm, name) for name in ("settings", "seed", "eos_token_id")}
+                placed.setup = replace(placed.setup, algorithm=HiddenStaleness(**own))
+            super().create_accelerator_and_postprocess()
 
-        def _start(self) -> None:
-            if not self.placement.started:
-                super()._start()
-                for call, engine in self.placement.generators.items():
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            placed = self.run.placed
+            if not placed.placement.started:
+                placed.start()
+                for call, engine in placed.placement.generators.items():
                     assert isinstance(engine, TransformersEngine)
-                    self.placement.generators[call] = DelayedEngine(engine, delay)
+                    placed.placement.generators[call] = DelayedEngine(engine, delay)
+            return super().train(*args, **kwargs)
 
     return Delayed
 

@@ -183,7 +183,7 @@ class Phases:
         self.skewed = replace(SKEWED, **(skewed or {}))
         self.trainer = _trainer(folder, processes, self.skewed, num_ppo_epochs=epochs)
         self.expectation = Expectation(self.trainer.setup.job) if measures else None
-        self.trainer._start()
+        self.trainer.run.placed.start()
         self.executor, self.placement = self.trainer.executor, self.trainer.placement
         self.plan, self.ahead, self.counter = self.trainer.plan, self.trainer.executor.ahead, Counter()
         self.episodes = PER_ENGINE * processes // 2

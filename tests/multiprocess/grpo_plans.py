@@ -82,7 +82,7 @@ def train(
 
     made._generate = noted
     if moves_to is not None:
-        made.replanner = Forced(resolve_plan(moves_to, made.plan.cluster, graph=made.plan.graph), after)
+        made.run.change.replanner = Forced(resolve_plan(moves_to, made.plan.cluster, graph=made.plan.graph), after)
     measured = 0
 
     def measure(*arguments: Any, **named: Any) -> Any:

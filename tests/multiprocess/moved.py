@@ -56,7 +56,7 @@ def main() -> None:
     plan_change.RunState = Counted  # type: ignore[misc]
     to = options.pop("to", None)
     made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
-    made.replanner = Forced(ExecutionPlan.from_dict(to)) if to else None
+    made.run.change.replanner = Forced(ExecutionPlan.from_dict(to)) if to else None
     made.train()
     if made.accelerator.is_main_process:
         (folder / "log.json").write_text(json.dumps({"updates": tiny.updates(made), "plan": made.plan.to_dict()}))

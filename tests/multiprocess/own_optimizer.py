@@ -41,7 +41,7 @@ def main() -> None:
         del optimizer
     made = tiny.trainer(folder, given=given, **options)
     del policy, value, given
-    made._start()
+    made.run.placed.start()
     gc.collect()
     alive = [name for name, parameter in whole.items() if parameter() is not None]
     made.train()

@@ -87,10 +87,10 @@ def main() -> None:
     report["had"] = sorted(path.name for path in own.glob("checkpoint-3/training_state/*.distcp"))
     # each rank trains the other's role, whose parts the other's disk has
     made = tiny.trainer(own, **{**OPTIONS, "plan": SWAPPED, "max_steps": 4})
-    checkpoint = made._find_checkpoint("auto")
+    checkpoint = made.run.checkpoints.find("auto")
     assert checkpoint is not None
-    made._start()
-    made._load_training_state(checkpoint)
+    made.run.placed.start()
+    made.run.checkpoints.load_models(checkpoint)
     expected = torch.load(folder / f"further-{1 - rank}.pt")
     swapped = weights_of(made)
     report["same in the other's place"] = swapped.keys() == expected.keys() and all(

@@ -94,13 +94,13 @@ def follow(made: Any, options: dict[str, Any]) -> None:
     """Give the trainer's plan a run's streams and barrier. The engines stay."""
     streams = Streams.from_dict(options.get("streams"))
     plan = replace(made.plan, streams=streams, barrier=options.get("barrier", False))
-    made.setup = replace(made.setup, plan=plan)
+    made.run.placed.setup = replace(made.setup, plan=plan)
     for part in (made.placement, made.executor, made.executor.exchange):
         part.plan = plan
 
 
 def kill_at_a_move(made: Any, folder: Path) -> None:
-    made._start()
+    made.run.placed.start()
     engine = made.placement.generators["actor.generate"]
     go_on = StreamWorker._go_on
 
@@ -114,7 +114,7 @@ def kill_at_a_move(made: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def slow_critic(made: Any, seconds: float) -> Iterator[None]:
-    made._start()
+    made.run.placed.start()
     engine = made.placement.trained(Role.CRITIC)
     if engine is None:
         yield

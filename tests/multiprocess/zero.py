@@ -94,7 +94,7 @@ def main() -> None:
     again.train(resume_from_checkpoint=str(folder / "apart" / "checkpoint-1"))
     note(folder, "resumed", again)
     moved = trainer(folder / "moved", "replicas")
-    moved.replanner = Forced(ExecutionPlan.from_dict(PLANS["apart"]))  # type: ignore[assignment]
+    moved.run.change.replanner = Forced(ExecutionPlan.from_dict(PLANS["apart"]))  # type: ignore[assignment]
     moved.train()
     note(folder, "moved", moved)
 

@@ -11,8 +11,7 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.planner.learning import LEAST, WARM_UP
 from trl_realloc.profiling import late_measuring
 from trl_realloc.profiling.late_measuring import GAIN, LateMeasuring
-from trl_realloc.trainer.checkpoint.mixin import CheckpointMixin
-from trl_realloc.trainer.plan_change import PlanChangeMixin
+from trl_realloc.trainer.plan_change import PlanChange
 
 
 COST_S, UPDATE_S, START_S = 50.0, 2.0, 1.0
@@ -113,37 +112,26 @@ def test_the_other_ranks_do_what_rank_0_has_decided(monkeypatch: pytest.MonkeyPa
     assert made.is_over
 
 
-def test_a_run_that_saves_has_saved_its_state_before_it_measures() -> None:
-    done: list[object] = []
+@pytest.mark.parametrize(("can_rebuild", "expected"), [(True, ["saved", "measured"]), (False, [])])
+def test_a_run_has_saved_its_state_before_it_measures(can_rebuild: bool, expected: list[str]) -> None:
+    done: list[str] = []
 
-    class Run(PlanChangeMixin):
-        _saved_step = 3
-        _save_unsaved = CheckpointMixin._save_unsaved  # type: ignore[assignment]
-
-        def _save_checkpoint(self, model: object, trial: object) -> None:
-            done.append(f"saved after update {self.state.global_step}")
-
-        can_rebuild = True
+    class Change(PlanChange):
+        def __init__(self) -> None:
+            self.placed: Any = SimpleNamespace(
+                setup=SimpleNamespace(job=None), placement=SimpleNamespace(generators={})
+            )
+            self.checkpoints: Any = SimpleNamespace(save_unsaved=lambda: done.append("saved"))
+            self.observer: Any = SimpleNamespace(note=lambda *_: None, note_decoding=lambda _: None, job_plan=None)
+            self.replanner: Any = SimpleNamespace(note=lambda lengths: None)
+            self.measuring: Any = SimpleNamespace(is_over=False, note=lambda seconds: None, budget=lambda *_: 1.0)
+            self.start_seconds = 0.0
 
         def _can_rebuild(self) -> bool:
-            return self.can_rebuild
+            return can_rebuild
 
-        def _rebuild(self, next_plan: object) -> None:
+        def rebuild(self, next_plan: object) -> None:
             done.append("measured")
 
-    for strategy, step, can_rebuild, expected in (
-        ("steps", 4, True, ["saved after update 4", "measured"]),
-        ("steps", 3, True, ["measured"]),
-        ("no", 4, True, ["measured"]),
-        ("steps", 4, False, []),
-    ):
-        done.clear()
-        made: Any = Run()
-        made.can_rebuild = can_rebuild
-        made.args, made.state = SimpleNamespace(save_strategy=strategy), SimpleNamespace(max_steps=9, global_step=step)
-        made.setup, made.placement = SimpleNamespace(job=None), SimpleNamespace(generators={})
-        made.observer = SimpleNamespace(note=lambda *_: None, note_decoding=lambda *_: None, job_plan=None)
-        made.replanner = SimpleNamespace(note=lambda lengths: None)
-        made.measuring = SimpleNamespace(is_over=False, note=lambda seconds: None, budget=lambda *_: 1.0)
-        made._replan([], [], 1.0, 9 - step)
-        assert done == expected
+    Change().note([], [], 1.0, 5)
+    assert done == expected

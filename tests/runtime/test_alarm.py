@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from trl_realloc import Cluster, GRPOTrainer, PPOTrainer
+from trl_realloc import Cluster, ReallocationPlugin
 from trl_realloc.engines.base import EngineError
 from trl_realloc.realloc.transfer import TransferError
 from trl_realloc.runtime.failures import watchdog_client
@@ -26,6 +26,7 @@ from trl_realloc.runtime.failures.coordinator_watchdog import CoordinatorWatchdo
 from trl_realloc.runtime.failures.liveness import Verdict
 from trl_realloc.runtime.failures.message_socket import MessageSocket
 from trl_realloc.runtime.failures.watchdog_client import HOST, WatchdogClient
+from trl_realloc.trainer.planned_run import PlannedRun
 
 
 Ranks = Callable[..., list[subprocess.Popen[str]]]
@@ -186,19 +187,18 @@ def test_a_failure_under_a_changed_plan_is_one_of_the_new_runtime() -> None:
         acknowledge=lambda generation: rung.append(("known", generation)),
         leave=lambda *args: None,
     )
-    for kind in (PPOTrainer, GRPOTrainer):
-        trainer: Any = object.__new__(kind)
-        closed: list[str] = []
-        trainer.is_in_train, trainer.alarm = False, Alarm(watchdog)
-        plan = SimpleNamespace(cluster=Cluster(1, 2))
-        trainer.placement = SimpleNamespace(plan=plan, close=lambda closed=closed: closed.append("old"))
-        rung.clear()
-        with pytest.raises(ValueError, match="no memory"), trainer._failing_together():
-            trainer.alarm = Alarm(watchdog)  # as a plan change makes one
-            trainer.placement = SimpleNamespace(plan=plan, close=lambda closed=closed: closed.append("new"))
-            raise ValueError("no memory")
-        generation = trainer.alarm.generation
-        assert rung == [("error", generation), ("known", generation)] and closed == ["new"]
+    closed: list[str] = []
+    host: Any = SimpleNamespace(trainer=SimpleNamespace(is_in_train=False))
+    setup: Any = None
+    run: Any = PlannedRun(host, setup, ReallocationPlugin(), 0, Alarm(watchdog))
+    plan = SimpleNamespace(cluster=Cluster(1, 2))
+    run.placed.placement = SimpleNamespace(plan=plan, close=lambda: closed.append("old"))
+    with pytest.raises(ValueError, match="no memory"), run.failing_together():
+        run.placed.alarm = Alarm(watchdog)  # as a plan change makes one
+        run.placed.placement = SimpleNamespace(plan=plan, close=lambda: closed.append("new"))
+        raise ValueError("no memory")
+    generation = run.placed.alarm.generation
+    assert rung == [("error", generation), ("known", generation)] and closed == ["new"]
 
 
 def test_strangers_do_not_end_the_watchdog_of_rank_0() -> None:

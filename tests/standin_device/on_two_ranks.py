@@ -340,7 +340,7 @@ def test_changes_of_the_plan_give_the_old_plans_memory_back(folder: Path) -> Non
     assert before > empty
     for changed, share in (({"actor__train": {**SPLIT, "tp": 2}}, 1.1), ({}, 1.01)):
         old = weakref.ref(made.policy_model)
-        made._move_to(JobPlan(ExecutionPlan.from_dict(plan_of(**changed))))
+        made.run.change.move_to(JobPlan(ExecutionPlan.from_dict(plan_of(**changed))))
         gc.collect()
         assert old() is None, "nothing refers to the old policy"
         assert allocated() - empty <= (before - empty) * share, changed

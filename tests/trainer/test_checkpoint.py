@@ -183,17 +183,17 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_for_an_older_on
         what = f"{name} {damaged.__name__}"
         damaged(newest / name)
         with pytest.raises(CheckpointError, match=name) as refused:
-            again._find_checkpoint(str(newest))
+            again.run.checkpoints.find(str(newest))
         assert f"{older} is whole: resume from it" in str(refused.value), what
         assert "start from" not in str(refused.value)
         caplog.clear()
         os.utime(older / "trainer_state.json", (1, 1))
-        found = again._find_checkpoint(True)
+        found = again.run.checkpoints.find(True)
         assert found is not None and found.folder == older, what
         assert "passed over" in caplog.text and name in caplog.text, what
         shutil.rmtree(newest)
         shutil.copytree(keep, newest)
-    assert again._find_checkpoint("auto").folder == newest  # type: ignore[union-attr]
+    assert again.run.checkpoints.find("auto").folder == newest  # type: ignore[union-attr]
     assert not again.placement.started
 
 
@@ -210,7 +210,7 @@ def test_a_training_state_of_another_model_or_that_is_none_is_refused_before_any
     damaged(run / "checkpoint-2")
     listed_anew(run / "checkpoint-2")
     with pytest.raises(CheckpointError, match=said):
-        again._find_checkpoint(str(run / "checkpoint-2"))
+        again.run.checkpoints.find(str(run / "checkpoint-2"))
     assert not again.placement.started and not Path("run by a checkpoint").exists()
 
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_in_a_sentence(run: Path, a
     path = run / "checkpoint-2" / MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
     with pytest.raises(CheckpointError, match="of format 1, of an earlier release.*checkpoint-1 is whole"):
-        again._find_checkpoint(str(run / "checkpoint-2"))
+        again.run.checkpoints.find(str(run / "checkpoint-2"))
 
 
 def test_without_a_whole_checkpoint_resuming_is_refused_and_auto_begins_only_where_there_is_none(
@@ -235,11 +235,11 @@ def test_without_a_whole_checkpoint_resuming_is_refused_and_auto_begins_only_whe
         truncated(run / f"checkpoint-{step}" / PARTS)
     for given in (True, "auto", "true"):
         with pytest.raises(CheckpointError, match=r"is whole: .*checkpoint-2 \(training_state.* .*checkpoint-1 \("):
-            again._find_checkpoint(given)
+            again.run.checkpoints.find(given)
     again.args.output_dir = str(run / "fresh")
-    assert again._find_checkpoint("auto") is None
+    assert again.run.checkpoints.find("auto") is None
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        again._find_checkpoint(True)
+        again.run.checkpoints.find(True)
 
 
 def test_resume_from_checkpoint_is_read_from_recipes_and_command_lines(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_the_best_model_of_a_run_on_other_data_is_loaded_at_the_end(saved: Path,
     changes |= {"metric_for_best_model": "eval_objective/scores", "greater_is_better": True}
     given = {"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(8)}
     made = tiny.trainer(tmp_path, given=given, **changes)
-    made._start()
+    made.run.placed.start()
     made.state.best_model_checkpoint = str(saved / "checkpoint-2")
     made._load_best_model()
     expected = load_file(saved / "checkpoint-2" / "model.safetensors")

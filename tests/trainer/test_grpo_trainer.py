@@ -138,7 +138,7 @@ def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int, pad: st
             reward_processing_classes=tokenizers,
         )
         if kind is GRPOTrainer:
-            made._start()
+            made.run.placed.start()
         rows = [{"prompt": PROMPTS[0]["prompt"]}] * 8
         table = made._calculate_rewards(rows, [row["prompt"] for row in rows], completions[0], [[2, 3], [4]] * 4)
         names = made.reward_func_names
@@ -176,7 +176,7 @@ def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
     made = GRPOTrainer(
         policy(attention_dropout=0.1), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer()
     )
-    assert made.trains_by_accelerate
+    assert made.run is None
     assert "Accelerate trains, because the model has dropout 0.1" in said[0]
     with pytest.raises(ConfigError, match="TRL generates, so it has no plan"):
         made.plan  # noqa: B018
@@ -225,7 +225,7 @@ def test_a_quantization_config_leaves_the_training_to_accelerate() -> None:
 def test_dropout_that_is_disabled_leaves_the_training_to_the_engines(tmp_path: Path) -> None:
     args = settings(tmp_path, disable_dropout=True)
     made = GRPOTrainer(policy(attention_dropout=0.1), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
-    assert not made.trains_by_accelerate
+    assert made.run is not None
     made.close()
 
 
@@ -383,7 +383,7 @@ def test_models_may_be_given_by_a_path_that_is_no_text(tmp_path: Path, dropout: 
     made = GRPOTrainer(tmp_path / "policy", rewards, args, PROMPTS, processing_class=tiny.tokenizer())
     made.train()
     made.close()
-    assert made.trains_by_accelerate == bool(dropout)
+    assert (made.run is None) == bool(dropout)
     assert "rewards/reward/mean" in made.state.log_history[0]
 
 
@@ -447,11 +447,11 @@ def test_an_abandoned_optimizer_step_leaves_nothing_to_the_next_training(tmp_pat
         policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer(), callbacks=[stop]
     )
     made.train()
-    assert made.state.global_step == 0 and len(made._window) == 1
+    assert made.state.global_step == 0 and len(made.run.host.window) == 1
     made.remove_callback(stop)
     made.train()
     made.close()
-    assert made.state.global_step == 2 and len(made._window) == 0
+    assert made.state.global_step == 2 and len(made.run.host.window) == 0
 
 
 def test_prompts_of_an_evaluation_and_of_tools_have_room(tmp_path: Path) -> None:
@@ -557,7 +557,7 @@ def test_a_subclass_that_makes_its_optimizer_is_trained_by_accelerate(
     said: list[str] = []
     monkeypatch.setattr(policy_trainer.logger, "warning", said.append)
     made = OwnOptimizer(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
-    assert made.trains_by_accelerate and "OwnOptimizer.create_optimizer makes the optimizer" in said[0]
+    assert made.run is None and "OwnOptimizer.create_optimizer makes the optimizer" in said[0]
     made.train()
     assert isinstance(getattr(made.optimizer, "optimizer", made.optimizer), torch.optim.SGD)
     made.close()
@@ -626,7 +626,7 @@ def test_reward_models_by_name_are_loaded_with_model_init_kwargs(tmp_path: Path,
     asked = {"dtype": "bfloat16", "attn_implementation": "eager"}
     args = settings(tmp_path / "run", config, model_init_kwargs=asked)
     trainer = kind(policy(), classifier(tmp_path / "reward"), args, PROMPTS, processing_class=tiny.tokenizer())
-    trainer._start()
+    trainer.run.placed.start()
     (engine,) = trainer.placement.engines["reward.forward"]
     model = engine.head.model
     trainer.close()

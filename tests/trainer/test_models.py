@@ -188,7 +188,7 @@ def test_after_the_start_only_the_engines_have_the_models_that_were_given(tmp_pa
     made.placement.trainers.clear()
     made.placement.generators.clear()
     made.model.hold(torch.nn.Module(), torch.nn.Module())
-    made.setup = replace(made.setup, models_before_start=())
+    made.run.placed.setup = replace(made.setup, models_before_start={})
     gc.collect()
     assert [name for name, parameter in parameters.items() if parameter() is not None] == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.presets import flatten
-from trl_realloc.trainer.checkpoint import CheckpointError, mixin
+from trl_realloc.trainer.checkpoint import CheckpointError, checkpoints
+from trl_realloc.trainer.checkpoint.checkpoints import Checkpoints
 from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
-from trl_realloc.trainer.checkpoint.mixin import CheckpointMixin
 from trl_realloc.trainer.checkpoint.resuming import STATE, is_needed_by_all, newest_whole
 from trl_realloc.trainer.checkpoint.training_state import StateWrite
 from trl_realloc.trainer.config_checks import ConfigError
@@ -44,13 +45,13 @@ class Counting(TrainerCallback):
         self.saved += 1
 
 
-class PolicyTrainer(CheckpointMixin, Trainer):
+class PolicyTrainer(Trainer):
     """Trains the policy alone, under a plan."""
 
     def __init__(self, folder: Path, seed: int = 0, **changes: Any) -> None:
         plan = flatten(Cluster(1, 1), generation_engine="transformers", graph=BARE)
-        self.executor = place(plan, 0, seed)
-        self.plan, self.placement, self.alarm = plan, self.executor.placement, self.executor.alarm
+        self.executor = executor = place(plan, 0, seed)
+        settings = {"save_strategy": "steps", **changes}
         args = GRPOConfig(
             str(folder),
             use_cpu=True,
@@ -58,21 +59,36 @@ class PolicyTrainer(CheckpointMixin, Trainer):
             learning_rate=0.01,
             max_steps=8,
             per_device_train_batch_size=8,
-            save_strategy="steps",
-            **changes,
+            **settings,
         )
         self.rates = LearningRates.of(args, None, None, [Role.ACTOR])
-        self.models_before_start = {Role.ACTOR: tiny.policy()}
-        self.checkpoint_identity = Identity("AdamW", len(prompts()), len(ROWS), prompts_checksum(ROWS))
+        self.host = SimpleNamespace(
+            trainer=self,
+            calls_on_save=False,
+            counters=("global_step",),
+            about_checkpoint=dict,
+            write_state=lambda *_: None,
+            forget_step=lambda: None,
+            samples_under_way=lambda: executor.samples_under_way(self.state.global_step),
+            go_on_with=executor.go_on_with,
+        )
+        placed: Any = SimpleNamespace(
+            host=self.host,
+            setup=SimpleNamespace(rates=self.rates, models_before_start={Role.ACTOR: tiny.policy()}),
+            plan=plan,
+            placement=executor.placement,
+            executor=executor,
+            alarm=executor.alarm,
+            rank=0,
+        )
+        self.checkpoints = Checkpoints(placed)
+        self.checkpoints.identity = Identity("AdamW", len(prompts()), len(ROWS), prompts_checksum(ROWS))
         self.counting = Counting()
         super().__init__(tiny.policy(), args, processing_class=tiny.tokenizer(), callbacks=[self.counting])
         self.create_scheduler(8, self.rates.scheduled)
 
-    def _start(self) -> None:
-        self.placement.start()
-
-    def _failing_together(self) -> Any:
-        return contextlib.nullcontext()
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.checkpoints.save()
 
     def step(self) -> None:
         self.executor.run(prompts(), self.state.global_step, {Role.ACTOR: self.rates.role(Role.ACTOR)})
@@ -81,17 +97,17 @@ class PolicyTrainer(CheckpointMixin, Trainer):
         self.state.global_step += 1
 
     def resume(self, setting: str | bool) -> None:
-        checkpoint = self._find_checkpoint(setting)
+        checkpoint = self.checkpoints.find(setting)
         assert checkpoint is not None
         self.state = TrainerState.load_from_json(str(checkpoint.folder / STATE))
-        self._load_checkpoint(checkpoint)
+        self.checkpoints.load(checkpoint)
 
 
 def test_a_run_that_was_saved_and_resumed_is_a_straight_one(tmp_path: Path) -> None:
     straight = PolicyTrainer(tmp_path)
     for _ in range(2):
         straight.step()
-    straight._save_checkpoint(None, None)
+    straight.checkpoints.save()
     assert straight.counting.saved == 0, "Trainer's loop calls on_save"
     folder = tmp_path / "checkpoint-2"
     saved = {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
@@ -106,12 +122,26 @@ def test_a_run_that_was_saved_and_resumed_is_a_straight_one(tmp_path: Path) -> N
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
+@pytest.mark.parametrize(("strategy", "saved"), [("steps", ["checkpoint-1"]), ("no", [])])
+def test_a_state_is_saved_once_and_only_in_a_run_that_saves(tmp_path: Path, strategy: str, saved: list[str]) -> None:
+    trainer = PolicyTrainer(tmp_path, save_strategy=strategy)
+    trainer.checkpoints.save_unsaved()
+    assert list(tmp_path.glob("checkpoint-*")) == [], "nothing is trained"
+    trainer.step()
+    trainer.checkpoints.save_unsaved()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == saved
+    for path in tmp_path.glob("checkpoint-*"):
+        path.rename(tmp_path / "elsewhere")
+    trainer.checkpoints.save_unsaved()
+    assert list(tmp_path.glob("checkpoint-*")) == []
+
+
 def test_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
     trainer = PolicyTrainer(tmp_path, async_save=True)
-    trainer._calls_on_save = True
+    trainer.host.calls_on_save = True
     trainer.step()
-    trainer._save_checkpoint(None, None)
-    trainer._finish_save()
+    trainer.checkpoints.save()
+    trainer.checkpoints.finish()
     assert trainer.counting.saved == 1 and (tmp_path / "checkpoint-1" / STATE).exists()
 
 
@@ -120,11 +150,11 @@ def test_all_ranks_load_the_best_checkpoint_though_not_every_host_has_it(
 ) -> None:
     trainer = PolicyTrainer(tmp_path)
     trainer.step()
-    trainer._save_checkpoint(None, None)
+    trainer.checkpoints.save()
     resumed = PolicyTrainer(tmp_path)
     resumed.args.load_best_model_at_end = True
     best = str(tmp_path / "checkpoint-0")
-    monkeypatch.setattr(mixin, "from_every_rank", lambda own, control: [own, best])  # a rank of another host
+    monkeypatch.setattr(checkpoints, "from_every_rank", lambda own, control: [own, best])  # a rank of another host
     resumed.resume(True)
     assert resumed.state.best_model_checkpoint == best, "Trainer has forgotten it on this host"
 
@@ -238,9 +268,9 @@ def test_the_best_checkpoint_is_kept_until_a_better_one_is_complete(tmp_path: Pa
     for best in (1, 1, 1, 4):
         trainer.step()
         trainer.state.best_global_step = best
-        trainer._save_checkpoint(None, None)
+        trainer.checkpoints.save()
     assert {path.name for path in tmp_path.glob("checkpoint-?")} == {"checkpoint-1", "checkpoint-3"}
-    trainer._finish_save()
+    trainer.checkpoints.finish()
     assert [path.name for path in tmp_path.glob("checkpoint-?")] == ["checkpoint-4"]
 
 
@@ -249,7 +279,7 @@ def test_a_checkpoint_of_ppo_is_not_one_of_a_run_without_critic(tmp_path: Path) 
     ppo.train()
     trainer = PolicyTrainer(tmp_path)
     with pytest.raises(CheckpointError) as refusal:
-        trainer._find_checkpoint(True)
+        trainer.checkpoints.find(True)
     folder = tmp_path / "checkpoint-1"
     assert str(refusal.value) == (
         f"cannot resume from {folder}: it is of a run that trains policy and critic, as PPOTrainer does; this run "
@@ -262,24 +292,24 @@ def test_a_checkpoint_of_ppo_is_not_one_of_a_run_without_critic(tmp_path: Path) 
 def test_a_checkpoint_of_a_run_without_critic_is_not_one_of_ppo(tmp_path: Path, by_name: bool) -> None:
     trainer = PolicyTrainer(tmp_path)
     trainer.step()
-    trainer._save_checkpoint(None, None)
+    trainer.checkpoints.save()
     folder = tmp_path / "checkpoint-1"
     with pytest.raises(
         CheckpointError, match=f"cannot resume from {folder}: it is of a run that trains the policy alone"
     ):
-        tiny.trainer(tmp_path, save_strategy="steps")._find_checkpoint(str(folder) if by_name else True)
+        tiny.trainer(tmp_path, save_strategy="steps").run.checkpoints.find(str(folder) if by_name else True)
 
 
 def test_other_prompts_are_refused_and_unknown_ones_are_not(tmp_path: Path) -> None:
     trainer = PolicyTrainer(tmp_path)
     trainer.step()
-    trainer._save_checkpoint(None, None)
+    trainer.checkpoints.save()
     other = PolicyTrainer(tmp_path)
-    other.checkpoint_identity = Identity("AdamW", len(prompts()), len(ROWS), prompts_checksum(ROWS) + 1)
+    other.checkpoints.identity = Identity("AdamW", len(prompts()), len(ROWS), prompts_checksum(ROWS) + 1)
     with pytest.raises(CheckpointError, match="its data set has 16 prompts as this run's, but others"):
-        other._find_checkpoint(True)
-    other.checkpoint_identity = Identity("AdamW", len(prompts()), None, None)
-    assert other._find_checkpoint(True) is not None
+        other.checkpoints.find(True)
+    other.checkpoints.identity = Identity("AdamW", len(prompts()), None, None)
+    assert other.checkpoints.find(True) is not None
 
 
 def each_step(folder: Path, **changes: Any) -> GRPOConfig:
@@ -328,4 +358,4 @@ def test_where_accelerate_trains_the_best_model_is_that_of_a_checkpoint_without_
         made()
     trainer = made(attention_dropout=0.1)
     trainer.train()
-    assert trainer.trains_by_accelerate and trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert trainer.run is None and trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")

@@ -90,7 +90,7 @@ def test_a_log_of_several_updates_has_their_mean_times(tmp_path: Path) -> None:
 
 def test_responses_before_the_training_are_in_no_record(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    made._start()
+    made.run.placed.start()
     made.model.train()
     responses = made._generate(["w2 w3"] * 4)[1]
     made.close()

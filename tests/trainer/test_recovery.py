@@ -110,7 +110,7 @@ def test_an_interrupted_optimizer_step_is_dropped(tmp_path: Path) -> None:
     made = grpo(tmp_path, Reward(), [Interrupts()], gradient_accumulation_steps=2, max_steps=2)
     with pytest.raises(KeyboardInterrupt):
         made.train()
-    assert len(made._window) == 0 and not made.is_in_train, "its slopes would be trained on with another step's"
+    assert len(made.run.host.window) == 0 and not made.is_in_train, "its slopes would be trained on with another step's"
     made.train()
     assert made.state.global_step == 2
 
@@ -142,7 +142,7 @@ def test_a_training_that_failed_in_its_middle_leaves_no_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tiny.trainer(tmp_path, max_steps=1, per_device_train_batch_size=4, response_length=4)
-    made._start()
+    made.run.placed.start()
     engine: Any = made.placement.trained("actor")  # type: ignore[arg-type]  # a role is its name
     with monkeypatch.context() as patched:
         patched.setattr(engine.optimizer, "step", lambda *given: 1 / 0)
@@ -171,9 +171,9 @@ def test_a_start_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pyt
 
 def test_a_run_that_failed_between_two_plans_has_lost_its_state_and_says_so(tmp_path: Path) -> None:
     made = tiny.trainer(tmp_path, max_steps=1, per_device_train_batch_size=4, response_length=4)
-    made._start()
-    with pytest.raises(ZeroDivisionError), made._failing_together():
-        made._rebuild(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    made.run.placed.start()
+    with pytest.raises(ZeroDivisionError), made.run.failing_together():
+        made.run.change.rebuild(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     for use in (made.train, made.save_model):
         with pytest.raises(EngineError, match="its parameters are lost here; make a new trainer"):
             use()

@@ -46,7 +46,7 @@ def test_no_engine_takes_what_it_generated_with_for_the_parameters_of_a_checkpoi
     made = tiny.resumed(tmp_path / "checkpoint-2", tmp_path / "again", max_steps=3)
     (generator,) = made.placement.generators.values()
     generator.version = made.placement.engine("actor.train").version
-    made._load_training_state(made._find_checkpoint(str(tmp_path / "checkpoint-2")))
+    made.run.checkpoints.load_models(made.run.checkpoints.find(str(tmp_path / "checkpoint-2")))
     assert generator.version == STALE
 
 

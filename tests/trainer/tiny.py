@@ -151,10 +151,10 @@ def change_ppo(made: Any, **changes: Any) -> None:
 def resumed(checkpoint: Path, folder: Path, **changes: Any) -> PPOTrainer:
     """A trainer of this process alone, with the state of a checkpoint."""
     made = trainer(folder, **changes)
-    found = made._find_checkpoint(str(checkpoint))
+    found = made.run.checkpoints.find(str(checkpoint))
     assert found is not None
-    made._start()
-    made._load_training_state(found)
+    made.run.placed.start()
+    made.run.checkpoints.load_models(found)
     return made
 
 

@@ -6,8 +6,6 @@ Which runs these are is in `trainable`, the generation in `planned_generation`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from ..engines.generation.vllm_support import is_vllm_available
 from ..engines.model_configs import CustomCodeError, ModelError, read_config
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint import STATE_FOLDER, CheckpointError
-from .checkpoint.mixin import CheckpointMixin
 from .checkpoint.resuming import ResumeSetting, read_resume_setting
 from .config_checks import ConfigError
 from .grpo_config import RLOOConfig
@@ -27,26 +24,6 @@ from .plug import plug
 
 
 logger = logging.get_logger(__name__)
-
-
-def leave_to_accelerate(trainer: type[CheckpointMixin], names: Iterable[str]) -> None:
-    """Let these methods of a class be those of TRL's and Trainer's where `trains_by_accelerate`.
-
-    Args:
-        trainer: to be mixed in before TRL's class.
-    """
-    for name in names:
-        setattr(trainer, name, _unless_accelerate(name, getattr(trainer, name)))
-
-
-def _unless_accelerate(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.trains_by_accelerate:
-            return getattr(super(CheckpointMixin, self), name)(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return chosen
 
 
 def plan_generation(trainer: Any, plugin: ReallocationPlugin) -> None:

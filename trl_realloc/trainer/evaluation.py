@@ -5,7 +5,6 @@ How completions are printed is in `completions`.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -20,8 +19,9 @@ from ..algorithms.prompt_batches import PromptBatch, prompt_loader
 from ..algorithms.prompts import DataError, tokenize_prompts
 from ..plan.dataflow import CallKind, Role
 from ..runtime.calls import EVALUATION_STEP
-from ..runtime.executor import Executor
 from .completions import completion_rows, show_completions
+from .planned_run import PlannedRun
+from .ppo_host import PPOHost
 from .setup import Setup
 
 
@@ -42,12 +42,10 @@ class EvaluationMixin:
     setup: Setup
     plan: Any
     sample_generations_freq: Any
-    executor: Executor
+    run: PlannedRun[Setup, PPOHost]
     log: Callable[[dict[str, float]], None]
-    _start: Callable[[], None]
     _end_together: Callable[[], None]
     _follow_settings: Callable[[], None]
-    _failing_together: Callable[[], contextlib.AbstractContextManager[None]]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
         """Global batches of evaluation prompts, the same on every rank; by default of the constructor's dataset. A name
@@ -111,13 +109,13 @@ class EvaluationMixin:
         rows = self._checked(rows)
         start, count = time.time(), 0
         sums, counts = defaultdict[str, float](float), Counter[str]()  # a batch has no metric that is not finite
-        with self._failing_together():
-            self._start()
+        with self.run.failing_together():
+            self.run.placed.start()
             self._follow_settings()
             graph = self.plan.graph
             scoring = [call for call in graph.order if not graph.call(call).trains]
             for batch in self.get_eval_dataloader(rows):
-                iteration = self.executor.run(batch, EVALUATION_STEP, {}, only=scoring, first=count)
+                iteration = self.run.placed.executor.run(batch, EVALUATION_STEP, {}, only=scoring, first=count)
                 for name, value in iteration.metrics.items():
                     sums[name] += value if name in COUNTS else value * len(batch)
                     counts[name] += len(batch)
@@ -149,12 +147,14 @@ class EvaluationMixin:
         table: list[dict[str, Any]] = []
         count = 0
         near_greedy = replace(self.setup.call_settings.sampling, temperature=NEAR_GREEDY)
-        with self._failing_together():
-            self._start()
+        with self.run.failing_together():
+            self.run.placed.start()
             graph = self.plan.graph
             only = (*graph.calls_of(CallKind.GENERATE), *graph.calls_of(CallKind.FORWARD, Role.REWARD))
             for batch in self.get_eval_dataloader(rows):
-                iteration = self.executor.run(batch, EVALUATION_STEP, {}, only=only, sampling=near_greedy, first=count)
+                iteration = self.run.placed.executor.run(
+                    batch, EVALUATION_STEP, {}, only=only, sampling=near_greedy, first=count
+                )
                 count += len(batch)
                 if "responses" in iteration.samples:  # on rank 0
                     table += completion_rows(iteration.samples, self.processing_class)

@@ -83,7 +83,7 @@ class PolicyAheadMixin:
     _metrics: Any  # TRL's
     _tokenize_prompts: Callable[..., Any]
 
-    trains_by_accelerate = False  # then nothing is generated ahead
+    run: Any  # `None` where Accelerate trains: nothing is generated ahead then
     _epoch: Iterator[Any] | None = None  # Trainer's iterator
     _upcoming: UpcomingBatches | None = None
     _sampler: Any = None  # of the training prompts; `None` if their data set has no length
@@ -101,13 +101,12 @@ class PolicyAheadMixin:
 
     @property
     def _runs_ahead(self) -> bool:
-        calls: HostCalls | None = vars(self).get("calls")  # none where Accelerate trains, and before the plan is placed
-        return calls is not None and calls.ahead is not None and self.model.training
+        return self.run is not None and self.calls.ahead is not None and self.model.training
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        if self.trains_by_accelerate:
+        if self.run is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc, no-any-return]
         if self._epoch is not epoch_iterator:
             self._begin_epoch(epoch_iterator)
@@ -154,7 +153,7 @@ class PolicyAheadMixin:
         return UpcomingBatches(chain(first, source), lambda: self._open_epoch(epoch + 1))
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if not self.trains_by_accelerate and self.model.training and self._upcoming is not None:
+        if self.run is not None and self.model.training and self._upcoming is not None:
             if self._has_begun:
                 self._upcoming.advance()
             is_first = not self._has_begun or self._updates_before != self.state.global_step

@@ -17,12 +17,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..engines.base import Sampling
-from ..runtime.executor import Executor
 from ..runtime.host_calls import HostCalls
 from ..runtime.process_groups import from_every_rank
 from .completions import show_completions
 from .config_checks import ConfigError
 from .evaluation import NEAR_GREEDY
+from .planned_run import PlannedRun
+from .policy_host import PolicyHost
 from .policy_setup import PolicySetup
 from .trl_sampling import tokenizer_of
 
@@ -39,13 +40,8 @@ class PolicyCompletionsMixin:
     _metrics: Any
     processing_class: Any
     calls: HostCalls
-    executor: Executor
-    placement: Any
     reward_weights: torch.Tensor
-    setup: PolicySetup
-    trains_by_accelerate: bool
-    _start: Callable[[], None]
-    _failing_together: Callable[[], contextlib.AbstractContextManager[None]]
+    run: PlannedRun[PolicySetup, PolicyHost] | None
     _mode_kept: Callable[[], contextlib.AbstractContextManager[None]]
     _tokenize_prompts: Callable[..., Any]
     _calculate_rewards: Callable[..., torch.Tensor]
@@ -61,7 +57,7 @@ class PolicyCompletionsMixin:
         Raises:
             ConfigError: Accelerate trains this run.
         """
-        if self.trains_by_accelerate:
+        if self.run is None:
             raise ConfigError(
                 "generate_completions is for runs that the plan's engines train, and Accelerate trains this one; leave "
                 "it out."
@@ -74,12 +70,12 @@ class PolicyCompletionsMixin:
         share = -(-len(rows) // world)
         # TRL gathers rewards from shares of one size, so the last ranks have the last prompt several times
         own = [rows[min(at, len(rows) - 1)] for at in range(rank * share, (rank + 1) * share)]
-        with self._failing_together(), self._mode_kept():
-            self._start()
+        with self.run.failing_together(), self._mode_kept():
+            self.run.placed.start()
             self.calls.at(self.state.global_step, evaluates=True)
             self.calls.begin_evaluation()
             table = self._completions_of(own)
-            gathered = from_every_rank(table, self.placement.control)
+            gathered = from_every_rank(table, self.run.placed.placement.control)
             self.calls.take_spans()
         if rank:
             return []
@@ -90,19 +86,20 @@ class PolicyCompletionsMixin:
     @contextlib.contextmanager
     def _drawing_by(self, sampling: Sampling) -> Iterator[None]:
         """Inside, tokens are drawn by another sampling than the run's."""
-        settings = self.executor.settings
-        self.executor.settings = replace(settings, sampling=sampling)
+        executor = self.calls.executor
+        settings = executor.settings
+        executor.settings = replace(settings, sampling=sampling)
         try:
             yield
         finally:
-            self.executor.settings = settings
+            executor.settings = settings
 
     def _completions_of(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The completions of this rank's rows of the dataset."""
         if getattr(self, "environment_factories", None) is not None:
             raise ConfigError("generate_completions has no environments; leave it out, or evaluate the trainer.")
         prompts = [row["prompt"] for row in rows]
-        near_greedy = replace(self.setup.call_settings.sampling, temperature=NEAR_GREEDY)
+        near_greedy = replace(self.calls.executor.settings.sampling, temperature=NEAR_GREEDY)
         with self._drawing_by(near_greedy):
             made = self.calls.generate(self._tokenize_prompts(prompts)[0], [pickle.dumps(of) for of in prompts])
         ids = [row.tolist() for row in made.ragged("responses").rows()]

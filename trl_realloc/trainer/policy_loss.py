@@ -8,20 +8,21 @@ optimizer step are collected in `policy_window`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..plan.dataflow import Role
 from ..runtime.host_calls import HostCalls
-from ..runtime.placement import Placement
 from ..runtime.training_calls import GRAD_NORM
 from .config_checks import ConfigError
 from .fixed_settings import fixed_attributes, refuse_changed
+from .planned_run import PlannedRun
+from .policy_host import PolicyHost
 from .policy_modules import ReferenceInEngine
 from .policy_setup import PolicySetup
-from .policy_window import Leaves, Rows, Window
+from .policy_window import Leaves, Rows
 
 
 class PolicyLossMixin:
@@ -33,30 +34,33 @@ class PolicyLossMixin:
     accelerator: Any
     current_gradient_accumulation_steps: int
     is_in_train: bool
-    setup: PolicySetup
     plan: Any
     calls: HostCalls
-    _window: Window
-    placement: Placement
+    run: PlannedRun[PolicySetup, PolicyHost] | None
     _metrics: Any  # TRL's
-    _start: Callable[[], None]
-    _saving_good_state: Callable[[], Any]
 
     _fixed: dict[str, Any]  # the settings that may not change, as they were when the trainer was made
     _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
     _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
     _grad_norm: torch.Tensor  # of the latest step
-    _untrained: int  # micro-batches of an optimizer step that is being made, which a checkpoint counts
     _buffered_inputs: Any = None  # TRL's
 
+    @property
+    def _host(self) -> PolicyHost:
+        assert self.run is not None, "Accelerate trains by TRL's methods"
+        return self.run.host
+
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        refuse_changed(self._fixed, fixed_attributes(self))
-        self.calls.at(self.state.global_step, evaluates=not self.model.training)
+        if self.run is not None:
+            refuse_changed(self._fixed, fixed_attributes(self))
+            self.calls.at(self.state.global_step, evaluates=not self.model.training)
         return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, without log-probabilities where TRL's generation by Transformers would have none."""
         made = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+        if self.run is None:
+            return made
         by_vllm = self.plan["actor.generate"].engine == "vllm"
         return (made[0], None) if isinstance(made, tuple) and not by_vllm else made
 
@@ -64,6 +68,8 @@ class PolicyLossMixin:
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's loss, of a micro-batch of the training on leaf tensors."""
+        if self.run is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         if torch.is_grad_enabled():
             self._following = tuple(self._rows_after(inputs))
         try:
@@ -71,16 +77,16 @@ class PolicyLossMixin:
         finally:
             self._following = ()
             if not torch.is_grad_enabled() and not self.model.training:
-                self._window.forget_logprobs()  # of an evaluation, which asks for each sample once
+                self._host.window.forget_logprobs()  # of an evaluation, which asks for each sample once
 
     def _rows_after(self, inputs: Any) -> Iterator[Rows]:
         """The micro-batches of the same optimizer step that have been generated already; none where a forward for an
         earlier one had them."""
         buffer = self._buffered_inputs or ()
         at = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
-        if at and len(self._window):
+        if at and len(self._host.window):
             return
-        left = self.current_gradient_accumulation_steps - len(self._window) - 1
+        left = self.current_gradient_accumulation_steps - len(self._host.window) - 1
         for part in buffer[at + 1 : at + 1 + left]:
             ids, masks = (
                 torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
@@ -99,12 +105,16 @@ class PolicyLossMixin:
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """(rows, `logits_to_keep`) log-probabilities and, if asked for, entropies, by the plan's calls; where gradients
         are enabled, leaf tensors."""
-        if not self.placement.started:  # outside of a training
-            self._start()
+        if self.run is None:
+            return super()._get_per_token_logps_and_entropies(  # type: ignore[misc, no-any-return]
+                model, input_ids, attention_mask, logits_to_keep, *args, compute_entropy=compute_entropy, **kwargs
+            )
+        if not self.run.placed.placement.started:  # outside of a training
+            self.run.placed.start()
         rows = Rows.of(input_ids, attention_mask, logits_to_keep)
         if isinstance(model, ReferenceInEngine):
-            return self._window.of_reference(rows), None, None
-        logprobs, entropies = self._window.of_policy(rows, self._following)
+            return self._host.window.of_reference(rows), None, None
+        logprobs, entropies = self._host.window.of_policy(rows, self._following)
         if torch.is_grad_enabled():
             if self._leaves is not None and self.is_in_train:
                 raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
@@ -121,16 +131,18 @@ class PolicyLossMixin:
                 "the plan's engines cannot train by it."
             )
         loss.backward()
-        self._window.add(leaves, 1 / self.accelerator.num_processes)
+        host = self._host
+        host.window.add(leaves, 1 / self.accelerator.num_processes)
         if self.accelerator.sync_gradients:
-            self._untrained = len(self._window)
+            host.untrained = len(host.window)
 
     def _train_step(self) -> None:
         """In the place of the optimizer's step, which Trainer asks for after the last micro-batch of one: train."""
-        start = time.perf_counter()
-        with self._saving_good_state():
-            outputs = self.calls.train(self._window.take(), self.setup.rates.role(Role.ACTOR))
-        self._untrained = 0
+        start, host = time.perf_counter(), self._host
+        assert self.run is not None
+        with self.run.checkpoints.saving_good_state():
+            outputs = host.calls.train(host.window.take(), self.run.placed.setup.rates.role(Role.ACTOR))
+        host.untrained = 0
         if self.args.skip_nonfinite_updates:
             self._metrics["train"]["skipped_updates/policy"].append(float(not len(outputs)))
         if len(outputs):
@@ -141,16 +153,18 @@ class PolicyLossMixin:
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         """The norm of the step's gradient before the engine clips it, a 0-dimensional float64 tensor on the CPU, which
         is set by the step: Trainer asks before it, and reads the number afterwards."""
-        return self._get_grad_norm(model)
+        return super()._clip_grad_norm(model) if self.run is None else self._get_grad_norm(model)  # type: ignore[misc]
 
-    def _get_grad_norm(self, model: Any, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if self.run is None:
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
         self._grad_norm = torch.zeros((), dtype=torch.float64)
         return self._grad_norm
 
     def forget_step(self) -> None:
         """Forget the slopes and log-probabilities of an optimizer step."""
         self._leaves = None
-        self._window.forget()
+        self._host.window.forget()
 
 
 __all__ = ["PolicyLossMixin"]

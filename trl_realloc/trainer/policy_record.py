@@ -8,18 +8,36 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..algorithms.rollout import Rollouts
 from ..plan.timeline import Span, Timeline
-from ..profiling.run_observer import RunObserver
 from ..runtime.host_calls import HostCalls
 from ..runtime.results import observed
 from .metrics import LENGTHS, SPANS
+from .planned_run import PlannedRun
+from .policy_host import PolicyHost
 from .policy_setup import PolicySetup
 from .run_record import save_record
+
+
+@dataclass
+class Period:
+    """The generations and optimizer steps since the plan could be changed last.
+
+    Args:
+        lengths: of this rank's responses, tokens.
+        spans: of all ranks; on rank 0, empty on the others.
+        seconds: of the optimizer steps, with the generations in them.
+    """
+
+    generations: int = 0
+    lengths: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class PolicyRecordMixin:
@@ -34,18 +52,16 @@ class PolicyRecordMixin:
     state: Any
     model: Any
     accelerator: Any
+    run: PlannedRun[PolicySetup, PolicyHost] | None
     calls: HostCalls
-    setup: PolicySetup
-    observer: RunObserver
-    _note_update: Callable[[Sequence[Span], float], None]
 
-    trains_by_accelerate = False  # then there are no calls, and no times of them
     _updates: deque[tuple[Span, ...]]  # spans of the latest updates; on rank 0, empty on the others
     _lengths: deque[int] | None = None  # tokens of this rank's latest responses; None before the training
     _times: _Times
+    _period: Period
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._updates, self._times = deque(), _Times()
+        self._updates, self._times, self._period = deque(), _Times(), Period()
         super().__init__(*args, **kwargs)
 
     @property
@@ -57,23 +73,28 @@ class PolicyRecordMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, which saves the record of the run at its end."""
         self._updates, self._lengths, self._times = deque(), deque(maxlen=LENGTHS), _Times()
+        self._period = Period()
         output = super().train(*args, **kwargs)  # type: ignore[misc]
-        if self.accelerator.is_main_process and not self.trains_by_accelerate:
+        if self.accelerator.is_main_process and self.run is not None:
             config, lengths = self.args, list(self._lengths or ())
-            expected, chosen = self.observer.end(lengths), self.observer.when_chosen(lengths)
+            observer = self.run.change.observer
+            expected, chosen = observer.end(lengths), observer.when_chosen(lengths)
             # the planner estimates a generation with all its optimizer steps
             of_update = config.num_iterations * config.steps_per_generation == config.gradient_accumulation_steps
             folder = Path(config.output_dir)
-            save_record(self.setup.plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update)
+            save_record(self.run.placed.plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update)
         return output
 
     def _take_spans(self) -> tuple[Span, ...]:
-        return () if self.trains_by_accelerate else self.calls.take_spans()
+        return () if self.run is None else self.calls.take_spans()
 
     def _generate(self, prompts: Any) -> Any:
         made = super()._generate(prompts)  # type: ignore[misc]
         if self._lengths is not None and self.model.training:
-            self._lengths.extend(map(len, made[1]))
+            lengths = list(map(len, made[1]))
+            self._lengths.extend(lengths)
+            self._period.generations += 1
+            self._period.lengths += lengths
         return made
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +108,8 @@ class PolicyRecordMixin:
         if self._times.runs:
             spans = self._take_spans()
             seconds = self._times.stop(self.state.num_input_tokens_seen, observed(Rollouts(), spans))
-            self._note_update(spans, seconds)
+            self._period.spans += spans
+            self._period.seconds += seconds
             if spans:
                 self._updates.append(spans)
             while sum(map(len, self._updates)) > SPANS and len(self._updates) > 1:

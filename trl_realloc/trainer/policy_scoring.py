@@ -13,7 +13,6 @@ import math
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -54,9 +53,8 @@ class PolicyScoringMixin:
     calls: HostCalls
     async_loop: Any  # TRL's, where there are async functions
     _metrics: Any  # TRL's
-    _saving_good_state: Callable[[], AbstractContextManager[None]]
+    run: Any  # `None` where Accelerate trains: nobody follows what a rank is doing then
 
-    trains_by_accelerate = False  # then nobody follows what a rank is doing
     _prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
     _rows: Sequence[Mapping[str, Any]] = ()
     _group_scores: GroupScores | None = None
@@ -64,9 +62,9 @@ class PolicyScoringMixin:
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self._rows = inputs
-        saves = self.model.training and not self.trains_by_accelerate
+        saves = self.model.training and self.run is not None
         try:
-            with self._saving_good_state() if saves else contextlib.nullcontext():
+            with self.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext():
                 return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         finally:
             self._rows = ()
@@ -99,7 +97,7 @@ class PolicyScoringMixin:
         Raises:
             NonFiniteError: a reward is infinite or too large; on every rank.
         """
-        if self.trains_by_accelerate:
+        if self.run is None:
             return super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)  # type: ignore[misc]
         given = self.reward_funcs
         if self._group_scores is not None:

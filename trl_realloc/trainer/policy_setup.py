@@ -27,14 +27,11 @@ from ..plan.algorithm_graphs import grpo_graph
 from ..plan.assignment import in_place
 from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
-from ..profiling.auto_plan import JobPlan
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels
 from ..runtime.calls import CallSettings
 from ..runtime.context_limit import ContextLimit
-from ..runtime.engine_options import EngineOptions
 from ..runtime.launch.launcher import announce
-from ..runtime.roles import Roles
 from . import model_checks
 from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError, best_model_problems
@@ -42,67 +39,30 @@ from .grpo_config import PolicyConfig, check_init_kwargs, given_attention, given
 from .input_checks import check_positions
 from .job_builder import compute_dtype
 from .optimizer_sharding import OptimizerSharding
-from .optimizers import LearningRates, check_optimizer, without_parameters, without_whole
+from .optimizers import LearningRates, check_optimizer, without_parameters
 from .plan_request import PlanRequest, read_plan_request
 from .policy_job import make_policy_job, turn_makers
 from .policy_lengths import context_limit, positions_of
 from .policy_rewards import reward_models
 from .policy_roles import build_policy_roles
 from .role_models import load_seeded
+from .run_setup import RunSetup
 from .setup import check_plan_of_run, frozen_in_part, optimizer_maker, plan_of_job
 from .trl_sampling import generation_config, sampling_of, stop_token_ids, tokenizer_of, uncorrected_loss
 
 
 @dataclass(frozen=True)
-class PolicySetup:
-    """A run that is checked and planned. No engine has been built.
+class PolicySetup(RunSetup):
+    """A run of a trainer of one policy that is checked and planned.
 
     Args:
-        model_before_start: the policy as this rank has it before its engine is built: the loaded model, or the
-            structure without weights of a model that is given by path or has no part on this rank. After the start it
-            is the engine's module.
-        roles: policy and reference.
-        rates: the learning rate, which the scheduler changes. The optimizer itself is made by the engine.
-        make_optimizer: a `functools.partial` from the policy's module to its optimizer (`setup.optimizer_maker`).
         corrects: the loss is corrected for the log-probabilities of the generation engine, as TRL does for vLLM's.
-        job_plan: the plan with its estimate.
-        job: what the planner used.
-        train_dataset: as the user gave it.
-        processing_class: the policy's tokenizer, or a processor that has it.
         reward_models: those among the reward functions.
-        is_frozen_in_part: the user has given a policy of which some parameters are not trained.
     """
 
-    plan: ExecutionPlan
-    model_before_start: Any
-    roles: Roles
-    call_settings: CallSettings
     algorithm: HostLoss
-    rates: LearningRates
-    make_optimizer: Any
     corrects: bool
-    job_plan: JobPlan
-    job: Job
-    train_dataset: Any
-    processing_class: Any
     reward_models: Sequence[RewardModelSource]
-    is_frozen_in_part: bool
-
-    @property
-    def engine_options(self) -> EngineOptions:
-        """The engine options of the job for this plan, with the optimizer of this run."""
-        options = self.job.options.for_plan(self.plan, self.job.workload.episodes)
-        return replace(options, make_optimizer=self.make_optimizer)
-
-    def started(self, module: Any) -> PolicySetup:
-        """The setup after the engines have started, without references to the model that the user passed,
-        nor to the parameters in the user's optimizer.
-
-        Args:
-            module: this rank's module of the policy.
-        """
-        make = without_whole(self.make_optimizer)
-        return replace(self, model_before_start=module, roles=self.roles.loaded(), make_optimizer=make)
 
 
 def prepare_policy(
@@ -160,7 +120,7 @@ def prepare_policy(
     has_part = rank in job_plan.plan.mesh("actor.train")
     return PolicySetup(
         plan=job_plan.plan,
-        model_before_start=policy if has_part else _shell(configs[Role.ACTOR][0], model),
+        models_before_start={Role.ACTOR: policy if has_part else _shell(configs[Role.ACTOR][0], model)},
         roles=roles,
         call_settings=_call_settings(
             args, sampling, processing_class, rewards, _context(args, job, configs[Role.ACTOR][0], by_vllm), job
@@ -173,7 +133,6 @@ def prepare_policy(
         job_plan=job_plan,
         job=job,
         train_dataset=inputs.get("train_dataset"),
-        processing_class=processing_class,
         is_frozen_in_part=frozen_in_part(model),
     )
 

@@ -1,8 +1,7 @@
 """`PPOTrainer`: the constructor and the training loop, with the arguments, logs and callbacks of TRL's class.
 
 One update is done by `runtime.executor`. Saving and resuming are in `checkpoint`, evaluation in `evaluation`, the
-change of a plan during the run in `plan_change`, what a failure ends in `recovery`, TRL's other attributes in
-`trl_attributes`.
+change of a plan during the run and what a failure ends in `planned_run`, TRL's other attributes in `trl_attributes`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,12 @@ from transformers.utils import logging
 from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
 from ..common.notices import working
 from ..engines.base import Sampling
-from ..plan.dataflow import Role
-from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
-from ..runtime.executor import make_executor
 from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.watchdog_client import watch
-from ..runtime.placement import Placement
 from ..runtime.process_groups import wait_for_all
 from ..runtime.training_calls import check_first_weights
 from .accelerate_plugin import ReallocationPlugin
-from .checkpoint.ppo_mixin import PPOCheckpointMixin
 from .checkpoint.resuming import Checkpoint
 from .checkpoint.saving import make_output_dir
 from .config_checks import ConfigError
@@ -43,13 +37,13 @@ from .evaluation import EvaluationMixin
 from .fixed_settings import OF_PPO, fixed_settings
 from .input_checks import check_config
 from .metrics import SPANS, RunMetrics
-from .optimizers import check_own_optimizer, follows_metrics, without_whole
-from .plan_change import PlanChangeMixin
+from .optimizers import check_own_optimizer, follows_metrics
 from .plan_request import read_plan_request
 from .plan_settings import use_one_device
+from .planned_run import PlannedRun
 from .policy_and_value import PolicyAndValueWrapper
 from .ppo_config import PPOConfig
-from .recovery import RecoveryMixin
+from .ppo_host import PPOHost
 from .run_record import save_record
 from .setup import Setup, prepare
 from .trainable import own_optimizer
@@ -63,10 +57,7 @@ logger = logging.get_logger(__name__)
 
 
 class PPOTrainer(
-    RecoveryMixin,
-    PPOCheckpointMixin,
     EvaluationMixin,
-    PlanChangeMixin,
     TrainingStateMixin,
     TrlAttributes,
     PPOTrainerBase,
@@ -117,6 +108,8 @@ class PPOTrainer(
         ),
     }
 
+    _data_begins = 0  # the update at which this run started to read its data
+
     state: OnlineTrainerState
     control: Any
     model: Any
@@ -162,21 +155,22 @@ class PPOTrainer(
             reward_processing_classes=reward_processing_classes,
         )
         request = read_plan_request(args, self.plugin, world, model, args.ppo_settings().graph)
-        self.alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
-        with self.alarm.covers():
-            self.setup: Setup = prepare(args, self.plugin, request, world.process_index, inputs)
+        alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
+        with alarm.covers():
+            setup = prepare(args, self.plugin, request, world.process_index, inputs)
+        self.run = PlannedRun(PPOHost(self), setup, self.plugin, world.process_index, alarm)
         self._ref_model, self.reward_model = ref_model, reward_model
         super().__init__(
-            model=PolicyAndValueWrapper(*self.setup.models_before_start),
+            model=PolicyAndValueWrapper(*setup.models_before_start.values()),
             args=args,
             data_collator=data_collator,
-            train_dataset=self.setup.train_dataset,
-            eval_dataset=self.setup.eval_dataset,
+            train_dataset=setup.train_dataset,
+            eval_dataset=setup.eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
-            optimizers=(self.setup.rates.scheduled, optimizers[1]),
+            optimizers=(setup.rates.scheduled, optimizers[1]),
         )
-        self._follow_callbacks()
+        self.run.follow_callbacks()
         self._fixed = fixed_settings(args, OF_PPO)
         self.state = self._new_state()
         self._make_scheduler()
@@ -184,10 +178,21 @@ class PPOTrainer(
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
 
+    run: PlannedRun[Setup, PPOHost]
+    plan = property(attrgetter("run.placed.plan"), doc="The execution plan that this run follows.")
+    setup = property(attrgetter("run.placed.setup"))
+    placement = property(attrgetter("run.placed.placement"))
+    executor = property(attrgetter("run.placed.executor"))
+    alarm = property(attrgetter("run.placed.alarm"))
+    observer = property(attrgetter("run.change.observer"))
+    replanner = property(attrgetter("run.change.replanner"))
+    measuring = property(attrgetter("run.change.measuring"))
+
     @property
-    def plan(self) -> ExecutionPlan:
-        """The execution plan that this run follows."""
-        return self.setup.plan
+    def data_seed(self) -> int:
+        """The seed of the order of the prompts."""
+        seed: int = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return seed
 
     @property
     def timeline(self) -> Timeline:
@@ -199,60 +204,25 @@ class PPOTrainer(
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self._place()
-        self._observe_run(self.plugin)
+        self.run.place()
 
-    def _place(self) -> None:
-        """Make the process groups and the executor of the plan. `_start` makes the engines."""
-        self.placement = Placement(
-            self.setup.plan, self.accelerator.process_index, self.setup.roles, self.setup.engine_options
-        )
-        self._make_calls()
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy (or its adapter) and the tokenizer to `output_dir`, and the critic to
+        `output_dir/value_model`. Collective over the job.
 
-    def _make_calls(self) -> None:
-        """Make what runs the calls, with no sample under way. All ranks together."""
-        self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.call_settings)
-        self.alarm = self.executor.alarm
+        Raises:
+            SaveError: on every rank, if one could not write.
+        """
+        with self.run.failing_together():
+            self.run.checkpoints.save_models(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _start(self) -> None:
-        """Load the models and start the engines, unless it has been done for this plan. Puts this rank's modules into
-        `self.model`."""
-        has_models = self.placement.started
-        self.placement.start()
-        if has_models:
-            return
-        policy, critic = self._module_of(Role.ACTOR), self._module_of(Role.CRITIC)
-        self.model.hold(policy, critic)
-        self.placement.roles = self.setup.roles.loaded()
-        make = without_whole(self.setup.make_optimizer)
-        self.placement.options = replace(self.placement.options, make_optimizer=make)
-        self.setup = replace(
-            self.setup,
-            policy=None,
-            roles=self.placement.roles,
-            models_before_start=(policy, critic),
-            make_optimizer=make,
-        )
-        self._ref_model = None
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.run.checkpoints.save()
 
-    def _let_go(self) -> None:
-        """Put structures without weights into `self.model`, in place of the modules of the old plan."""
-        shells = []
-        for role in self.plan.graph.trained_roles:
-            make_shell = self.setup.roles[role].shell
-            assert make_shell is not None, "policy and critic have structures"
-            shells.append(make_shell())
-        policy, critic = shells
-        self.model.hold(policy, critic)
-        self.setup = replace(self.setup, policy=None, models_before_start=(policy, critic))
-
-    def _module_of(self, role: Role) -> Any:
-        """This rank's module of a trained role; the structure without weights on a rank without a part of the role."""
-        engine, make_shell = self.placement.trained(role), self.setup.roles[role].shell
-        if engine is not None:
-            return engine.head.model
-        assert make_shell is not None, "policy and critic have structures"
-        return make_shell()
+    def _load_best_model(self) -> None:
+        self.run.checkpoints.load_best()
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Does nothing: each engine moves its model to its device."""
@@ -285,13 +255,11 @@ class PPOTrainer(
         """
         self._memory_tracker.start()
         self.is_in_train = True
-        with self._failing_together(), self.setup.rates.unstepped():
+        with self.run.failing_together(), self.setup.rates.unstepped():
             check_own_optimizer(self.optimizer, self.setup.rates)
-            checkpoint = self._find_checkpoint(resume_from_checkpoint)
-            load_start = time.time()
+            checkpoint = self.run.checkpoints.find(resume_from_checkpoint)
             with working("loading models and starting engines"):
-                self._start()
-            self._start_seconds = time.time() - load_start
+                self.run.start()
             output = self._train(checkpoint)
         self.is_in_train = False
         return output
@@ -315,7 +283,7 @@ class PPOTrainer(
             update_start = time.time()
             rates = {role: self.setup.rates.role(role) for role in self.plan.graph.trained_roles}
             self._rate = self.setup.rates.first
-            with self._working(self.state.global_step - start_step), self._saving_good_state():
+            with self._working(self.state.global_step - start_step), self.run.checkpoints.saving_good_state():
                 early = following if self._may_begin_early(is_last) else ()
                 iteration = self.executor.run(batch, self.state.global_step, rates, following=early)
             self.setup.rates.scheduled.step()  # does nothing; the scheduler expects it
@@ -335,10 +303,10 @@ class PPOTrainer(
             if self.control.should_training_stop:
                 break
             left = self.state.max_steps - self.state.global_step
-            self._replan(iteration.spans, iteration.lengths, update_seconds, left)
+            self.run.change.note(iteration.spans, iteration.lengths, update_seconds, left)
         self.executor.cancel_early()  # a callback has stopped the run
         self._log_metrics()
-        self._finish_save()
+        self.run.checkpoints.finish()
         self._end_together()
         self._load_best_model()
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
@@ -346,7 +314,7 @@ class PPOTrainer(
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         if self.accelerator.is_main_process:  # after on_train_end, so that the progress bar has ended its line
             lengths, folder = list(self.metrics.lengths), Path(args.output_dir)
-            expected, chosen = self.observer.end(lengths), self.observer.when_chosen(lengths)
+            expected, chosen = self.run.change.observer.end(lengths), self.run.change.observer.when_chosen(lengths)
             stages = self.metrics.stages
             save_record(self.plan, self.timeline, expected, folder, when_chosen=chosen, stages=stages)
         loss = self.metrics.mean_loss()
@@ -375,7 +343,7 @@ class PPOTrainer(
 
     def close(self) -> None:
         """Stop the engines. They are also stopped when the process exits."""
-        self.placement.close()
+        self.run.placed.placement.close()
 
 
 __all__ = ["OnlineTrainerState", "PPOTrainer", "Sampling", "collate_prompts"]

@@ -25,10 +25,8 @@ from ..profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ..profiling.job import Job
 from ..profiling.job_models import JobModels
 from ..runtime.calls import CallSettings
-from ..runtime.engine_options import EngineOptions
 from ..runtime.launch.hosts import Process, check_gpus
 from ..runtime.launch.launcher import announce
-from ..runtime.roles import Roles
 from . import input_checks, model_checks
 from .accelerate_plugin import ReallocationPlugin
 from .grpo_config import PolicyConfig
@@ -41,55 +39,25 @@ from .plan_request import PlanRequest
 from .ppo_config import PPOConfig
 from .prompt_data import PromptData, read_prompts
 from .role_models import build_roles, reward_sources, role_configs
+from .run_setup import RunSetup
 from .trainer_inputs import TrainerInputs
 
 
 @dataclass(frozen=True)
-class Setup:
-    """A run that is checked and planned. No engine has been built.
+class Setup(RunSetup):
+    """A run of PPO that is checked and planned.
 
     Args:
-        policy: the loaded model, or a model whose weights its engine reads, or the structure alone on a rank that has
-            no part of it; `None` after the start.
         check_prompts: refuses a tokenized dataset to which the policy cannot respond (`PromptData.check`).
-        rates: the learning rate of each role, which the scheduler changes. The optimizers themselves are made by the
-            engines.
         context_length: the longest prompt with the longest response, tokens.
-        make_optimizer: from a role's module to its optimizer.
-        job_plan: the plan with its estimate.
-        job: what the planner used.
-        models_before_start: policy and critic as this rank has them before its engines are built: the loaded model, or
-            the structure without weights of a model that is given by path or has no part on this rank. After the start
-            they are the engines' modules.
-        value_shell: makes the critic's structure without weights.
-        is_frozen_in_part: the user has given a policy or a critic of which some parameters are not trained.
     """
 
-    plan: ExecutionPlan
-    policy: Any
-    roles: Roles
-    call_settings: CallSettings
     algorithm: PPO
-    train_dataset: Any
     eval_dataset: Any
     collate: Callable[[list[Any]], Any]
     check_prompts: Callable[[Any, str], list[int]]
-    rates: LearningRates
     context_length: int
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    pad_token_id: int
     stop_token_id: int | None
-    job_plan: JobPlan
-    job: Job
-    models_before_start: tuple[Any, Any]
-    value_shell: Callable[[], Any]
-    is_frozen_in_part: bool
-
-    @property
-    def engine_options(self) -> EngineOptions:
-        """The engine options of the job for this plan, with the optimizer of this run."""
-        options = self.job.options.for_plan(self.plan, self.job.workload.episodes)
-        return replace(options, make_optimizer=self.make_optimizer)
 
 
 def prepare(
@@ -135,10 +103,10 @@ def prepare(
     plan = job_plan.plan
     announce(request.processes, plan, rank)
     policy, roles = build_roles(args, plan, rank, inputs, rewards, configs)
-    value_shell = partial(shell, configs[Role.CRITIC][0], is_policy=False)
+    value_model = inputs.value_model
+    has_value_model = not isinstance(value_model, str) and rank in plan.mesh("critic.train")
     return Setup(
         plan=plan,
-        policy=policy,
         roles=roles,
         call_settings=_call_settings(args, inputs, tokens, rewards, job),
         algorithm=algorithm,
@@ -149,17 +117,13 @@ def prepare(
         rates=LearningRates.of(args, inputs.optimizer, inputs.scheduler),
         context_length=context_length,
         make_optimizer=optimizer_maker(args, inputs.optimizer),
-        pad_token_id=tokens.pad,
         stop_token_id=tokens.stop,
         job_plan=job_plan,
         job=job,
-        models_before_start=(
-            policy if rank in plan.mesh("actor.train") else shell(configs[Role.ACTOR][0]),
-            inputs.value_model
-            if not isinstance(inputs.value_model, str) and rank in plan.mesh("critic.train")
-            else value_shell(),
-        ),
-        value_shell=value_shell,
+        models_before_start={
+            Role.ACTOR: policy if rank in plan.mesh("actor.train") else shell(configs[Role.ACTOR][0]),
+            Role.CRITIC: value_model if has_value_model else shell(configs[Role.CRITIC][0], is_policy=False),
+        },
         is_frozen_in_part=frozen_in_part(inputs.model, inputs.value_model),
     )
 

@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..runtime.executor import Executor
 from .checkpoint.resuming import STATE, Checkpoint
 from .config_checks import check_settings
 from .fixed_settings import fixed_settings, refuse_changed
 from .metrics import RunMetrics
+from .planned_run import PlannedRun
+from .ppo_host import PPOHost
 from .setup import Setup
 from .trl_attributes import OnlineTrainerState
 
 
 class TrainingStateMixin:
     """The state, the learning rate schedule, the settings and the logs of PPO's training loop. To be mixed into a
-    trainer that has Trainer's attributes, and those of `PPOCheckpointMixin` and `EvaluationMixin`."""
+    trainer that has Trainer's attributes, and those of `EvaluationMixin`."""
 
     args: Any
     state: OnlineTrainerState
@@ -29,10 +30,7 @@ class TrainingStateMixin:
     lr_scheduler: Any
     callback_handler: Any
     train_dataset: Any
-    setup: Setup
-    executor: Executor
-    replanner: Any
-    measuring: Any
+    run: PlannedRun[Setup, PPOHost]
     metrics: RunMetrics
     log: Callable[[dict[str, float]], None]
     create_scheduler: Callable[..., Any]
@@ -44,10 +42,7 @@ class TrainingStateMixin:
     _rate: float
     _determine_best_metric: Callable[..., bool]
     _evaluate: Callable[..., dict[str, float]]
-    _exportable: Callable[[], Any]
-    _finish_save: Callable[..., None]
     _load_callback_state: Callable[[], None]
-    _load_checkpoint: Callable[[Checkpoint], None]
     _save_checkpoint: Callable[..., None]
 
     def _make_scheduler(self) -> None:
@@ -59,7 +54,7 @@ class TrainingStateMixin:
         goes on."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-            self.setup.rates.restore()
+            self.run.placed.setup.rates.restore()
             self._make_scheduler()
 
     def _start_state(self, checkpoint: Checkpoint | None) -> None:
@@ -71,7 +66,7 @@ class TrainingStateMixin:
         if checkpoint is not None:
             self.state = OnlineTrainerState.load_from_json(str(checkpoint.folder / STATE))
             self._load_callback_state()
-            self._load_checkpoint(checkpoint)
+            self.run.checkpoints.load(checkpoint)
             self._data_begins = self.state.global_step if args.ignore_data_skip else checkpoint.data_begins
         self.state.compute_steps(args, args.num_total_batches)
         self.state.init_training_references(
@@ -84,7 +79,7 @@ class TrainingStateMixin:
         return OnlineTrainerState(
             is_local_process_zero=self.is_local_process_zero(),
             is_world_process_zero=self.is_world_process_zero(),
-            stateful_callbacks=self._exportable(),
+            stateful_callbacks=self.run.checkpoints.exportable(),
         )
 
     def _follow_settings(self) -> None:
@@ -95,15 +90,16 @@ class TrainingStateMixin:
             ConfigError: a setting is not allowed, or the plan, the engines or the data were made from it.
         """
         refuse_changed(self._fixed, fixed_settings(self.args, self._fixed))
-        settings = self.executor.exchange.spread(self.args.ppo_settings())
-        if settings == self.setup.algorithm.settings:
+        placed = self.run.placed
+        settings = placed.executor.exchange.spread(self.args.ppo_settings())
+        if settings == placed.setup.algorithm.settings:
             return
         for name, value in vars(settings).items():
             setattr(self.args, name, value)
         check_settings(self.args)
-        algorithm = replace(self.setup.algorithm, settings=settings)
-        self.setup = replace(self.setup, algorithm=algorithm)
-        self.executor.algorithm = algorithm
+        algorithm = replace(placed.setup.algorithm, settings=settings)
+        placed.setup = replace(placed.setup, algorithm=algorithm)
+        placed.executor.algorithm = algorithm
 
     def _log_metrics(self) -> None:
         if metrics := self.metrics.take():
@@ -113,7 +109,7 @@ class TrainingStateMixin:
     def _log_evaluate_save(self) -> None:
         """Log, evaluate and save where the callbacks asked for it. Called after an update and after a pass over the
         data."""
-        self._finish_save(wait=False)
+        self.run.checkpoints.finish(wait=False)
         if self.control.should_log:
             self._log_metrics()
         if self.control.should_evaluate:
