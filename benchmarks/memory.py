@@ -152,7 +152,7 @@ def negative_logprobs(outputs: Any, samples: Any) -> tuple[Any, dict[str, Any]]:
 def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) -> None:
     import torch.distributed as dist
 
-    import trl_realloc.trainer.checkpoint.checkpoints  # noqa: F401  (the libraries are part of the process, not of a phase)
+    import trl_realloc.trainer.run_checkpoints  # noqa: F401  (the libraries are part of the process, not of a phase)
     from trl_realloc.engines.model_configs import read_config, trained_config
     from trl_realloc.engines.models import load_policy, shell
     from trl_realloc.plan.dataflow import Role

@@ -20,14 +20,15 @@ from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.presets import flatten
-from trl_realloc.trainer.checkpoint import CheckpointError, checkpoints
-from trl_realloc.trainer.checkpoint.checkpoints import Checkpoints
+from trl_realloc.trainer import run_checkpoints
+from trl_realloc.trainer.checkpoint import CheckpointError
 from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
 from trl_realloc.trainer.checkpoint.resuming import STATE, is_needed_by_all, newest_whole
 from trl_realloc.trainer.checkpoint.training_state import StateWrite
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import GRPOConfig
 from trl_realloc.trainer.optimizers import LearningRates
+from trl_realloc.trainer.run_checkpoints import Checkpoints
 
 
 BARE = grpo_graph(reference=False, reward_models=False)
@@ -154,7 +155,7 @@ def test_all_ranks_load_the_best_checkpoint_though_not_every_host_has_it(
     resumed = PolicyTrainer(tmp_path)
     resumed.args.load_best_model_at_end = True
     best = str(tmp_path / "checkpoint-0")
-    monkeypatch.setattr(checkpoints, "from_every_rank", lambda own, control: [own, best])  # a rank of another host
+    monkeypatch.setattr(run_checkpoints, "from_every_rank", lambda own, control: [own, best])  # a rank of another host
     resumed.resume(True)
     assert resumed.state.best_model_checkpoint == best, "Trainer has forgotten it on this host"
 

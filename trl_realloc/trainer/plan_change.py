@@ -24,10 +24,10 @@ from ..profiling.run_observer import RunObserver
 from ..runtime.process_groups import from_every_rank, wait_for_all
 from ..runtime.run_state import RunState, fixed_models
 from .accelerate_plugin import ReallocationPlugin
-from .checkpoint.checkpoints import Checkpoints
 from .optimizer_sharding import can_be_sharded
 from .optimizers import make_optimizer
 from .placed_plan import PlacedPlan
+from .run_checkpoints import Checkpoints
 from .run_setup import RunSetup
 
 

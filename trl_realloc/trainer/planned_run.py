@@ -15,9 +15,9 @@ from ..engines.base import EngineError
 from ..runtime.failures.alarm import Alarm
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint import CheckpointError
-from .checkpoint.checkpoints import Checkpoints
 from .placed_plan import H, PlacedPlan, S
 from .plan_change import PlanChange
+from .run_checkpoints import Checkpoints
 
 
 class PlannedRun(Generic[S, H]):

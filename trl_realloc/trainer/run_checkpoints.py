@@ -1,7 +1,6 @@
 """`Checkpoints`: the checkpoints of a run, how they are saved, and how a run resumes from one.
 
-The files of a checkpoint are written in `saving`, `models` and `training_state`, and read in `resuming` and
-`training_state`.
+The files of a checkpoint are written and read in `checkpoint`.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ...algorithms.nonfinite import NonFiniteError
-from ...engines.training.group_settings import RATE
-from ...plan.dataflow import Role
-from ...runtime.drawn_samples import DrawnSamples
-from ...runtime.failures.alarm import JobFailed, is_known_everywhere
-from ...runtime.process_groups import from_every_rank
-from ..placed_plan import PlacedPlan
-from .identity import Identity, Shapes, trained_shapes
-from .manifest import is_of_run
-from .models import save_models
-from .resuming import (
+from ..algorithms.nonfinite import NonFiniteError
+from ..engines.training.group_settings import RATE
+from ..plan.dataflow import Role
+from ..runtime.drawn_samples import DrawnSamples
+from ..runtime.failures.alarm import JobFailed, is_known_everywhere
+from ..runtime.process_groups import from_every_rank
+from .checkpoint.identity import Identity, Shapes, trained_shapes
+from .checkpoint.manifest import is_of_run
+from .checkpoint.models import save_models
+from .checkpoint.resuming import (
     SAMPLES,
     SCHEDULER,
     SETTINGS,
@@ -43,10 +41,11 @@ from .resuming import (
     newest_whole,
     read_settings,
 )
-from .saving import UnfinishedCheckpoint, check_writable, new_run
-from .state_plans import ROLES
-from .training_state import StateWrite, load_training_state
-from .write_errors import WriteErrors
+from .checkpoint.saving import UnfinishedCheckpoint, check_writable, new_run
+from .checkpoint.state_plans import ROLES
+from .checkpoint.training_state import StateWrite, load_training_state
+from .checkpoint.write_errors import WriteErrors
+from .placed_plan import PlacedPlan
 
 
 logger = logging.get_logger(__name__)
