@@ -24,6 +24,7 @@ from transformers.utils import logging
 from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
 from ..common.notices import working
 from ..engines.base import Sampling
+from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
 from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.watchdog_client import watch
@@ -179,7 +180,6 @@ class PPOTrainer(
             self.model.add_model_tags(self._tag_names)
 
     run: PlannedRun[Setup, PPOHost]
-    plan = property(attrgetter("run.placed.plan"), doc="The execution plan that this run follows.")
     setup = property(attrgetter("run.placed.setup"))
     placement = property(attrgetter("run.placed.placement"))
     executor = property(attrgetter("run.placed.executor"))
@@ -187,6 +187,11 @@ class PPOTrainer(
     observer = property(attrgetter("run.change.observer"))
     replanner = property(attrgetter("run.change.replanner"))
     measuring = property(attrgetter("run.change.measuring"))
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The execution plan that this run follows."""
+        return self.run.placed.plan
 
     @property
     def data_seed(self) -> int:
