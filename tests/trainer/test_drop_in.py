@@ -271,7 +271,7 @@ def test_prompts_of_evaluate_that_are_longer_than_the_vllm_engines_have_room_for
     calls = made.plan.to_dict()["calls"]
     calls["actor.generate"] |= {"engine": "vllm"}
     plan = ExecutionPlan.from_dict({**made.plan.to_dict(), "calls": calls})
-    monkeypatch.setattr(made, "setup", replace(made.setup, plan=plan))
+    monkeypatch.setattr(made.run.placed, "setup", replace(made.setup, plan=plan))
     rows = Dataset.from_dict({"input_ids": [[3] * (longest + 1)]})
     with pytest.raises(DataError, match=rf"has {longest + 1} tokens, and the vLLM engines have room for {longest},"):
         made.evaluate(rows)
