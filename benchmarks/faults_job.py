@@ -31,10 +31,10 @@ from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.profiling.auto_plan import JobPlan  # noqa: E402
 from trl_realloc.profiling.short_runs import Runs  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer  # noqa: E402
-from trl_realloc.runtime.engine_builder import EngineBuilder  # noqa: E402
 from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
-from trl_realloc.runtime.placement import Placement  # noqa: E402
-from trl_realloc.runtime.run_state import RunState  # noqa: E402
+from trl_realloc.runtime.placement.engine_builder import EngineBuilder  # noqa: E402
+from trl_realloc.runtime.placement.placement import Placement  # noqa: E402
+from trl_realloc.runtime.placement.run_state import RunState  # noqa: E402
 
 
 UPDATE = 3  # in which the fault happens; two checkpoints have been written by then

@@ -48,10 +48,10 @@ from fused_cases import exists, random_small  # noqa: E402
 from fused_measured import measured  # noqa: E402
 
 from trl_realloc.common.errors import PlanError  # noqa: E402
-from trl_realloc.planner.fused_check import MOST_MEMORY, check, memory_limit, serial_memory, serial_time  # noqa: E402
-from trl_realloc.planner.fused_pipelines import FusedPipelines, Pipeline, from_json, to_json  # noqa: E402
-from trl_realloc.planner.fused_search import FoundSchedule, compile_search, search  # noqa: E402
-from trl_realloc.runtime.fused_orders import LEAST_EFFORT, MOST_EFFORT  # noqa: E402
+from trl_realloc.planner.fused.check import MOST_MEMORY, check, memory_limit, serial_memory, serial_time  # noqa: E402
+from trl_realloc.planner.fused.pipelines import FusedPipelines, Pipeline, from_json, to_json  # noqa: E402
+from trl_realloc.planner.fused.schedule_search import FoundSchedule, compile_search, search  # noqa: E402
+from trl_realloc.runtime.fused.orders import LEAST_EFFORT, MOST_EFFORT  # noqa: E402
 
 
 PUBLISHED = ROOT / "benchmarks" / "papers" / "rlhfuse.csv"

@@ -6,7 +6,7 @@ schedules from cases that have none.
     python benchmarks/fused_least.py --numbers 6 --memory inf [--json FILE]
     python benchmarks/fused_least.py --small 200 [--json FILE]
 
-The cases are those of `fused.py --like-published`, by their numbers from 1 on, within `fused_check.MOST_MEMORY` times
+The cases are those of `fused.py --like-published`, by their numbers from 1 on, within `check.MOST_MEMORY` times
 1F1B's memory, or within `--memory` times it. A row has what this package's search finds within that limit (`search`),
 the least makespan that the solver has found (`least`) and the makespan below which it has shown that there is none
 (`at_least`): where the two are equal, the least is proved. `--small` compares the solver with an exhaustive search on
@@ -39,9 +39,9 @@ import result_file  # noqa: E402
 from fused import SMALL_EFFORT, cases_like_published, pipelines_of, print_table  # noqa: E402
 from fused_cases import MOST_CHAINS, exists, memory_range  # noqa: E402
 
-from trl_realloc.planner.fused_check import MOST_MEMORY, lower_bound, serial_memory  # noqa: E402
-from trl_realloc.planner.fused_pipelines import MODELS, FusedPipelines  # noqa: E402
-from trl_realloc.planner.fused_search import FoundSchedule, compile_search, search  # noqa: E402
+from trl_realloc.planner.fused.check import MOST_MEMORY, lower_bound, serial_memory  # noqa: E402
+from trl_realloc.planner.fused.pipelines import MODELS, FusedPipelines  # noqa: E402
+from trl_realloc.planner.fused.schedule_search import FoundSchedule, compile_search, search  # noqa: E402
 
 
 WORKERS = 8  # of the solver, each with a way of its own; on two cores too this proves in minutes what two do not

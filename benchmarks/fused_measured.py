@@ -94,7 +94,7 @@ def _serial(fused: Any, shares: Any) -> None:
 
 
 def _row(case: Mapping[str, Any], times: Mapping[str, list[float]], orders: Any) -> dict[str, Any]:
-    from trl_realloc.planner.fused_check import check, serial_time
+    from trl_realloc.planner.fused.check import check, serial_time
 
     serial, fused = (statistics.median(times[name][WARM:]) for name in ("serial", "fused"))
     pipelines, schedule = orders.latest
@@ -124,7 +124,7 @@ def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
     from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining
     from trl_realloc.engines.training.megatron import MegatronEngine
     from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
-    from trl_realloc.runtime.fused_orders import FusedOrders
+    from trl_realloc.runtime.fused.orders import FusedOrders
 
     places = groups(world, 1, case["pp"][0]), groups(world, 1, case["pp"][1]).reversed()
     orders, engines, shares = FusedOrders(), [], []

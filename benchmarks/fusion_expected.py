@@ -17,14 +17,14 @@ from scipy.optimize import nnls
 
 from trl_realloc.plan.dataflow import CallKind
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.planner.activities import Activities
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import DEVICES, Sharing
-from trl_realloc.planner.stream import Stream, replicas_of, stream_of
-from trl_realloc.planner.stream_cost import StreamPrices
-from trl_realloc.planner.stream_simulation import simulate_streams
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.hardware import DEVICES, Sharing
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.iteration.activities import Activities
+from trl_realloc.planner.iteration.stream import Stream, replicas_of, stream_of
+from trl_realloc.planner.iteration.stream_cost import StreamPrices
+from trl_realloc.planner.iteration.stream_simulation import simulate_streams
 
 
 GENERATE = "actor.generate"

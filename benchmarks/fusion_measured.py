@@ -201,7 +201,7 @@ class Rank:
         """Score samples of median length for `TRIAL_S` seconds."""
         from trl_realloc.algorithms.rollout import Ragged, Rollouts
         from trl_realloc.plan.assignment import CACHED_TOKENS
-        from trl_realloc.runtime import calls
+        from trl_realloc.runtime.calls import generate_and_score as calls
 
         executor, response = self.trainer.executor, [2] * self.skewed.short_mean
         count = CACHED_TOKENS // (self.skewed.prompt + len(response))
@@ -218,7 +218,7 @@ class Rank:
                 calls.forward(executor.placement, executor.settings, call, samples, calls.Step(0))
 
     def _figures(self, iteration: Any, wall: float, *, trains: bool) -> dict[str, Any]:
-        from trl_realloc.planner.dispatcher import Continue, Score
+        from trl_realloc.planner.iteration.dispatcher import Continue, Score
 
         spans = [span for span in iteration.spans if trains or span.call in STAGE]
         first = min(span.start for span in spans)

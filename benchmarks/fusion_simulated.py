@@ -29,20 +29,20 @@ from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner import stream_simulation
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.corrections import Corrections
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import gpu_memory
-from trl_realloc.planner.dispatcher import Dispatcher, Score
-from trl_realloc.planner.hardware import parse_cluster
-from trl_realloc.planner.ladder import STREAMING, Ways
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, streams_of
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.corrections import Corrections
+from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.cost.hardware import parse_cluster
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.iteration import stream_simulation
+from trl_realloc.planner.iteration.dispatcher import Dispatcher, Score
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.ladder import STREAMING, Ways
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.planner.search.space import Space
+from trl_realloc.planner.search.stream_choice import THRESHOLDS, MigrationSweep, streams_of
 
 
 GRAPH = ppo_graph()

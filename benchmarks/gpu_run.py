@@ -113,10 +113,10 @@ def expected(
     from trl_realloc.plan.cluster import Cluster
     from trl_realloc.plan.dataflow import Role
     from trl_realloc.plan.presets import resolve_plan
-    from trl_realloc.planner.cost import Pricing
-    from trl_realloc.planner.profile import Profile
-    from trl_realloc.planner.specification import rates_of
-    from trl_realloc.planner.workload import Workload
+    from trl_realloc.planner.cost.pricing import Pricing
+    from trl_realloc.planner.cost.profile import Profile
+    from trl_realloc.planner.cost.specification import rates_of
+    from trl_realloc.planner.cost.workload import Workload
     from trl_realloc.profiling.job_models import specs_of
 
     made = resolve_plan(plan, Cluster(1, 1), graph=graph)

@@ -152,17 +152,17 @@ def negative_logprobs(outputs: Any, samples: Any) -> tuple[Any, dict[str, Any]]:
 def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) -> None:
     import torch.distributed as dist
 
-    import trl_realloc.trainer.run_checkpoints  # noqa: F401  (the libraries are part of the process, not of a phase)
+    import trl_realloc.trainer.run.checkpoints  # noqa: F401  (the libraries are part of the process, not of a phase)
     from trl_realloc.engines.model_configs import read_config, trained_config
     from trl_realloc.engines.models import load_policy, shell
     from trl_realloc.plan.dataflow import Role
     from trl_realloc.plan.model_spec import ModelSpec
     from trl_realloc.realloc.layout import layout_of
     from trl_realloc.realloc.memory import call_bytes
-    from trl_realloc.runtime.engine_options import EngineOptions
-    from trl_realloc.runtime.placement import Placement
-    from trl_realloc.runtime.roles import RoleModels, Roles
-    from trl_realloc.runtime.run_state import RunState
+    from trl_realloc.runtime.placement.engine_options import EngineOptions
+    from trl_realloc.runtime.placement.placement import Placement
+    from trl_realloc.runtime.placement.roles import RoleModels, Roles
+    from trl_realloc.runtime.placement.run_state import RunState
     from trl_realloc.trainer.checkpoint.models import save_models
     from trl_realloc.trainer.checkpoint.training_state import StateWrite, load_training_state
     from trl_realloc.trainer.checkpoint.write_errors import WriteErrors

@@ -29,16 +29,16 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.model_spec import ModelSpec
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.hardware import DEVICES, Device, Link
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.search import search
-from trl_realloc.planner.simulate import Overlap
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.device_memory import DeviceMemory
+from trl_realloc.planner.cost.hardware import DEVICES, Device, Link
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.iteration.simulate import Overlap
+from trl_realloc.planner.search.fastest import search
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import Space
 
 
 SETTINGS = Path(__file__).parent / "papers"

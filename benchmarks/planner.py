@@ -27,8 +27,8 @@ from rich.table import Table
 
 from trl_realloc.plan.presets import AUTO, PRESETS
 from trl_realloc.plan.timeline import Timeline
-from trl_realloc.planner.corrections import Corrections
-from trl_realloc.planner.profile import Profile
+from trl_realloc.planner.cost.corrections import Corrections
+from trl_realloc.planner.cost.profile import Profile
 
 
 # (hidden, layers) of actor and critic; reference is the actor's, reward the critic's shape

@@ -56,13 +56,13 @@ from trl_realloc.realloc.layout import layout_of  # noqa: E402
 from trl_realloc.realloc.schedule import make_schedule  # noqa: E402
 from trl_realloc.realloc.transfer import TransferOptions  # noqa: E402
 from trl_realloc.runtime import process_groups  # noqa: E402
-from trl_realloc.runtime.call_runner import CallRunner  # noqa: E402
-from trl_realloc.runtime.calls import CallSettings, Step  # noqa: E402
-from trl_realloc.runtime.exchange import Exchange  # noqa: E402
+from trl_realloc.runtime.calls.call_runner import CallRunner  # noqa: E402
+from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step  # noqa: E402
 from trl_realloc.runtime.executor import Executor  # noqa: E402
 from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
 from trl_realloc.runtime.messages import combined  # noqa: E402
-from trl_realloc.runtime.shares import Share  # noqa: E402
+from trl_realloc.runtime.samples.exchange import Exchange  # noqa: E402
+from trl_realloc.runtime.samples.shares import Share  # noqa: E402
 
 
 DEVICES = (8, 64, 512, 4096)

@@ -20,13 +20,13 @@ from rich.table import Table
 
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.hardware import parse_cluster
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.device_memory import DeviceMemory
+from trl_realloc.planner.cost.hardware import parse_cluster
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.space import Space
 
 
 CASES = [(7, 7, 2), (13, 13, 4), (34, 7, 4), (70, 7, 8), (7, 70, 8), (70, 70, 16), (70, 70, 128), (70, 70, 512)]

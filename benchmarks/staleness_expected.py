@@ -30,7 +30,7 @@ class Expectation:
     def learn(self, plan: Any, updates: Sequence[Mapping[str, Any]]) -> None:
         """Correct the profile by updates without a staleness, as a run does."""
         from trl_realloc.plan.timeline import Span
-        from trl_realloc.planner.learning import MeasuredUpdate, PlanEvidence
+        from trl_realloc.planner.search.learning import MeasuredUpdate, PlanEvidence
 
         evidence = PlanEvidence(plan, self.job.models.specs, self.job.pricing(self.profile))
         for update in updates:
@@ -41,7 +41,7 @@ class Expectation:
     def of(self, plan: Any, updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The planner's estimate of a plan at the lengths of some updates: seconds of an update, ages of tokens, and
         seconds of each call alone."""
-        from trl_realloc.planner.problem import estimate_plan
+        from trl_realloc.planner.search.problem import estimate_plan
 
         lengths = [length for update in updates for length in update["lengths"]]
         pricing = self.job.pricing(self.profile, self.job.workload.of_lengths(lengths))

@@ -110,7 +110,7 @@ class Counter:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        from trl_realloc.runtime.in_flight import BatchInFlight, sample_of
+        from trl_realloc.runtime.overlap.in_flight import BatchInFlight, sample_of
 
         self.drawn: list[Drawn] = []
         begun: dict[tuple[int, int], int] = {}
@@ -140,7 +140,7 @@ class Counter:
 
 def _update(iteration: Any, step: int) -> dict[str, Any]:
     """What rank 0 notes of an update."""
-    from trl_realloc.runtime.results import POLICY_VERSIONS
+    from trl_realloc.runtime.samples.results import POLICY_VERSIONS
 
     samples = iteration.samples
     rows = samples.ragged("responses").rows()
@@ -231,7 +231,7 @@ class Phases:
     def _use(self, versions: int, streams: Any) -> None:
         from trl_realloc.plan.staleness import Staleness
         from trl_realloc.plan.streams import Streams
-        from trl_realloc.runtime.ahead_runs import AheadRuns
+        from trl_realloc.runtime.overlap.ahead_runs import AheadRuns
 
         executor = self.executor
         executor.cancel_early()
@@ -321,7 +321,7 @@ def _note_drawn_when_saved(executor: Any, folder: Path, rank: str) -> None:
     drawn then: the tokens of samples that have not ended, and which samples have. A sample that was admitted and that
     the engine no longer generates has ended, whether or not the rank has been told. Each checkpoint has its own file,
     because the job may save the next one before it is killed."""
-    from trl_realloc.runtime.in_flight import sample_of
+    from trl_realloc.runtime.overlap.in_flight import sample_of
 
     take = executor.samples_under_way
 

@@ -19,12 +19,12 @@ from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.planner.ahead_choice import choose_staleness
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.space import Space
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.search.ahead_choice import choose_staleness
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.planner.search.space import Space
 
 
 CLUSTER, NODES, PER_NODE = "h100:16x8", 16, 8

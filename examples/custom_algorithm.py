@@ -27,11 +27,11 @@ from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.models import shell
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
-from trl_realloc.runtime.calls import CallSettings
-from trl_realloc.runtime.engine_options import EngineOptions
+from trl_realloc.runtime.calls.generate_and_score import CallSettings
 from trl_realloc.runtime.executor import Executor, make_executor
-from trl_realloc.runtime.placement import Placement
-from trl_realloc.runtime.roles import RoleModels, Roles
+from trl_realloc.runtime.placement.engine_options import EngineOptions
+from trl_realloc.runtime.placement.placement import Placement
+from trl_realloc.runtime.placement.roles import RoleModels, Roles
 
 
 LENGTH = 10  # tokens of a response

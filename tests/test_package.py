@@ -88,7 +88,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: tuple[P
     names = {name for name in zipfile.ZipFile(built[1]).namelist() if ".dist-info/" not in name}
     package = [path for path in (ROOT / "trl_realloc").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert names == {path.relative_to(ROOT).as_posix() for path in package}
-    assert {"trl_realloc/py.typed", "trl_realloc/planner/settings.txt"} <= names
+    assert {"trl_realloc/py.typed", "trl_realloc/planner/recipe/settings.txt"} <= names
 
 
 def test_the_sdist_has_what_its_readme_names_and_no_tests_or_benchmarks(built: tuple[Path, Path]) -> None:

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from stories import right_end
 
-from trl_realloc.trainer.logged_updates import load_metrics
-from trl_realloc.trainer.report import print_summary, report_run
+from trl_realloc.trainer.report.logged_updates import load_metrics
+from trl_realloc.trainer.report.run_report import print_summary, report_run
 
 
 ROOT = Path(__file__).resolve().parents[2]

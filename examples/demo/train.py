@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.cli.main import plan_table
 from trl_realloc.cli.recipe_parser import parse_recipe, run
-from trl_realloc.trainer.callbacks import CompactProgress, MetricsWriter
+from trl_realloc.trainer.report.callbacks import CompactProgress, MetricsWriter
 
 
 @dataclass

@@ -21,8 +21,8 @@ sys.path.append(str(ROOT / "examples" / "demo"))
 
 from run import run_to_the_end, step  # noqa: E402
 
-from trl_realloc.trainer.logged_updates import load_metrics  # noqa: E402
-from trl_realloc.trainer.report import print_summary, report_run  # noqa: E402
+from trl_realloc.trainer.report.logged_updates import load_metrics  # noqa: E402
+from trl_realloc.trainer.report.run_report import print_summary, report_run  # noqa: E402
 
 
 RECIPE, FOLDER = "recipes/smollm2/grpo.yaml", Path("runs/smollm2/grpo")

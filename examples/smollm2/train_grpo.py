@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 
 from trl_realloc import GRPOConfig, GRPOTrainer
 from trl_realloc.cli.recipe_parser import parse_recipe, run
-from trl_realloc.trainer.callbacks import CompactProgress, MetricsWriter
+from trl_realloc.trainer.report.callbacks import CompactProgress, MetricsWriter
 
 
 @dataclass

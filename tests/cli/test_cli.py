@@ -20,8 +20,8 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS, flatten, interleave
 from trl_realloc.plan.timeline import Span, Timeline
-from trl_realloc.planner.ladder import FUSED
-from trl_realloc.planner.recipe import read_recipe
+from trl_realloc.planner.recipe.recipe import read_recipe
+from trl_realloc.planner.search.ladder import FUSED
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -337,7 +337,7 @@ def test_the_planner_knows_every_setting_that_a_recipe_may_have() -> None:
     from trl_realloc import PPOConfig
     from trl_realloc.trainer.grpo_config import GRPOConfig, RLOOConfig
 
-    listed = Path(trl_realloc.__file__).parent.joinpath("planner", "settings.txt").read_text().split()
+    listed = Path(trl_realloc.__file__).parent.joinpath("planner", "recipe", "settings.txt").read_text().split()
     assert listed == sorted(set(listed))
     kinds = (ScriptArguments, PPOConfig, GRPOConfig, RLOOConfig, ModelConfig)
     settings = {field.name for kind in kinds for field in fields(kind) if field.init}

@@ -24,10 +24,10 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.timeline import Span, Timeline
-from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.profile import Observation, Profile, model_key
-from trl_realloc.planner.recipe import read_recipe
-from trl_realloc.trainer.report import SCORES
+from trl_realloc.planner.cost.hardware import Sharing
+from trl_realloc.planner.cost.profile import Observation, Profile, model_key
+from trl_realloc.planner.recipe.recipe import read_recipe
+from trl_realloc.trainer.report.run_report import SCORES
 
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"

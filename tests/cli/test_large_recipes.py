@@ -9,15 +9,15 @@ import pytest
 import yaml
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import gpu_memory
-from trl_realloc.planner.hardware import parse_cluster
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.recipe import Recipe, read_recipe
-from trl_realloc.planner.space import Space
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.cost.hardware import parse_cluster
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.recipe.recipe import Recipe, read_recipe
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import Space
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -17,7 +17,7 @@ from trl import ModelConfig, ScriptArguments
 from trl_realloc import PPOConfig
 from trl_realloc.cli.recipe_parser import SENTENCES, RecipeError, parse_recipe, run
 from trl_realloc.common.errors import PlanError
-from trl_realloc.planner.recipe import read_recipe_settings
+from trl_realloc.planner.recipe.recipe import read_recipe_settings
 
 
 KINDS = (ScriptArguments, PPOConfig, ModelConfig)

@@ -38,7 +38,7 @@ from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.vllm_start import VLLMOptions, start_vllm
+from trl_realloc.runtime.placement.vllm_start import VLLMOptions, start_vllm
 
 
 pytestmark = [

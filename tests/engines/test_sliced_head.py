@@ -26,7 +26,7 @@ from trl_realloc.engines.training.sliced_head import (
 )
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 from trl_realloc.plan.assignment import LOGITS_SLICE
-from trl_realloc.planner.activation_memory import slice_bytes
+from trl_realloc.planner.cost.activation_memory import slice_bytes
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import tiny
 import torch.distributed as dist
 
-from trl_realloc.planner.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.measured_rates import MeasuredRates
 from trl_realloc.profiling import profile_cache
 from trl_realloc.trainer.checkpoint import CheckpointError
 

@@ -30,7 +30,7 @@ from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training.stage_figures import FusedShape
 from trl_realloc.engines.training.stage_messages import StageTask
 from trl_realloc.engines.training.stage_run import Orders
-from trl_realloc.runtime.fused_orders import FusedOrders
+from trl_realloc.runtime.fused.orders import FusedOrders
 
 
 HEADS = ("policy", "value")

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.planner.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.measured_rates import MeasuredRates
 from trl_realloc.profiling import profile_cache as cache
 from trl_realloc.profiling.job_models import JobModels, specs_of
 from trl_realloc.profiling.machine import links, sharing
 from trl_realloc.trainer.accelerate_plugin import ReallocationPlugin
-from trl_realloc.trainer.job_builder import ppo_job
 from trl_realloc.trainer.ppo_config import PPOConfig
+from trl_realloc.trainer.run.job_builder import ppo_job
 
 
 DEPTH = 6

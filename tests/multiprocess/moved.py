@@ -12,8 +12,8 @@ import tiny
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.profiling.auto_plan import JobPlan
-from trl_realloc.runtime.placement import Placement
-from trl_realloc.trainer import plan_change
+from trl_realloc.runtime.placement.placement import Placement
+from trl_realloc.trainer.run import plan_change
 
 
 class Forced:

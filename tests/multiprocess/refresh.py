@@ -18,9 +18,9 @@ from trl_realloc.engines.training.packed_forward import PolicyHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.realloc.transfer import TransferOptions
-from trl_realloc.runtime.parameter_sinks import GeneratorSink
+from trl_realloc.runtime.parameters.parameter_sinks import GeneratorSink
+from trl_realloc.runtime.parameters.reallocation import Reallocation
 from trl_realloc.runtime.process_groups import ReallocationGroups
-from trl_realloc.runtime.reallocation import Reallocation
 
 
 class Picky:

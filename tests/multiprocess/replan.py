@@ -11,7 +11,7 @@ from typing import Any
 import tiny
 from transformers import TrainerCallback
 
-from trl_realloc.planner.profile import Observation, Profile, model_key
+from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 from trl_realloc.profiling import auto_plan as planning
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.run_observer import RunObserver

@@ -146,8 +146,8 @@ def replay(records: Records, seed: int) -> None:
     """From now on this process's new generation engines replay: vLLM's in the background, Transformers' in place, with
     the training engine's parameters gathered."""
     from trl_realloc.engines.generation.transformers import TransformersEngine
-    from trl_realloc.runtime import engine_builder
-    from trl_realloc.trainer import plan_request
+    from trl_realloc.runtime.placement import engine_builder
+    from trl_realloc.trainer.run import plan_request
 
     def start(plan: Any, call: str, rank: int, config: Any, options: Any, stack: Any) -> ReplayingEngine | None:
         assignment = plan[call]

@@ -16,7 +16,7 @@ from trl_realloc import PPOTrainer
 from trl_realloc.engines.training.tensor_parallel import box_of, local
 from trl_realloc.engines.training.weight_source import fill
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.runtime.replica_check import ReplicaError, check_replicas
+from trl_realloc.runtime.parameters.replica_check import ReplicaError, check_replicas
 
 
 def main() -> None:

@@ -27,9 +27,9 @@ from transformers import TrainerCallback
 
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.streams import Streams
-from trl_realloc.planner.dispatcher import Continue, Score
-from trl_realloc.runtime.stream_messages import GoOn
-from trl_realloc.runtime.stream_worker import StreamWorker
+from trl_realloc.planner.iteration.dispatcher import Continue, Score
+from trl_realloc.runtime.overlap.stream_messages import GoOn
+from trl_realloc.runtime.overlap.stream_worker import StreamWorker
 
 
 EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "epoch_end", "train_end")

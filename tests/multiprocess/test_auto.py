@@ -11,8 +11,8 @@ import pytest
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.timeline import Timeline
-from trl_realloc.planner.measured_rates import MeasuredRates
-from trl_realloc.planner.profile import Profile
+from trl_realloc.planner.cost.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.profile import Profile
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]

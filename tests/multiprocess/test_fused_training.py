@@ -17,7 +17,7 @@ from test_failure import GRACE_S
 from test_plans import CALLS, plan, split
 from test_training import STEPS, close, log
 
-from trl_realloc.trainer.report_stages import stages_of
+from trl_realloc.trainer.report.stage_part import stages_of
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(500)]

@@ -16,7 +16,7 @@ from test_plans import PLANS as PLANS_OF_PPO
 from test_zero import LAUNCHED
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
-from trl_realloc.planner.profile import Profile
+from trl_realloc.planner.cost.profile import Profile
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trl_realloc.planner.fused_pipelines import MODELS, FusedPipelines, Pipeline
+from trl_realloc.planner.fused.pipelines import MODELS, FusedPipelines, Pipeline
 
 
 STAGES = ((1, 1), (2, 2), (2, 2), (2, 1), (1, 2), (3, 3), (3, 1), (4, 2), (2, 4))

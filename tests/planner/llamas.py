@@ -10,11 +10,11 @@ from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.hardware import DEVICES
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.device_memory import DeviceMemory
+from trl_realloc.planner.cost.hardware import DEVICES
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
 
 
 SHAPES = {

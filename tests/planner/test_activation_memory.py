@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_realloc.plan.model_spec import ModelSpec
-from trl_realloc.planner.activation_memory import layer_activations
+from trl_realloc.planner.cost.activation_memory import layer_activations
 
 
 TOKENS = 200  # no dimension of a weight

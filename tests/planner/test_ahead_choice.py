@@ -17,18 +17,18 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
-from trl_realloc.planner.ahead_choice import choose_staleness
-from trl_realloc.planner.ahead_problem import AheadProblem, Split, splits
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.decision import Decision
-from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.ladder import STALENESS, Ways, saving
-from trl_realloc.planner.overlap_worth import OverlapWorth
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.search import SearchResult
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.device_memory import DeviceMemory
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.search.ahead_choice import choose_staleness
+from trl_realloc.planner.search.ahead_problem import AheadProblem, Split, splits
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.decision import Decision
+from trl_realloc.planner.search.fastest import SearchResult
+from trl_realloc.planner.search.ladder import STALENESS, Ways, saving
+from trl_realloc.planner.search.overlap_worth import OverlapWorth
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.planner.search.space import Space
 
 
 GRAPH = ppo_graph(proximal=True)

@@ -17,7 +17,7 @@ from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
-from trl_realloc.planner.ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
+from trl_realloc.planner.iteration.ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
 
 
 UPDATES = 6

@@ -21,15 +21,15 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
 from trl_realloc.plan.timeline import Span
-from trl_realloc.planner import ahead_simulation
-from trl_realloc.planner.ahead_engine import engine_prices
-from trl_realloc.planner.ahead_order import EndIteration, RunCall, TakeUpdate
-from trl_realloc.planner.ahead_simulation import BETWEEN
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.hardware import Sharing
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.iteration import ahead_simulation
+from trl_realloc.planner.iteration.ahead_engine import engine_prices
+from trl_realloc.planner.iteration.ahead_order import EndIteration, RunCall, TakeUpdate
+from trl_realloc.planner.iteration.ahead_simulation import BETWEEN
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import estimate_plan
 
 
 GRAPH = ppo_graph(proximal=True)

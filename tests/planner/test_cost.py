@@ -18,17 +18,17 @@ from trl_realloc.plan.assignment import MOST_LOGITS, REDUCE_BUCKET, Assignment, 
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
-from trl_realloc.planner.activation_memory import layer_activations, working_bytes
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.call_cost import PARTS, CallCost
-from trl_realloc.planner.hardware import DEVICES, Link, Sharing
-from trl_realloc.planner.measured_rates import MeasuredRates
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.profile import Observation, Profile
-from trl_realloc.planner.reallocation_cost import move_seconds, quick_move_seconds
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.specification import rates_of
-from trl_realloc.planner.zero_memory import LIVE
+from trl_realloc.planner.cost.activation_memory import layer_activations, working_bytes
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.call_cost import PARTS, CallCost
+from trl_realloc.planner.cost.hardware import DEVICES, Link, Sharing
+from trl_realloc.planner.cost.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.profile import Observation, Profile
+from trl_realloc.planner.cost.reallocation_cost import move_seconds, quick_move_seconds
+from trl_realloc.planner.cost.specification import rates_of
+from trl_realloc.planner.cost.zero_memory import LIVE
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import Space
 from trl_realloc.realloc.layout import layout_of
 from trl_realloc.realloc.schedule import make_schedule
 

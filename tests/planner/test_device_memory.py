@@ -11,11 +11,11 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.device_memory import CONTEXT, DeviceMemory, gpu_memory
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.show import memory_table
-from trl_realloc.planner.space import Space
+from trl_realloc.planner.cost.device_memory import CONTEXT, DeviceMemory, gpu_memory
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.planner.search.show import memory_table
+from trl_realloc.planner.search.space import Space
 
 
 def test_a_plan_for_gpus_leaves_the_headroom_and_counts_contexts_and_communicators() -> None:

@@ -11,11 +11,11 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import MOST_SLOTS, Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import DeviceMemory, gpu_memory
-from trl_realloc.planner.engine_room import CUDA_GRAPH_BYTES, engine_peak
-from trl_realloc.planner.space import Space
+from trl_realloc.planner.cost.device_memory import DeviceMemory, gpu_memory
+from trl_realloc.planner.cost.engine_room import CUDA_GRAPH_BYTES, engine_peak
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.space import Space
 
 
 GENERATE = ppo_graph().call("actor.generate")

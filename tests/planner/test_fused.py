@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.planner.fused_check import check, lower_bound, memory_bound, one_f_one_b, serial_memory, serial_time
-from trl_realloc.planner.fused_pipelines import FusedPipelines, FusedSchedule, Pipeline, Task, from_json, to_json
-from trl_realloc.planner.fused_search import search
+from trl_realloc.planner.fused.check import check, lower_bound, memory_bound, one_f_one_b, serial_memory, serial_time
+from trl_realloc.planner.fused.pipelines import FusedPipelines, FusedSchedule, Pipeline, Task, from_json, to_json
+from trl_realloc.planner.fused.schedule_search import search
 
 
 # stages, micro-batches, forward times, memory of A and B; 1F1B one after the other, and what RLHFuse's search reached

@@ -8,9 +8,9 @@ from fused_cases import STAGES, memory_range
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_realloc.planner.fused_chains import FusedChains
-from trl_realloc.planner.fused_check import check
-from trl_realloc.planner.fused_pipelines import FusedPipelines, Pipeline
+from trl_realloc.planner.fused.chains import FusedChains
+from trl_realloc.planner.fused.check import check
+from trl_realloc.planner.fused.pipelines import FusedPipelines, Pipeline
 
 
 ANY_NUMBER = 1_000

@@ -24,10 +24,10 @@ from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Streams
 from trl_realloc.plan.timeline import Timeline
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.fused_check import (
+from trl_realloc.planner.cost.device_memory import DeviceMemory
+from trl_realloc.planner.cost.hardware import Link
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.fused.check import (
     MOST_MEMORY,
     UniformPipeline,
     check,
@@ -37,16 +37,16 @@ from trl_realloc.planner.fused_check import (
     serial_time,
     uniform_bound,
 )
-from trl_realloc.planner.fused_choice import choose_fused, pair_of
-from trl_realloc.planner.fused_cost import fused_prices
-from trl_realloc.planner.fused_pipelines import FusedPipelines, Pipeline
-from trl_realloc.planner.hardware import Link
-from trl_realloc.planner.ladder import FUSED, Rung, Ways
-from trl_realloc.planner.overlap_worth import OverlapWorth
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import Problem, estimate_plan
-from trl_realloc.planner.show import overlap_table
-from trl_realloc.planner.space import Candidate, Space
+from trl_realloc.planner.fused.pipelines import FusedPipelines, Pipeline
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.fused_choice import choose_fused, pair_of
+from trl_realloc.planner.search.fused_cost import fused_prices
+from trl_realloc.planner.search.ladder import FUSED, Rung, Ways
+from trl_realloc.planner.search.overlap_worth import OverlapWorth
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import Problem, estimate_plan
+from trl_realloc.planner.search.show import overlap_table
+from trl_realloc.planner.search.space import Candidate, Space
 
 
 PAIR = ("actor.train", "critic.train")

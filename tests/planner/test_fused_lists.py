@@ -14,11 +14,11 @@ from trl_realloc.cli.main import commands
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.fused import joined, parted
 from trl_realloc.plan.timeline import Span, Timeline
-from trl_realloc.planner.fused_check import check
-from trl_realloc.planner.fused_lists import MOST_TASKS, example, schedule_timeline, stage_lists, text_of
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.show import draw_estimate
-from trl_realloc.trainer.report import simulated_seconds
+from trl_realloc.planner.fused.check import check
+from trl_realloc.planner.fused.lists import MOST_TASKS, example, schedule_timeline, stage_lists, text_of
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.planner.search.show import draw_estimate
+from trl_realloc.trainer.report.run_report import simulated_seconds
 
 
 PLAN = Path(__file__).parents[2] / "recipes" / "plans" / "fused-4.yaml"

@@ -15,13 +15,13 @@ from trl_realloc.plan.dataflow import DataflowGraph
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS, separate
 from trl_realloc.plan.streams import Streams
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.ladder import STALENESS, STREAMING, Ways
-from trl_realloc.planner.overlap_worth import OverlapWorth
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.simulate import Overlap
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.iteration.simulate import Overlap
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.ladder import STALENESS, STREAMING, Ways
+from trl_realloc.planner.search.overlap_worth import OverlapWorth
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.planner.search.space import Space
 
 
 FORMS = [grpo_graph(reference=r, reward_models=m) for r in (True, False) for m in (True, False)]

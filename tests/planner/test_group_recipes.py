@@ -19,9 +19,9 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.planner.recipe import Recipe, read_recipe
-from trl_realloc.planner.recipe_settings import DEFAULTS_OF
-from trl_realloc.planner.space import TrainingSplits
+from trl_realloc.planner.recipe.defaults import DEFAULTS_OF
+from trl_realloc.planner.recipe.recipe import Recipe, read_recipe
+from trl_realloc.planner.search.space import TrainingSplits
 
 
 EIGHT = Cluster(1, 8)

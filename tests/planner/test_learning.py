@@ -25,17 +25,17 @@ from trl_realloc.plan.presets import PRESETS
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.plan.timeline import Span
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.corrections import Corrections, layout_name
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import DEVICES
-from trl_realloc.planner.learning import LEAST, WARM_UP, PlanEvidence
-from trl_realloc.planner.measured_rates import MeasuredRates
-from trl_realloc.planner.measured_update import MeasuredUpdate
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.profile import Profile
-from trl_realloc.planner.stream_cost import StreamPrices
-from trl_realloc.runtime.routes import sources
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.corrections import Corrections, layout_name
+from trl_realloc.planner.cost.hardware import DEVICES
+from trl_realloc.planner.cost.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.profile import Profile
+from trl_realloc.planner.iteration.stream_cost import StreamPrices
+from trl_realloc.planner.search.learning import LEAST, WARM_UP, PlanEvidence
+from trl_realloc.planner.search.measured_update import MeasuredUpdate
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.runtime.samples.routes import sources
 
 
 CLUSTER = Cluster(1, 4)

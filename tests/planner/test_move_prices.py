@@ -8,9 +8,9 @@ from llamas import llama, pricing
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
-from trl_realloc.planner import problem as problems
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.space import Space
+from trl_realloc.planner.search import problem as problems
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import Space
 from trl_realloc.realloc.layout import layout_of
 from trl_realloc.realloc.schedule import make_schedule, schedule_entries
 

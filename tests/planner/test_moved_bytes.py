@@ -9,8 +9,8 @@ from llamas import pricing, specs
 
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import separate
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.space import Space
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import Space
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -12,12 +12,12 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.assignment import MEMORY_SHARE
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.model_spec import ModelSpec
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.decision import Decision
-from trl_realloc.planner.device_memory import gpu_memory
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.decision import Decision
+from trl_realloc.planner.search.space import Space
 
 
 GRAPH = grpo_graph(reference=False)

@@ -14,9 +14,9 @@ from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.planner.activation_memory import layer_activations
-from trl_realloc.planner.recipe import Recipe, read_recipe
-from trl_realloc.planner.recipe_settings import DEFAULTS
+from trl_realloc.planner.cost.activation_memory import layer_activations
+from trl_realloc.planner.recipe.defaults import DEFAULTS
+from trl_realloc.planner.recipe.recipe import Recipe, read_recipe
 
 
 def task(folder: Path, **settings: object) -> Recipe:

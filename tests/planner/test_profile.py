@@ -14,14 +14,14 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.planner.call_cost import CallCost
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.measured_rates import MeasuredRates
-from trl_realloc.planner.profile import Observation, Profile, model_key
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.unit_cost_fit import fit_unit_costs
+from trl_realloc.planner.cost.call_cost import CallCost
+from trl_realloc.planner.cost.hardware import Sharing
+from trl_realloc.planner.cost.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.profile import Observation, Profile, model_key
+from trl_realloc.planner.cost.unit_cost_fit import fit_unit_costs
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.space import Space
 
 
 ACTOR, CRITIC = llama(1), llama(1, "score")

@@ -18,10 +18,10 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
-from trl_realloc.planner import recipe_adapters
-from trl_realloc.planner.device_memory import gpu_memory
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.recipe import read_recipe
+from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.recipe import adapters as recipe_adapters
+from trl_realloc.planner.recipe.recipe import read_recipe
+from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.profiling import job_models
 
 

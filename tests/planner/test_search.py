@@ -21,17 +21,17 @@ from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
 from trl_realloc.plan.dataflow import CallKind
-from trl_realloc.planner import choose as choosing
-from trl_realloc.planner import search as searching
-from trl_realloc.planner.call_cost import CallCost
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.decision import why_slower
-from trl_realloc.planner.ladder import Ways
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.search import _Climb, partitions, search
-from trl_realloc.planner.simulate import Overlap
-from trl_realloc.planner.space import MOST_CANDIDATES, Candidate, Space, State, _spread, meshes_of, undominated
+from trl_realloc.planner.cost.call_cost import CallCost
+from trl_realloc.planner.iteration.simulate import Overlap
+from trl_realloc.planner.search import choose as choosing
+from trl_realloc.planner.search import fastest as searching
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.decision import why_slower
+from trl_realloc.planner.search.fastest import _Climb, partitions, search
+from trl_realloc.planner.search.ladder import Ways
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import MOST_CANDIDATES, Candidate, Space, State, _spread, meshes_of, undominated
 
 
 def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem:

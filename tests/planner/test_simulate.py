@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import PRESETS, flatten, interleave, separate
-from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.simulate import Task, iteration_seconds, simulate, task_times
+from trl_realloc.planner.cost.hardware import Sharing
+from trl_realloc.planner.iteration.simulate import Task, iteration_seconds, simulate, task_times
 
 
 CALLS = ("actor.generate", "reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")

@@ -12,11 +12,11 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, with_sleeping_engines
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.device_memory import gpu_memory
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.space import Space
+from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import Space
 
 
 def priced(plan: ExecutionPlan) -> PricedPlan:

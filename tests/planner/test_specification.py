@@ -15,17 +15,17 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.corrections import Corrections
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import gpu_memory
-from trl_realloc.planner.hardware import DEVICES
-from trl_realloc.planner.measured_rates import ACCELERATOR_ERROR, CPU_ERROR, MeasuredRates
-from trl_realloc.planner.profile import DecodeHost, Profile
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.specification import CPU, GPU, decode_host, rates_of, specified_device
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.corrections import Corrections
+from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.cost.hardware import DEVICES
+from trl_realloc.planner.cost.measured_rates import ACCELERATOR_ERROR, CPU_ERROR, MeasuredRates
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.profile import DecodeHost, Profile
+from trl_realloc.planner.cost.specification import CPU, GPU, decode_host, rates_of, specified_device
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.space import Space
 
 
 def unmeasured(hardware: str, **changes: object) -> Profile:

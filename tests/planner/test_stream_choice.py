@@ -13,17 +13,17 @@ from rich.console import Console
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.ladder import STREAMING, Ways
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.show import plan_cost_table
-from trl_realloc.planner.space import Space
-from trl_realloc.planner.stream import engine_samples
-from trl_realloc.planner.stream_choice import THRESHOLDS, MigrationSweep, streams_of
-from trl_realloc.planner.stream_cost import MOST_OF_ENGINES, MOST_SAMPLES_OF_BATCH, StreamPrices
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.iteration.stream import engine_samples
+from trl_realloc.planner.iteration.stream_cost import MOST_OF_ENGINES, MOST_SAMPLES_OF_BATCH, StreamPrices
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.ladder import STREAMING, Ways
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.planner.search.show import plan_cost_table
+from trl_realloc.planner.search.space import Space
+from trl_realloc.planner.search.stream_choice import THRESHOLDS, MigrationSweep, streams_of
 
 
 LONG_TAIL = work(episodes=160, prompt_tokens=1024, response_tokens=(50,) * 19 + (1000,), epochs=1, recompute=False)

@@ -19,13 +19,13 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, interleave, separate
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.hardware import Sharing
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.stream_cost import StreamPrices
-from trl_realloc.planner.stream_simulation import MESSAGE, StreamedIteration, simulate_streams
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.hardware import Sharing
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.iteration.stream_cost import StreamPrices
+from trl_realloc.planner.iteration.stream_simulation import MESSAGE, StreamedIteration, simulate_streams
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import estimate_plan
 
 
 SCORING = ("reference.forward", "reward.forward", "critic.forward")

@@ -9,11 +9,11 @@ from llamas import pricing, specs, work
 
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
-from trl_realloc.planner.ahead_choice import _separate_presets
-from trl_realloc.planner.choose import choose
-from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.space import Space, TrainingSplits
+from trl_realloc.planner.cost.device_memory import DeviceMemory
+from trl_realloc.planner.search.ahead_choice import _separate_presets
+from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import Space, TrainingSplits
 
 
 MODELS = specs(1, 1)

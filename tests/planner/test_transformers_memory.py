@@ -11,11 +11,11 @@ from llamas import llama, pricing, specs
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.hardware import DEVICES
-from trl_realloc.planner.priced_plan import PricedPlan
-from trl_realloc.planner.problem import Problem
-from trl_realloc.planner.space import Space
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.hardware import DEVICES
+from trl_realloc.planner.search.priced_plan import PricedPlan
+from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.space import Space
 
 
 SPEC = llama(7)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from llamas import work
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.planner.workload import BATCHES, Workload
+from trl_realloc.planner.cost.workload import BATCHES, Workload
 
 
 @given(

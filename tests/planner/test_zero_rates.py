@@ -13,9 +13,9 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.measured_rates import MeasuredRates
-from trl_realloc.planner.profile import Observation, Profile, model_key
+from trl_realloc.planner.cost.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 
 
 EXTRA = {1: 1.5, 2: 2.5, 3: 6.0}  # seconds of an optimizer step of one micro-batch

@@ -15,7 +15,7 @@ from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
-from trl_realloc.planner.profile import Profile
+from trl_realloc.planner.cost.profile import Profile
 from trl_realloc.profiling import auto_plan
 from trl_realloc.profiling.auto_plan import JobPlan, measured_plan, plan_job
 from trl_realloc.profiling.job import Job
@@ -24,9 +24,10 @@ from trl_realloc.profiling.late_measuring import LateMeasuring
 from trl_realloc.profiling.profile_cache import cache_path
 from trl_realloc.profiling.run_observer import RunObserver
 from trl_realloc.runtime.launch.hosts import Process
-from trl_realloc.trainer import ppo_trainer, setup
-from trl_realloc.trainer.job_builder import ppo_job
-from trl_realloc.trainer.plan_request import PlanRequest
+from trl_realloc.trainer import ppo_trainer
+from trl_realloc.trainer.ppo import ppo_setup as setup
+from trl_realloc.trainer.run.job_builder import ppo_job
+from trl_realloc.trainer.run.plan_request import PlanRequest
 
 
 def priced(name: str, seconds: float) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.planner.learning import LEAST, WARM_UP
+from trl_realloc.planner.search.learning import LEAST, WARM_UP
 from trl_realloc.profiling import late_measuring
 from trl_realloc.profiling.late_measuring import GAIN, LateMeasuring
-from trl_realloc.trainer.plan_change import PlanChange
+from trl_realloc.trainer.run.plan_change import PlanChange
 
 
 COST_S, UPDATE_S, START_S = 50.0, 2.0, 1.0

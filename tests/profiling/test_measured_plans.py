@@ -13,13 +13,13 @@ from transformers import LlamaConfig
 
 from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.planner.space import TrainingSplits
+from trl_realloc.planner.search.space import TrainingSplits
 from trl_realloc.profiling import profile_cache
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels, specs_of
 from trl_realloc.profiling.late_measuring import OVERHEAD_S, LateMeasuring
 from trl_realloc.profiling.profile_cache import elements_of_short_runs, plans_of, short_runs, unmeasured_profile
-from trl_realloc.trainer.job_builder import ppo_job
+from trl_realloc.trainer.run.job_builder import ppo_job
 
 
 def make(folder: Path, memory_gb: float | None, **config: Any) -> Job:

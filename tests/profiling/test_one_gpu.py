@@ -17,12 +17,14 @@ from safetensors.torch import save_file
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.cli.recipe_planning import choose_for_recipe
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.planner.hardware import DEVICES
-from trl_realloc.planner.recipe import read_recipe
+from trl_realloc.planner.cost.hardware import DEVICES
+from trl_realloc.planner.recipe.recipe import read_recipe
 from trl_realloc.profiling import job, profile_cache
 from trl_realloc.runtime.launch.hosts import Process
-from trl_realloc.trainer import policy_setup, ppo_trainer, setup
-from trl_realloc.trainer.plan_request import PlanRequest
+from trl_realloc.trainer import ppo_trainer
+from trl_realloc.trainer.policy import policy_setup
+from trl_realloc.trainer.ppo import ppo_setup as setup
+from trl_realloc.trainer.run.plan_request import PlanRequest
 
 
 WORDS = 4  # of a prompt

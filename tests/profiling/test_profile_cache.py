@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from trl_realloc import Cluster
 from trl_realloc.engines.transformers_compat import attention_name
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.planner.profile import Profile
+from trl_realloc.planner.cost.profile import Profile
 from trl_realloc.profiling import profile_cache
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.profile_cache import cache_path, starting_profile, unmeasured_profile

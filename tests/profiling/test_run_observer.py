@@ -20,10 +20,10 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
-from trl_realloc.planner.corrections import Corrections
-from trl_realloc.planner.ladder import STALENESS
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.profile import Observation, Profile, model_key
+from trl_realloc.planner.cost.corrections import Corrections
+from trl_realloc.planner.cost.profile import Observation, Profile, model_key
+from trl_realloc.planner.search.ladder import STALENESS
+from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.profiling import job as job_module
 from trl_realloc.profiling import late_measuring, profile_cache
 from trl_realloc.profiling.auto_plan import JobPlan, known_estimate
@@ -33,7 +33,7 @@ from trl_realloc.profiling.late_measuring import LateMeasuring
 from trl_realloc.profiling.profile_cache import cache_path, keep_corrections, known_profile, starting_profile
 from trl_realloc.profiling.replanning import Replanner, suits
 from trl_realloc.profiling.run_observer import RunObserver
-from trl_realloc.trainer.job_builder import ppo_job
+from trl_realloc.trainer.run.job_builder import ppo_job
 
 
 CLUSTER = Cluster(1, 2)

@@ -29,14 +29,16 @@ from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.runtime import batches_ahead, call_runner, in_flight, leader_link, results
-from trl_realloc.runtime.calls import CallSettings, Step
-from trl_realloc.runtime.exchange import Exchange
+from trl_realloc.runtime.calls import call_runner
+from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm
-from trl_realloc.runtime.in_flight import request_number, sample_of
-from trl_realloc.runtime.results import Iteration
-from trl_realloc.runtime.shares import Share
+from trl_realloc.runtime.overlap import batches_ahead, in_flight, leader_link
+from trl_realloc.runtime.overlap.in_flight import request_number, sample_of
+from trl_realloc.runtime.samples import results
+from trl_realloc.runtime.samples.exchange import Exchange
+from trl_realloc.runtime.samples.results import Iteration
+from trl_realloc.runtime.samples.shares import Share
 
 
 LIMIT, SAMPLES, STEPS_PER_UPDATE = 60, 12, 3

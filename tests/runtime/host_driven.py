@@ -17,7 +17,7 @@ from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.runtime.executor import make_executor
 from trl_realloc.runtime.host_calls import HostCalls
-from trl_realloc.runtime.placement import Placement
+from trl_realloc.runtime.placement.placement import Placement
 
 
 GRAPH = grpo_graph(reference=True, reward_models=False)

@@ -13,10 +13,10 @@ from trl_realloc.engines.models import frozen_copy, shell
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.dataflow import DataflowGraph, Role
 from trl_realloc.profiling.policy_training import PolicyTraining
-from trl_realloc.runtime.calls import CallSettings, Step
+from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.executor import Executor, make_executor
-from trl_realloc.runtime.placement import Placement
-from trl_realloc.runtime.roles import RoleModels, Roles
+from trl_realloc.runtime.placement.placement import Placement
+from trl_realloc.runtime.placement.roles import RoleModels, Roles
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:

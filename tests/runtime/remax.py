@@ -17,9 +17,9 @@ from trl_realloc.algorithms.prompt_batches import PromptBatch
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.runtime.calls import Step
-from trl_realloc.runtime.engine_options import EngineOptions
+from trl_realloc.runtime.calls.generate_and_score import Step
 from trl_realloc.runtime.executor import Executor
+from trl_realloc.runtime.placement.engine_options import EngineOptions
 
 
 __all__ = ["GRAPH", "GREEDY", "LENGTH"]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from test_streams import batch_of
 
 from trl_realloc.engines.base import Sampling
-from trl_realloc.runtime.calls import EVALUATION_STEP
-from trl_realloc.runtime.drawn_samples import DrawnSamples
+from trl_realloc.runtime.calls.generate_and_score import EVALUATION_STEP
 from trl_realloc.runtime.failures.alarm import JobFailed
-from trl_realloc.runtime.results import IN_FLIGHT_S, POLICY_VERSIONS
+from trl_realloc.runtime.samples.drawn_samples import DrawnSamples
+from trl_realloc.runtime.samples.results import IN_FLIGHT_S, POLICY_VERSIONS
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -26,7 +26,7 @@ from trl_realloc.runtime.failures.coordinator_watchdog import CoordinatorWatchdo
 from trl_realloc.runtime.failures.liveness import Verdict
 from trl_realloc.runtime.failures.message_socket import MessageSocket
 from trl_realloc.runtime.failures.watchdog_client import HOST, WatchdogClient
-from trl_realloc.trainer.planned_run import PlannedRun
+from trl_realloc.trainer.run.planned_run import PlannedRun
 
 
 Ranks = Callable[..., list[subprocess.Popen[str]]]

@@ -16,11 +16,11 @@ from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.engines.base import Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.call_runner import CallRunner
-from trl_realloc.runtime.calls import CallSettings, Step
-from trl_realloc.runtime.exchange import Exchange
+from trl_realloc.runtime.calls.call_runner import CallRunner
+from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.failures.alarm import Alarm
-from trl_realloc.runtime.shares import Share
+from trl_realloc.runtime.samples.exchange import Exchange
+from trl_realloc.runtime.samples.shares import Share
 
 
 GRAPH = grpo_graph(reference=False, reward_models=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trl_realloc.engines.base import EngineError
-from trl_realloc.runtime.context_limit import ContextLimit
+from trl_realloc.runtime.samples.context_limit import ContextLimit
 
 
 def test_a_response_is_shortened_to_the_room_and_the_first_one_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,9 +11,9 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.timeline import Span
-from trl_realloc.runtime.exchange import CallFailure, CallOutput, CallsFailed, Exchange
-from trl_realloc.runtime.routes import is_divided_by_each, receivers, replica, sources
-from trl_realloc.runtime.shares import Share
+from trl_realloc.runtime.samples.exchange import CallFailure, CallOutput, CallsFailed, Exchange
+from trl_realloc.runtime.samples.routes import is_divided_by_each, receivers, replica, sources
+from trl_realloc.runtime.samples.shares import Share
 
 
 SPAN = Span("actor.generate", 0, 1.0, 2.0, 0, 5)

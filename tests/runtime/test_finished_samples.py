@@ -10,7 +10,7 @@ import torch
 from mailboxes import Mailboxes
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.runtime.finished_samples import FinishedSamples
+from trl_realloc.runtime.samples.finished_samples import FinishedSamples
 
 
 def sample(index: int) -> Rollouts:

@@ -14,9 +14,9 @@ import torch
 from trl_realloc.engines.training.fused_training import FusedMiniBatch
 from trl_realloc.engines.training.stage_figures import FusedShape, StageFigures
 from trl_realloc.engines.training.stage_times import StageTimes, epoch_of_clock
-from trl_realloc.planner.fused_check import check
-from trl_realloc.runtime.fused_mini_batch import pipelines_of, stage_spans
-from trl_realloc.runtime.fused_orders import FusedOrders
+from trl_realloc.planner.fused.check import check
+from trl_realloc.runtime.fused.mini_batch import pipelines_of, stage_spans
+from trl_realloc.runtime.fused.orders import FusedOrders
 
 
 CALLS = ("actor.train", "critic.train")

@@ -15,9 +15,9 @@ from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
 from trl_realloc.engines.training.stage_figures import FusedShape, StageFigures
 from trl_realloc.engines.training.stage_messages import StageTask
 from trl_realloc.engines.training.stage_times import StageTimes, TokenFit
-from trl_realloc.planner.fused_check import check, serial_time
-from trl_realloc.runtime import fused_orders
-from trl_realloc.runtime.fused_orders import FusedOrders
+from trl_realloc.planner.fused.check import check, serial_time
+from trl_realloc.runtime.fused import orders as fused_orders
+from trl_realloc.runtime.fused.orders import FusedOrders
 
 
 FIGURE = StageFigures((0.1, 1e-3), (0.2, 2e-3), 5.0)

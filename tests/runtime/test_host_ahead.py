@@ -19,11 +19,11 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
-from trl_realloc.runtime.drawn_samples import DrawnSamples
 from trl_realloc.runtime.executor import Executor
-from trl_realloc.runtime.host_ahead import HostAhead
-from trl_realloc.runtime.in_flight import request_number
-from trl_realloc.runtime.results import POLICY_VERSIONS, ages
+from trl_realloc.runtime.overlap.host_ahead import HostAhead
+from trl_realloc.runtime.overlap.in_flight import request_number
+from trl_realloc.runtime.samples.drawn_samples import DrawnSamples
+from trl_realloc.runtime.samples.results import POLICY_VERSIONS, ages
 
 
 GRAPH = grpo_graph(reference=False, reward_models=False)

@@ -23,14 +23,14 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Call, CallKind
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.call_runner import CallRunner
-from trl_realloc.runtime.calls import CallSettings, Step
-from trl_realloc.runtime.exchange import Exchange
+from trl_realloc.runtime.calls.call_runner import CallRunner
+from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
+from trl_realloc.runtime.calls.training_calls import GRAD_NORM
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm
 from trl_realloc.runtime.host_calls import HostCalls
-from trl_realloc.runtime.shares import Share
-from trl_realloc.runtime.training_calls import GRAD_NORM
+from trl_realloc.runtime.samples.exchange import Exchange
+from trl_realloc.runtime.samples.shares import Share
 
 
 SAMPLES, TOKENS = 8, 200  # of each rank; of a response

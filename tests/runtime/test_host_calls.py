@@ -11,8 +11,8 @@ from host_driven import GRAPH, PROMPTS, drive, rows, start
 from trl_realloc import Cluster
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.drawn_samples import DrawnSamples
 from trl_realloc.runtime.host_calls import HostCalls
+from trl_realloc.runtime.samples.drawn_samples import DrawnSamples
 
 
 PLAN = flatten(Cluster(1, 1), generation_engine="transformers", graph=GRAPH)

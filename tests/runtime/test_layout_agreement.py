@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from mailboxes import Mailboxes
 
 from trl_realloc.realloc.layout import flat_boxes, whole
-from trl_realloc.runtime.layout_agreement import HeldParts, agree_on_parts
+from trl_realloc.runtime.parameters.layout_agreement import HeldParts, agree_on_parts
 
 
 SHAPES = {"embed": (96, 32), "norm": (32,), "bias": (3,), "scale": ()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trl_realloc.runtime.leader_link import Leader, LeaderLink, Left
+from trl_realloc.runtime.overlap.leader_link import Leader, LeaderLink, Left
 
 
 TAG, LIMIT_S = 7, 60.0

@@ -21,9 +21,9 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.placement import Placement
-from trl_realloc.runtime.roles import Roles
-from trl_realloc.runtime.run_state import RunState, fixed_models
+from trl_realloc.runtime.placement.placement import Placement
+from trl_realloc.runtime.placement.roles import Roles
+from trl_realloc.runtime.placement.run_state import RunState, fixed_models
 
 
 GRAPH = grpo_graph(reference=True, reward_models=True)

@@ -17,9 +17,9 @@ from trl_realloc.algorithms.linear_loss import LINEAR_LOSS
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
-from trl_realloc.runtime.calls import Step
+from trl_realloc.runtime.calls.generate_and_score import Step
 from trl_realloc.runtime.executor import Executor
-from trl_realloc.runtime.roles import RoleModels, Roles
+from trl_realloc.runtime.placement.roles import RoleModels, Roles
 
 
 def one_process() -> Executor:

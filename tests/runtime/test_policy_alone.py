@@ -16,14 +16,14 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.planner.measured_rates import MeasuredRates
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.profiling import profile_cache
 from trl_realloc.profiling.job_models import JobModels, specs_of
-from trl_realloc.runtime.placement import Placement
-from trl_realloc.runtime.run_state import RunState
-from trl_realloc.trainer.job_builder import make_job
+from trl_realloc.runtime.placement.placement import Placement
+from trl_realloc.runtime.placement.run_state import RunState
+from trl_realloc.trainer.run.job_builder import make_job
 
 
 ONE = Cluster(1, 1)

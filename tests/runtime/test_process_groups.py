@@ -17,12 +17,12 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten, separate
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.device_memory import DeviceMemory
-from trl_realloc.planner.hardware import DEVICES
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.planner.workload import Workload
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.device_memory import DeviceMemory
+from trl_realloc.planner.cost.hardware import DEVICES
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.runtime.process_groups import (
     LONGEST_CALL,
     destroy_groups,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training.packed_forward import PolicyHead
-from trl_realloc.runtime.residency import DroppedCopy, Residency
+from trl_realloc.runtime.parameters.residency import DroppedCopy, Residency
 
 
 def test_a_forward_brings_the_parameters_in_once_and_release_takes_them_back() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.plan.timeline import Span
-from trl_realloc.runtime.results import observed
+from trl_realloc.runtime.samples.results import observed
 
 
 def test_the_forwards_of_a_streamed_call_are_added_on_each_device() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mailboxes import Mailboxes
 
 from trl_realloc.runtime.failures.alarm import JobFailed
-from trl_realloc.runtime.rounds import Rounds, divide
+from trl_realloc.runtime.samples.rounds import Rounds, divide
 
 
 @st.composite

@@ -16,9 +16,9 @@ from trl_realloc.engines.base import EngineDied, EngineError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, with_sleeping_engines
-from trl_realloc.runtime import engine_builder
-from trl_realloc.runtime.engine_builder import EngineBuilder
-from trl_realloc.runtime.placement import Placement
+from trl_realloc.runtime.placement import engine_builder
+from trl_realloc.runtime.placement.engine_builder import EngineBuilder
+from trl_realloc.runtime.placement.placement import Placement
 
 
 class Engine:

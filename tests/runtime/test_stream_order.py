@@ -21,15 +21,15 @@ from virtual_clock import VirtualClock
 
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner import stream_simulation
-from trl_realloc.planner.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost import Pricing
-from trl_realloc.planner.dispatcher import Score
-from trl_realloc.planner.hardware import DEVICES
-from trl_realloc.planner.stream import Stream, stream_of
-from trl_realloc.planner.stream_cost import StreamPrices
-from trl_realloc.planner.workload import Workload
-from trl_realloc.runtime import stream_worker
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.hardware import DEVICES
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
+from trl_realloc.planner.iteration import stream_simulation
+from trl_realloc.planner.iteration.dispatcher import Score
+from trl_realloc.planner.iteration.stream import Stream, stream_of
+from trl_realloc.planner.iteration.stream_cost import StreamPrices
+from trl_realloc.runtime.overlap import stream_worker
 
 
 STEP_S = 10e-3

@@ -27,16 +27,16 @@ from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import flatten, interleave, separate
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner.dispatcher import Score, Withdraw
-from trl_realloc.planner.stream import stream_of
-from trl_realloc.runtime import leader_link, stream_forwards, stream_worker
-from trl_realloc.runtime.call_runner import CallRunner
-from trl_realloc.runtime.calls import CallSettings, Step
-from trl_realloc.runtime.exchange import Exchange
+from trl_realloc.planner.iteration.dispatcher import Score, Withdraw
+from trl_realloc.planner.iteration.stream import stream_of
+from trl_realloc.runtime.calls.call_runner import CallRunner
+from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm, JobFailed
-from trl_realloc.runtime.results import Iteration
-from trl_realloc.runtime.shares import Share
+from trl_realloc.runtime.overlap import leader_link, stream_forwards, stream_worker
+from trl_realloc.runtime.samples.exchange import Exchange
+from trl_realloc.runtime.samples.results import Iteration
+from trl_realloc.runtime.samples.shares import Share
 
 
 LIMIT = 60

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from trl_realloc.engines.generation import vllm
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.vllm_start import VLLMOptions, kept_model, start_vllm
+from trl_realloc.runtime.placement.vllm_start import VLLMOptions, kept_model, start_vllm
 
 
 def made(folder: Path, **files: str) -> Path:

@@ -40,10 +40,10 @@ from trl_realloc.plan.cluster import Cluster  # noqa: E402
 from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.plan.presets import flatten, with_sleeping_engines  # noqa: E402
 from trl_realloc.profiling.machine import copies, hardware  # noqa: E402
-from trl_realloc.runtime import engine_builder  # noqa: E402
 from trl_realloc.runtime.failures.alarm import JobFailed  # noqa: E402
-from trl_realloc.runtime.placement import Placement  # noqa: E402
-from trl_realloc.runtime.residency import DroppedCopy, Residency, move_to_host  # noqa: E402
+from trl_realloc.runtime.parameters.residency import DroppedCopy, Residency, move_to_host  # noqa: E402
+from trl_realloc.runtime.placement import engine_builder  # noqa: E402
+from trl_realloc.runtime.placement.placement import Placement  # noqa: E402
 
 
 CPU = torch.device("cpu")

@@ -45,7 +45,7 @@ from trl_realloc.profiling.machine import links  # noqa: E402
 from trl_realloc.realloc.layout import Layout, whole  # noqa: E402
 from trl_realloc.realloc.schedule import make_schedule  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer, TransferOptions  # noqa: E402
-from trl_realloc.runtime.fused_orders import FusedOrders  # noqa: E402
+from trl_realloc.runtime.fused.orders import FusedOrders  # noqa: E402
 from trl_realloc.runtime.process_groups import from_every_rank, from_first_rank  # noqa: E402
 
 

@@ -28,8 +28,8 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Streams
 from trl_realloc.trainer.config_checks import ConfigError
-from trl_realloc.trainer.plan_checks import check_plan
-from trl_realloc.trainer.setup import frozen_in_part
+from trl_realloc.trainer.ppo.ppo_setup import frozen_in_part
+from trl_realloc.trainer.run.plan_checks import check_plan
 
 
 NAN, INF = math.nan, math.inf
@@ -410,6 +410,6 @@ def test_a_critic_from_a_language_model_is_taken_and_said(
     tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("trl_realloc.trainer.model_checks.logger.warning", said.append)
+    monkeypatch.setattr("trl_realloc.trainer.checks.model_checks.logger.warning", said.append)
     tiny.trainer(tmp_path, given={"value_model": str(saved / "policy")})
     assert any("the critic begins with a new, random score layer" in line for line in said)

@@ -29,7 +29,7 @@ from trl import TrlParser
 from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.algorithms.prompts import DataError
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.trainer.completions import show_completions
+from trl_realloc.trainer.report.completions import show_completions
 from trl_realloc.trainer.trl_compat import HAS_TRL_PPO
 
 

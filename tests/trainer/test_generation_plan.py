@@ -10,7 +10,7 @@ import pytest
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import separate
-from trl_realloc.trainer.generation_plan import GENERATE, engine_owners, generation_plan
+from trl_realloc.trainer.policy.generation_plan import GENERATE, engine_owners, generation_plan
 
 
 FOUR = Cluster(1, 4)

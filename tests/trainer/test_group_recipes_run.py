@@ -16,8 +16,8 @@ import tiny
 
 from trl_realloc import GRPOConfig
 from trl_realloc.cli.recipe_parser import parse_recipe
-from trl_realloc.planner.recipe import read_recipe_settings
-from trl_realloc.planner.recipe_settings import algorithm_of
+from trl_realloc.planner.recipe.defaults import algorithm_of
+from trl_realloc.planner.recipe.recipe import read_recipe_settings
 
 
 ROOT = Path(__file__).parents[2]

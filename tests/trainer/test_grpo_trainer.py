@@ -26,15 +26,15 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.runtime.failures.alarm import JobFailed
-from trl_realloc.trainer import policy_trainer
 from trl_realloc.trainer.checkpoint import CheckpointError
+from trl_realloc.trainer.checks.data_checks import check_columns
+from trl_realloc.trainer.checks.trainable import why_not_trained
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import check_init_kwargs
-from trl_realloc.trainer.plan_request import PlanRequest
-from trl_realloc.trainer.policy_data import check_columns
-from trl_realloc.trainer.policy_setup import check_moves, check_turns, of_host_loop
-from trl_realloc.trainer.trainable import why_not_trained
-from trl_realloc.trainer.trl_sampling import sampling_of
+from trl_realloc.trainer.policy import policy_trainer
+from trl_realloc.trainer.policy.policy_setup import check_moves, check_turns, of_host_loop
+from trl_realloc.trainer.policy.trl_sampling import sampling_of
+from trl_realloc.trainer.run.plan_request import PlanRequest
 
 
 PROMPTS = Dataset.from_dict({"prompt": [f"w{a} w{a + 7} w{a + 1}" for a in range(2, 34)]})

@@ -14,7 +14,7 @@ from trl_realloc import Cluster, PPOConfig, ReallocationPlugin
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels
-from trl_realloc.trainer.job_builder import compute_dtype, launched_deepspeed_config, ppo_job
+from trl_realloc.trainer.run.job_builder import compute_dtype, launched_deepspeed_config, ppo_job
 
 
 def config(folder: Path, **values: Any) -> PPOConfig:

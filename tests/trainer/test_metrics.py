@@ -8,8 +8,8 @@ import torch
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.timeline import Span
-from trl_realloc.runtime.results import Iteration
-from trl_realloc.trainer.metrics import RunMetrics
+from trl_realloc.runtime.samples.results import Iteration
+from trl_realloc.trainer.run.metrics import RunMetrics
 
 
 def test_of_a_long_run_the_spans_of_the_latest_updates_are_kept() -> None:

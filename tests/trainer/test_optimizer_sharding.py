@@ -19,13 +19,14 @@ from trl_realloc.engines.training.group_settings import copied, is_same
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.planner.recipe_settings import training_splits
-from trl_realloc.planner.space import TrainingSplits
+from trl_realloc.planner.recipe.defaults import training_splits
+from trl_realloc.planner.search.space import TrainingSplits
 from trl_realloc.profiling.job import Job
 from trl_realloc.runtime.launch.hosts import Process
-from trl_realloc.trainer import ppo_trainer, setup
+from trl_realloc.trainer import ppo_trainer
 from trl_realloc.trainer.config_checks import ConfigError
-from trl_realloc.trainer.optimizer_sharding import (
+from trl_realloc.trainer.ppo import ppo_setup as setup
+from trl_realloc.trainer.run.optimizer_sharding import (
     OptimizerSharding,
     can_be_sharded,
     check_sharding,
@@ -34,8 +35,8 @@ from trl_realloc.trainer.optimizer_sharding import (
     works_by_element,
     works_by_parameter,
 )
-from trl_realloc.trainer.plan_checks import check_adapters_split
-from trl_realloc.trainer.plan_request import PlanRequest
+from trl_realloc.trainer.run.plan_checks import check_adapters_split
+from trl_realloc.trainer.run.plan_request import PlanRequest
 
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from trl_realloc.engines.base import EngineError, Sampling
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.runtime.vllm_start import VLLMOptions
-from trl_realloc.trainer import planned_generation
-from trl_realloc.trainer.generation_plan import generation_plan
-from trl_realloc.trainer.planned_generation import PlannedGeneration, Policy
+from trl_realloc.runtime.placement.vllm_start import VLLMOptions
+from trl_realloc.trainer.policy import planned_generation
+from trl_realloc.trainer.policy.generation_plan import generation_plan
+from trl_realloc.trainer.policy.planned_generation import PlannedGeneration, Policy
 
 
 class Alone:

@@ -15,12 +15,12 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_realloc import ReallocationPlugin, plug
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
-from trl_realloc.trainer.accelerate_fallback import plan_generation
 from trl_realloc.trainer.config_checks import ConfigError
-from trl_realloc.trainer.generation_plan import GENERATE
 from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
-from trl_realloc.trainer.planned_generation import NoImagesError, PlannedGeneration
-from trl_realloc.trainer.plug import _context_length, _engine_settings
+from trl_realloc.trainer.policy.accelerate_fallback import plan_generation
+from trl_realloc.trainer.policy.generation_plan import GENERATE
+from trl_realloc.trainer.policy.planned_generation import NoImagesError, PlannedGeneration
+from trl_realloc.trainer.policy.plug import _context_length, _engine_settings
 
 
 needs_vllm = pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")

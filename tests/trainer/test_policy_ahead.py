@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trl_realloc import GRPOConfig, RLOOConfig
 from trl_realloc.trainer.config_checks import ConfigError
-from trl_realloc.trainer.policy_ahead import PolicyAheadMixin, UpcomingBatches
+from trl_realloc.trainer.policy.ahead import PolicyAheadMixin, UpcomingBatches
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), looks=st.lists(st.integers(0, 9), max_size=30))

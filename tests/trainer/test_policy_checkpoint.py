@@ -20,15 +20,15 @@ from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.presets import flatten
-from trl_realloc.trainer import run_checkpoints
 from trl_realloc.trainer.checkpoint import CheckpointError
 from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
 from trl_realloc.trainer.checkpoint.resuming import STATE, is_needed_by_all, newest_whole
 from trl_realloc.trainer.checkpoint.training_state import StateWrite
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import GRPOConfig
-from trl_realloc.trainer.optimizers import LearningRates
-from trl_realloc.trainer.run_checkpoints import Checkpoints
+from trl_realloc.trainer.run import checkpoints as run_checkpoints
+from trl_realloc.trainer.run.checkpoints import Checkpoints
+from trl_realloc.trainer.run.optimizers import LearningRates
 
 
 BARE = grpo_graph(reference=False, reward_models=False)

@@ -15,7 +15,7 @@ from test_policy_scoring import conversations
 
 import trl_realloc
 from trl_realloc.engines.generation.transformers import TransformersEngine
-from trl_realloc.trainer.policy_groups import Group, groupable, groups_of, is_async
+from trl_realloc.trainer.policy.group_scores import Group, groupable, groups_of, is_async
 
 
 LIMIT_S = 120.0  # of a wait for what must happen

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from trl_realloc.trainer import policy_lengths
-from trl_realloc.trainer.policy_lengths import (
+from trl_realloc.trainer.policy import prompt_lengths as policy_lengths
+from trl_realloc.trainer.policy.prompt_lengths import (
     ASSUMED,
     Lengths,
     _Prompts,

@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 
 from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.plan.timeline import Timeline
-from trl_realloc.trainer.callbacks import MetricsWriter
-from trl_realloc.trainer.logged_updates import load_metrics
-from trl_realloc.trainer.report import report_run
+from trl_realloc.trainer.report.callbacks import MetricsWriter
+from trl_realloc.trainer.report.logged_updates import load_metrics
+from trl_realloc.trainer.report.run_report import report_run
 
 
 def trainer(folder: Path, kind: Any = GRPOTrainer, **given: Any) -> Any:

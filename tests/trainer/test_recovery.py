@@ -22,8 +22,8 @@ from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.generation import engine_process
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.training import zero
-from trl_realloc.runtime.engine_builder import EngineBuilder
 from trl_realloc.runtime.failures.alarm import JobFailed
+from trl_realloc.runtime.placement.engine_builder import EngineBuilder
 
 
 class Reward:

@@ -24,11 +24,11 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
-from trl_realloc.planner.problem import estimate_plan
-from trl_realloc.trainer.callbacks import MetricsWriter
-from trl_realloc.trainer.logged_updates import load_metrics, logged_updates
-from trl_realloc.trainer.report import call_times, report_run, reward_summary, two_updates, write_report
-from trl_realloc.trainer.run_record import save_record
+from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.trainer.report.callbacks import MetricsWriter
+from trl_realloc.trainer.report.logged_updates import load_metrics, logged_updates
+from trl_realloc.trainer.report.run_record import save_record
+from trl_realloc.trainer.report.run_report import call_times, report_run, reward_summary, two_updates, write_report
 
 
 ROOT = Path(__file__).parents[2]
@@ -203,7 +203,7 @@ def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Pat
     with pytest.raises(
         ValueError,
         match=r"holds no metrics.jsonl, and no trainer_state.json .* train with callbacks=.*"
-        r"from trl_realloc.trainer.callbacks import",
+        r"from trl_realloc.trainer.report.callbacks import",
     ):
         report_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 2

@@ -15,12 +15,12 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.stage_spans import MiniBatchStages, StageSpan
 from trl_realloc.plan.timeline import Span, Timeline
-from trl_realloc.planner.fused_check import check
-from trl_realloc.planner.fused_lists import example, measured_lists, schedule_timeline, stage_lists
-from trl_realloc.planner.fused_pipelines import MODELS
-from trl_realloc.trainer.report import report_run
-from trl_realloc.trainer.report_stages import stages_of
-from trl_realloc.trainer.run_record import save_record
+from trl_realloc.planner.fused.check import check
+from trl_realloc.planner.fused.lists import example, measured_lists, schedule_timeline, stage_lists
+from trl_realloc.planner.fused.pipelines import MODELS
+from trl_realloc.trainer.report.run_record import save_record
+from trl_realloc.trainer.report.run_report import report_run
+from trl_realloc.trainer.report.stage_part import stages_of
 
 
 PLAN = Path(__file__).parents[2] / "recipes" / "plans" / "fused-4.yaml"

@@ -11,7 +11,7 @@ import tiny
 import torch
 from peft import LoraConfig
 
-from trl_realloc.runtime.parameter_sinks import STALE
+from trl_realloc.runtime.parameters.parameter_sinks import STALE
 from trl_realloc.trainer.checkpoint import CheckpointError
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available, why_not_this_class
-from trl_realloc.trainer.model_checks import check_adapter_kind
+from trl_realloc.trainer.checks.model_checks import check_adapter_kind
 
 
 def quantized(argument: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from test_grpo_trainer import PROMPTS, distinct, policy, settings
 from transformers import PreTrainedModel
 
 from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig
-from trl_realloc.trainer.unused_settings import unused_settings
+from trl_realloc.trainer.checks.unused_settings import unused_settings
 
 
 OF_ALL: list[tuple[dict[str, Any], str]] = [

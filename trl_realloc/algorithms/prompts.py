@@ -1,7 +1,7 @@
 """Prompts: reads, tokenizes and checks a user's dataset (token ids, text or conversations).
 
 The data is checked before a model is loaded. Batches of it are in `prompt_batches`; which datasets a run has is in
-`trainer.prompt_data`.
+`trainer.ppo.prompt_data`.
 """
 
 from __future__ import annotations

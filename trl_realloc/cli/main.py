@@ -26,13 +26,20 @@ from ..plan.assignment import between_uses
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
-from ..planner.decision import Decision
-from ..planner.fused_lists import example
-from ..planner.overlap_worth import OverlapWorth
-from ..planner.recipe import is_plan, read_recipe
-from ..planner.show import alternatives_table, draw_estimate, explained, overlap_table, plan_tables, schedule_table
-from ..trainer.logged_updates import logged_updates
-from ..trainer.report import print_summary, report_run
+from ..planner.fused.lists import example
+from ..planner.recipe.recipe import is_plan, read_recipe
+from ..planner.search.decision import Decision
+from ..planner.search.overlap_worth import OverlapWorth
+from ..planner.search.show import (
+    alternatives_table,
+    draw_estimate,
+    explained,
+    overlap_table,
+    plan_tables,
+    schedule_table,
+)
+from ..trainer.report.logged_updates import logged_updates
+from ..trainer.report.run_report import print_summary, report_run
 from .measuring_job import check_processes, measured_profile, processes_of
 from .recipe_planning import check_request, choose_for_recipe, job_cluster, overlap_worth
 

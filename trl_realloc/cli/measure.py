@@ -21,17 +21,17 @@ from transformers import AutoConfig
 from ..engines.device import is_accelerator
 from ..engines.generation.vllm_support import why_not_served
 from ..plan.dataflow import Role
-from ..planner.recipe import read_recipe, read_recipe_settings
-from ..planner.recipe_settings import trained_dtype
+from ..planner.recipe.defaults import trained_dtype
+from ..planner.recipe.recipe import read_recipe, read_recipe_settings
 from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
 from ..trainer.config_checks import by_transformers
 from ..trainer.grpo_config import GRPOConfig, PolicyConfig, RLOOConfig
-from ..trainer.job_builder import compute_dtype, engine_options, make_job
 from ..trainer.plan_settings import use_one_device
 from ..trainer.ppo_config import PPOConfig
+from ..trainer.run.job_builder import compute_dtype, engine_options, make_job
 from .recipe_parser import SENTENCES, RecipeError, run
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..common.errors import PlanError, shown
 from ..common.files import exists, read_yaml_mapping
-from ..planner.profile import Profile
-from ..planner.recipe import Recipe
+from ..planner.cost.profile import Profile
+from ..planner.recipe.recipe import Recipe
 
 
 def check_processes(devices: int | None) -> None:

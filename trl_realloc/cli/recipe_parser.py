@@ -1,6 +1,6 @@
 """Reads recipes: a run as one YAML file (`--config`), parsed by TRL's parser, with errors that name the key.
 
-The planner reads recipes without torch in `planner.recipe`.
+The planner reads recipes without torch in `planner.recipe.recipe`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..common.errors import PlanError, shown, unknown_keys
 from ..common.files import read_yaml_mapping
 from ..common.settings import SETTINGS, number_of_text, read_settings
 from ..engines.model_configs import ModelError
-from ..planner.recipe_settings import ALGORITHM
+from ..planner.recipe.defaults import ALGORITHM
 from ..runtime.failures.alarm import JobFailed
 from ..trainer.checkpoint import CheckpointError, SaveError
 from ..trainer.config_checks import ConfigError

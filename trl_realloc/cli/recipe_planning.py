@@ -13,19 +13,19 @@ from ..common.errors import PlanError, Problems
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import MOST_DEVICES, Cluster
-from ..planner.analytic_rates import AnalyticRates
-from ..planner.choose import choose
-from ..planner.cost import Pricing
-from ..planner.decision import Decision
-from ..planner.device_memory import gpu_memory
-from ..planner.fused_choice import may_fuse
-from ..planner.hardware import Rates, parse_cluster
-from ..planner.ladder import Ways
-from ..planner.measured_rates import MeasuredRates
-from ..planner.overlap_worth import OverlapWorth
-from ..planner.profile import Profile, model_key
-from ..planner.recipe import Recipe
-from ..planner.space import Space
+from ..planner.cost.analytic_rates import AnalyticRates
+from ..planner.cost.device_memory import gpu_memory
+from ..planner.cost.hardware import Rates, parse_cluster
+from ..planner.cost.measured_rates import MeasuredRates
+from ..planner.cost.pricing import Pricing
+from ..planner.cost.profile import Profile, model_key
+from ..planner.recipe.recipe import Recipe
+from ..planner.search.choose import choose
+from ..planner.search.decision import Decision
+from ..planner.search.fused_choice import may_fuse
+from ..planner.search.ladder import Ways
+from ..planner.search.overlap_worth import OverlapWorth
+from ..planner.search.space import Space
 from .measuring_job import check_processes, measured_profile, processes_of
 
 

@@ -2,7 +2,7 @@
 compiling.
 
 Rank 0 prints one line after `AFTER_S`, one every `EVERY_S` after that, and one at the end. What a run logs is in
-`trainer/metrics`.
+`trainer/run/metrics`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The protocols of the engines that generate, score and train, and the values that their methods take and return.
 
 The engines themselves are in `training` and `generation`. The plan says which engine runs a call;
-`runtime/engine_builder` builds it.
+`runtime/placement/engine_builder` builds it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes the roles' models: from a loaded model or from a name or path, without weights, with adapters, frozen.
 
 A model given by name or path is on the meta device and is read by its engine (`training/weight_source`).
-Which rank loads which model is decided in `runtime/engine_builder`; making the ranks' copies equal is in
+Which rank loads which model is decided in `runtime/placement/engine_builder`; making the ranks' copies equal is in
 `training/replica_sync`; the models' configs are in `model_configs`.
 """
 

@@ -2,7 +2,7 @@
 
 Tensors are named by parameter and key, and divided into boxes, so a state of one layout can be loaded in another.
 Each engine makes its own in `training_state` and `loading`. Checkpoints write and read it (`trainer/checkpoint`), and
-`runtime/run_state` moves it to another plan.
+`runtime/placement/run_state` moves it to another plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`StageSpan`: when a stage ran one forward or backward of two calls that train together, and when it was expected to.
 
 `MiniBatchStages` has those of one mini-batch: it saves them and makes timelines of them, which can be drawn. The
-measuring is in `engines/training/fused_training`, the expectation in `runtime/fused_mini_batch`.
+measuring is in `engines/training/fused_training`, the expectation in `runtime/fused/mini_batch`.
 """
 
 from __future__ import annotations

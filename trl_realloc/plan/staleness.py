@@ -2,7 +2,7 @@
 
 With a staleness of k, the samples of the next k iterations are generated and scored while this one trains, on devices
 of their own (the separation of the adaptive placement framework, arXiv 2312.11819, section 3, with a bound that the
-user sets). Which call is run when is decided by `planner.ahead_order`.
+user sets). Which call is run when is decided by `planner.iteration.ahead_order`.
 """
 
 from __future__ import annotations

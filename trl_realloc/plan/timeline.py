@@ -1,7 +1,7 @@
 """`Timeline`: when each device ran which call, measured by the executor or estimated by the planner.
 
 It compares both, and writes a browser trace and a picture. The measuring is in `runtime/executor`, the estimate in
-`planner/simulate`.
+`planner/iteration/simulate`.
 """
 
 from __future__ import annotations

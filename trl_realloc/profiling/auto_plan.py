@@ -1,6 +1,6 @@
 """Makes the plan of a job (`plan: auto`): reads the machine's profile or specification, chooses, prints the decision.
 
-Rank 0 searches and all ranks receive the same plan. `planner.choose` decides; `profile_cache` measures.
+Rank 0 searches and all ranks receive the same plan. `planner.search.choose` decides; `profile_cache` measures.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from transformers.utils import logging
 from ..common.errors import PlanError
 from ..common.notices import notice, working
 from ..plan.execution_plan import ExecutionPlan
-from ..planner.decision import Decision
-from ..planner.priced_plan import PricedPlan
-from ..planner.problem import estimate_plan
-from ..planner.profile import Profile
-from ..planner.show import alternatives_table, plan_cost_table
+from ..planner.cost.profile import Profile
+from ..planner.search.decision import Decision
+from ..planner.search.priced_plan import PricedPlan
+from ..planner.search.problem import estimate_plan
+from ..planner.search.show import alternatives_table, plan_cost_table
 from ..runtime.process_groups import from_first_rank
 from .job import Job
 from .profile_cache import (

@@ -1,6 +1,6 @@
 """Description of a job before a model is loaded: devices, models, engine options and the size of an iteration.
 
-Planning and measuring are handed a `Job`. `trainer.job_builder` builds it from a trainer's config.
+Planning and measuring are handed a `Job`. `trainer.run.job_builder` builds it from a trainer's config.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..plan.assignment import CACHED_TOKENS, MEMORY_SHARE
 from ..plan.cluster import Cluster
 from ..plan.dataflow import DataflowGraph, Role
 from ..plan.execution_plan import ExecutionPlan
-from ..planner.choose import choose
-from ..planner.cost import Pricing
-from ..planner.decision import Decision
-from ..planner.device_memory import HEADROOM, DeviceMemory, gpu_memory
-from ..planner.ladder import Ways
-from ..planner.profile import Profile
-from ..planner.space import Space, TrainingSplits
-from ..planner.specification import rates_of
-from ..planner.workload import Workload
+from ..planner.cost.device_memory import HEADROOM, DeviceMemory, gpu_memory
+from ..planner.cost.pricing import Pricing
+from ..planner.cost.profile import Profile
+from ..planner.cost.specification import rates_of
+from ..planner.cost.workload import Workload
+from ..planner.search.choose import choose
+from ..planner.search.decision import Decision
+from ..planner.search.ladder import Ways
+from ..planner.search.space import Space, TrainingSplits
 from ..realloc.memory import MOMENTS
-from ..runtime.engine_options import EngineOptions
+from ..runtime.placement.engine_options import EngineOptions
 from .job_models import JobModels
 
 
@@ -42,7 +42,7 @@ class Job:
 
     Args:
         engine: name of the engine that generates.
-        vllm_share, vllm_sleeps: as of `planner.cost.Pricing`.
+        vllm_share, vllm_sleeps: as of `planner.cost.pricing.Pricing`.
         headroom: share of a device's memory that a plan leaves free.
         engines: that may score and train.
         deterministic: two runs are to give the same bits.

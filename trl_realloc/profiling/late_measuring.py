@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from ..common.errors import PlanError
 from ..common.notices import notice
-from ..planner.learning import LEAST, WARM_UP
-from ..planner.problem import estimate_plan
+from ..planner.search.learning import LEAST, WARM_UP
+from ..planner.search.problem import estimate_plan
 from ..runtime.process_groups import from_first_rank
 from .job import Job
 from .profile_cache import elements_of_short_runs, plans_of, short_runs

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ..engines.device import is_accelerator
 from ..engines.mesh_group import MeshGroup
 from ..plan.cluster import Cluster
-from ..planner.hardware import Sharing
-from ..planner.profile import Observation
+from ..planner.cost.hardware import Sharing
+from ..planner.cost.profile import Observation
 from ..runtime.process_groups import destroy_groups, new_group
 
 

@@ -12,10 +12,10 @@ from ..plan.assignment import Assignment, ParallelStrategy
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import flatten
-from ..planner.cost import Pricing
-from ..planner.problem import estimate_plan
-from ..planner.profile import Profile
-from ..planner.workload import Workload
+from ..planner.cost.pricing import Pricing
+from ..planner.cost.profile import Profile
+from ..planner.cost.workload import Workload
+from ..planner.search.problem import estimate_plan
 from .job import Job
 
 

@@ -1,7 +1,8 @@
 """Decides when a run changes its plan, because the plan's estimate has changed: by the lengths of responses, or by the
 run's own times (`run_observer`).
 
-The trainer asks between two updates and makes the change; `runtime.run_state` keeps the training state meanwhile.
+The trainer asks between two updates and makes the change; `runtime.placement.run_state` keeps the training state
+meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from statistics import fmean
 from ..common.errors import PlanError
 from ..plan.dataflow import CallKind
 from ..plan.execution_plan import ExecutionPlan
-from ..planner.priced_plan import PricedPlan
-from ..planner.profile import Profile
-from ..planner.specification import rates_of
-from ..planner.stream import engine_samples
+from ..planner.cost.profile import Profile
+from ..planner.cost.specification import rates_of
+from ..planner.iteration.stream import engine_samples
+from ..planner.search.priced_plan import PricedPlan
 from ..runtime.process_groups import from_first_rank
 from .auto_plan import JobPlan, estimate_at_lengths
 from .job import Job

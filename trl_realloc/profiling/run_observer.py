@@ -1,6 +1,6 @@
 """`RunObserver`: compares the updates of a run with its plan's estimate, and keeps the corrections for the next run.
 
-The arithmetic is in `planner.learning`, the file in `profile_cache`.
+The arithmetic is in `planner.search.learning`, the file in `profile_cache`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..common.notices import notice
 from ..engines.base import DecodeStep
 from ..plan.dataflow import CallKind
 from ..plan.timeline import Span
-from ..planner.learning import PlanEvidence
-from ..planner.measured_update import MeasuredUpdate
-from ..planner.priced_plan import PricedPlan
-from ..planner.profile import Profile
-from ..planner.specification import decode_host
+from ..planner.cost.profile import Profile
+from ..planner.cost.specification import decode_host
+from ..planner.search.learning import PlanEvidence
+from ..planner.search.measured_update import MeasuredUpdate
+from ..planner.search.priced_plan import PricedPlan
 from .auto_plan import JobPlan, estimate_at_lengths
 from .job import Job
 from .profile_cache import cache_path, keep_corrections

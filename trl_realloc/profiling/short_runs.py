@@ -1,7 +1,7 @@
 """Short runs of the executor, which measure what the calls of a job take. Their plans are in `measured_plans`.
 
 The models have random weights, the prompts random tokens and the data's mean length; the job's own models and data are
-not used. `planner.measured_rates` fits unit costs to the observations.
+not used. `planner.cost.measured_rates` fits unit costs to the observations.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ..engines.training.mixed_precision import autocast
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
-from ..planner.profile import Observation, model_key
-from ..planner.workload import Workload
-from ..runtime.calls import CallSettings
-from ..runtime.engine_options import EngineOptions
+from ..planner.cost.profile import Observation, model_key
+from ..planner.cost.workload import Workload
+from ..runtime.calls.generate_and_score import CallSettings
 from ..runtime.executor import make_executor
 from ..runtime.failures.alarm import JobFailed, is_known_everywhere
-from ..runtime.placement import Placement
+from ..runtime.placement.engine_options import EngineOptions
+from ..runtime.placement.placement import Placement
+from ..runtime.placement.roles import RoleModels, Roles
 from ..runtime.process_groups import from_first_rank
-from ..runtime.results import Iteration
-from ..runtime.roles import RoleModels, Roles
+from ..runtime.samples.results import Iteration
 from .job import Job
 from .job_models import POLICIES
 from .policy_training import PolicyTraining

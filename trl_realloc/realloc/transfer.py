@@ -1,7 +1,7 @@
 """`Transfer`: sends and receives the messages of one transfer schedule, bucket by bucket, under a time limit each.
 
 Point to point on one process group, from host memory (gloo) or from an accelerator's (NCCL; the tests run it on a
-stand-in). Whose parameters these are and when they are moved is in `runtime.reallocation`.
+stand-in). Whose parameters these are and when they are moved is in `runtime.parameters.reallocation`.
 """
 
 from __future__ import annotations

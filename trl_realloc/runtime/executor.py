@@ -2,7 +2,7 @@
 one after the other. For each of them it waits for the inputs, runs the call and publishes its outputs.
 
 Every rank runs the loop. A rank runs the calls whose mesh contains it, in plan order, so calls on disjoint meshes
-overlap. What a call does on one rank is in `calls`, what it reads in `call_inputs`, the streamed calls in
+overlap. What a call does on one rank is in `generate_and_score`, what it reads in `call_inputs`, the streamed calls in
 `stream_worker`.
 """
 
@@ -22,24 +22,24 @@ from ..plan.dataflow import Call, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import early_call
 from ..plan.timeline import Span
-from ..planner.dispatcher import Dispatcher, Order
-from .ahead_runs import AheadRuns
-from .call_runner import CallRunner
-from .calls import CallSettings, Step
-from .drawn_samples import DrawnSamples
-from .early_generation import EarlyGeneration
-from .exchange import CallsFailed, Exchange
+from ..planner.iteration.dispatcher import Dispatcher, Order
+from .calls.call_runner import CallRunner
+from .calls.early_generation import EarlyGeneration
+from .calls.generate_and_score import CallSettings, Step
+from .calls.iteration_results import iteration_results, of_steps, refusal
 from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
-from .iteration_results import iteration_results, of_steps, refusal
-from .placement import Placement
-from .results import Iteration
-from .routes import RESULTS, replica
-from .shares import Share
-from .stream_forwards import stream_of_batch
-from .stream_leader import StreamLeader, StreamLink
-from .stream_messages import End
-from .stream_worker import StreamWorker
+from .overlap.ahead_runs import AheadRuns
+from .overlap.stream_forwards import stream_of_batch
+from .overlap.stream_leader import StreamLeader, StreamLink
+from .overlap.stream_messages import End
+from .overlap.stream_worker import StreamWorker
+from .placement.placement import Placement
+from .samples.drawn_samples import DrawnSamples
+from .samples.exchange import CallsFailed, Exchange
+from .samples.results import Iteration
+from .samples.routes import RESULTS, replica
+from .samples.shares import Share
 
 
 class Executor:

@@ -25,14 +25,14 @@ from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Rate
 from ..plan.dataflow import CallKind, Role
 from ..plan.timeline import Span
-from .calls import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
-from .drawn_samples import DrawnSamples
+from .calls.generate_and_score import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
 from .executor import Executor
-from .finished_samples import FinishedSamples
-from .host_ahead import HostAhead
-from .known_outputs import KnownOutputs
+from .overlap.host_ahead import HostAhead
 from .process_groups import from_every_rank
-from .results import ages
+from .samples.drawn_samples import DrawnSamples
+from .samples.finished_samples import FinishedSamples
+from .samples.known_outputs import KnownOutputs
+from .samples.results import ages
 
 
 # makes the outputs of a call for this rank's samples, from these and the number of those of each rank

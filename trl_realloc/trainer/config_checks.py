@@ -1,7 +1,7 @@
 """Checks the settings of a trainer's configuration before `TrainingArguments` computes values from them. Its errors
 would not name the setting.
 
-The ranges of numbers are in `common.settings`. What depends on data, models or the plan is checked in `setup`.
+The ranges of numbers are in `common.settings`. What depends on data, models or the plan is checked in `ppo_setup`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..plan.staleness import uncorrected
-from ..planner.recipe_settings import dtype_name, init_kwargs
+from ..planner.recipe.defaults import dtype_name, init_kwargs
 from .config_checks import ConfigError
 from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig

@@ -14,10 +14,10 @@ import torch
 from .accelerate_plugin import ReallocationPlugin
 from .config_checks import ConfigError
 from .grpo_config import GRPOConfig, RLOOConfig
-from .policy_ahead import PolicyAheadMixin
-from .policy_completions import PolicyCompletionsMixin
-from .policy_record import PolicyRecordMixin
-from .policy_trainer import PlannedPolicyTrainer
+from .policy.ahead import PolicyAheadMixin
+from .policy.policy_trainer import PlannedPolicyTrainer
+from .policy.record import PolicyRecordMixin
+from .policy.sampled_completions import PolicyCompletionsMixin
 from .trainer_inputs import path_as_text
 from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 

@@ -1,6 +1,6 @@
 """`PPOConfig`: the settings of a run, which are TRL's (`trl_ppo_config`) and those of plans and engines.
 
-What a setting may be is checked in `config_checks`; data and models in `setup`.
+What a setting may be is checked in `config_checks`; data and models in `ppo_setup`.
 """
 
 from __future__ import annotations

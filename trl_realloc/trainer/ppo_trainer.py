@@ -26,31 +26,31 @@ from ..common.notices import working
 from ..engines.base import Sampling
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline
+from ..runtime.calls.training_calls import check_first_weights
 from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.watchdog_client import watch
 from ..runtime.process_groups import wait_for_all
-from ..runtime.training_calls import check_first_weights
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint.resuming import Checkpoint
 from .checkpoint.saving import make_output_dir
+from .checks.fixed_settings import OF_PPO, fixed_settings
+from .checks.input_checks import check_config
+from .checks.trainable import own_optimizer
 from .config_checks import ConfigError
-from .evaluation import EvaluationMixin
-from .fixed_settings import OF_PPO, fixed_settings
-from .input_checks import check_config
-from .metrics import SPANS, RunMetrics
-from .optimizers import check_own_optimizer, follows_metrics
-from .plan_request import read_plan_request
 from .plan_settings import use_one_device
-from .planned_run import PlannedRun
-from .policy_and_value import PolicyAndValueWrapper
+from .ppo.evaluation import EvaluationMixin
+from .ppo.policy_and_value import PolicyAndValueWrapper
+from .ppo.ppo_host import PPOHost
+from .ppo.ppo_setup import Setup, prepare
+from .ppo.ppo_state import TrainingStateMixin
+from .ppo.trl_attributes import OnlineTrainerState, TrlAttributes
 from .ppo_config import PPOConfig
-from .ppo_host import PPOHost
-from .run_record import save_record
-from .setup import Setup, prepare
-from .trainable import own_optimizer
+from .report.run_record import save_record
+from .run.metrics import SPANS, RunMetrics
+from .run.optimizers import check_own_optimizer, follows_metrics
+from .run.plan_request import read_plan_request
+from .run.planned_run import PlannedRun
 from .trainer_inputs import TrainerInputs
-from .training_state import TrainingStateMixin
-from .trl_attributes import OnlineTrainerState, TrlAttributes
 from .trl_compat import PPOTrainerBase
 
 

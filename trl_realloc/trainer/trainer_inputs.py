@@ -1,6 +1,6 @@
 """What the user passed to the trainer's constructor beside the training arguments.
 
-The checks of these values are in `input_checks`, the steps that use them in `setup`.
+The checks of these values are in `input_checks`, the steps that use them in `ppo_setup`.
 """
 
 from __future__ import annotations

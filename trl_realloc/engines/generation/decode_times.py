@@ -1,7 +1,7 @@
 """`DecodeTimes`: how long the decode steps of a generation took, by the number of samples in them.
 
-`vllm_requests` keeps it in the engine's process; `planner.specification` finds the host's share in it. This file does
-not import vLLM.
+`vllm_requests` keeps it in the engine's process; `planner.cost.specification` finds the host's share in it. This file
+does not import vLLM.
 """
 
 from __future__ import annotations

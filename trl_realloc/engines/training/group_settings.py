@@ -1,7 +1,7 @@
 """`GroupSettings`: the parameter groups of an engine's optimizer. The run sets them before each step, and an optimizer
 may keep numbers of its own beside the settings (Prodigy's `d`, the step count of Apex's FusedAdam).
 
-Which settings the run gives is in `trainer/optimizers`. The state of single parameters is in the engines.
+Which settings the run gives is in `trainer/run/optimizers`. The state of single parameters is in the engines.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 parameters begins with its backward.
 
 GRPO's old log-probabilities and PPO's values are outputs of the forward that the first optimizer step would compute
-again. Which calls keep theirs is decided in `runtime/calls`.
+again. Which calls keep theirs is decided in `runtime/calls/generate_and_score`.
 """
 
 from __future__ import annotations

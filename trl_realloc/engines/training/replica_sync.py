@@ -2,7 +2,7 @@
 
 Only tensors whose digests differ are sent. Parameters that are read later from a checkpoint's files are not sent, but
 the ranks must have the same files. The check that replicas stay equal during training is in
-`runtime/replica_check`.
+`runtime/parameters/replica_check`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Checkpoints: their contents (`models`, `training_state`), their list of files (`manifest`), and how they are written
-(`saving`), and found and checked (`resuming`). A run has them as `run_checkpoints.Checkpoints`."""
+(`saving`), and found and checked (`resuming`). A run has them as `checkpoints.Checkpoints`."""
 
 from __future__ import annotations
 

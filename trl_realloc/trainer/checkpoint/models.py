@@ -27,8 +27,8 @@ from ...engines.training.weight_export import checkpoint_names
 from ...engines.training_state import TensorSpec
 from ...engines.transformers_compat import created_whole, loaded_adapters, names_not_saved
 from ...plan.dataflow import Role
-from ...runtime.placement import Placement
-from ...runtime.replica_check import check_replicas
+from ...runtime.parameters.replica_check import check_replicas
+from ...runtime.placement.placement import Placement
 from . import VALUE_FOLDER
 from .weight_files import WeightFiles
 from .write_errors import WriteErrors, need_room

@@ -18,7 +18,7 @@ import numpy as np
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ...engines.base import TrainingEngine
-from ...runtime.placement import Placement
+from ...runtime.placement.placement import Placement
 from ...runtime.process_groups import at_first_rank, to_each_rank
 from . import METADATA, STATE_FOLDER, CheckpointError
 from .chunk_division import Chunks, Division, without_collection

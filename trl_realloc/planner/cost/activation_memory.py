@@ -1,0 +1,122 @@
+"""Bytes of a forward and backward beyond the model's state: activations, logits, and weights cast to 16 bits.
+
+Parameters, gradients and optimizer states are in `pricing`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS, ParallelStrategy
+from ...plan.model_spec import ModelSpec
+from .hardware import Rates
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """What the forward of one layer keeps for its backward, in bytes per token.
+
+    Args:
+        whole: that every device of a tensor-parallel group has.
+        split: that is divided among them.
+    """
+
+    whole: float
+    split: float
+
+    def of(self, tp: int) -> float:
+        """Bytes per token on each device of a tensor-parallel group."""
+        return self.whole + self.split / tp
+
+
+def layer_activations(spec: ModelSpec) -> LayerActivations:
+    """The tensors that PyTorch saves in a layer of a Llama, as Transformers computes it with an attention kernel that
+    keeps no matrix of weights. `tests/planner/test_activation_memory.py` compares them with what it does save.
+
+    | tensors | bytes per token |
+    | --- | --- |
+    | the float32 input of each of two norms, and its normalized form | 2 (4 + max(p, a)) hidden; 2 x 8 in float32 |
+    | inputs of the projections | 2 a hidden; under autocast 5 a hidden, because each projection casts its own |
+    | queries, keys, values and the attention's output | a (2 q + 2 kv) |
+    | of the MLP: gate, its activation, up, their product | 4 a intermediate |
+
+    p and a are the bytes of an element of the parameters and of the activations; q and kv the channels of all heads. A
+    model whose MLP has no gate keeps less than is counted for its MLP's parameters. 0 for a model known by its shapes.
+    """
+    if not spec.layers:
+        return LayerActivations(0.0, 0.0)
+    a, p, hidden = spec.activation_bytes, spec.bytes_per_element, spec.hidden
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    mlp = max(0.0, spec.layer_elements - 2 * hidden * (queries + keys)) / hidden  # 3 intermediate sizes
+    norms = 2 * (4 + max(p, a)) * hidden
+    inputs = (5 if a < p else 2) * a * hidden
+    return LayerActivations(norms + inputs + 8, a * (2 * queries + 2 * keys + 4 / 3 * mlp) + 4 * spec.heads)
+
+
+def kept_casts(spec: ModelSpec) -> float:
+    """Bytes of the weights that generation by Transformers under autocast keeps cast until it ends."""
+    return spec.elements * spec.activation_bytes if spec.activation_bytes < spec.bytes_per_element else 0.0
+
+
+def working_bytes(
+    spec: ModelSpec,
+    tokens: float,
+    strategy: ParallelStrategy,
+    rates: Rates,
+    workload: Workload,
+    *,
+    backward: bool,
+    held: int = 1,
+) -> float:
+    """Bytes of the activations, logits and cast weights of a forward of so many tokens, with `backward` of a training
+    step.
+
+    The bytes of a layer are as measured. If they were not measured, they are those of `layer_activations`. In either
+    case tensor parallelism splits the part that it splits there. If activations are recomputed, only the input of a
+    layer is kept, in the parameters' dtype if that is wider.
+    Under autocast each layer's weights are cast to 16 bits, and without recomputation kept for the backward.
+    Logits take two float32 copies; many are computed in slices where the model can (`ModelSpec.whole_logits`).
+
+    Args:
+        held: number of micro-batches whose activations a stage holds at the same time.
+    """
+    of_token = layer_activations(spec)
+    layers = math.ceil((spec.layers or 1) / strategy.pp)
+    measured = rates.kept(spec, tokens, tokens * workload.mean_square / workload.mean_length)
+    one_layer = of_token.of(strategy.tp) * tokens
+    if measured is not None:
+        one_layer = measured * (of_token.of(strategy.tp) / of_token.of(1) if spec.layers else 1.0)
+    cast = 0.0
+    if spec.activation_bytes < spec.bytes_per_element:
+        cast = spec.activation_bytes * spec.layer_elements / strategy.tp
+    # layers hand on the parameters' dtype where it is wider: autocast leaves the residual stream as it is
+    layer_input = tokens * spec.hidden * max(spec.activation_bytes, spec.bytes_per_element)
+    kept = layer_input * layers if workload.recompute else (one_layer + cast) * (layers - 1)
+    answered = tokens * workload.mean_response / workload.mean_length
+    elements = answered * spec.outputs / strategy.tp
+    logits = 8 * elements
+    if in_slices(spec, elements):
+        # with the sum of the head's gradients
+        of_slice = slice_bytes(spec.activation_bytes, backward=backward) * LOGITS_SLICE
+        logits = of_slice + 6 * spec.head_elements / strategy.tp if backward else 2 * of_slice
+    if not backward:
+        return one_layer / 2 + cast + logits / 2
+    return held * kept + one_layer + cast + logits
+
+
+def in_slices(spec: ModelSpec, logits: float) -> bool:
+    """Whether so many logits of a forward on a device are computed in slices."""
+    return logits > MOST_LOGITS and not spec.whole_logits
+
+
+def slice_bytes(activation_bytes: float, *, backward: bool) -> int:
+    """The most bytes of memory for each logit of a slice, where logits are computed in slices. The forward has four
+    float32 tensors at a time. The backward has three, with one in 16 bits if the products are in 16 bits; in float32 it
+    has four if the loss depends on the entropies.
+
+    Args:
+        activation_bytes: of the dtype that the products are computed in.
+    """
+    return 14 if backward and activation_bytes <= 2 else 16

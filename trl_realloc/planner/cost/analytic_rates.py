@@ -1,0 +1,150 @@
+"""`AnalyticRates`: unit costs computed from a device's specification. The specifications are in `hardware`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...plan.model_spec import ModelSpec
+from .activation_memory import in_slices, layer_activations
+from .hardware import Device, Link, Sharing
+
+
+BACKWARD_LOGITS = 1.35  # times the bytes that a logit's forward moves: those that its backward moves
+
+
+@dataclass(frozen=True)
+class AnalyticRates:
+    """`Rates` computed from a device's specification.
+
+    A layer's matrix products take the longer of arithmetic and of reading its weights (a roofline), and at least the
+    time that the host needs to launch the kernels. Norms, rotations, activations and the loss, kernels of their own in
+    Transformers' models, take the time in which their tensors are moved (`Device.passes`, `Device.logit_bytes`).
+    """
+
+    device: Device
+    sharing: Sharing | None = None
+    error: float = 0.02
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def inside(self) -> Link:
+        return self.device.inside
+
+    @property
+    def between(self) -> Link:
+        return self.device.between
+
+    def across(self, members: int) -> Link:
+        """See `Rates`.
+
+        A ring all-reduce, all-gather or reduce-scatter over n devices moves as many bytes from each node to the next as
+        from each device to the next: 2 (n - 1) / n or (n - 1) / n of them. NCCL divides the bytes among rings that
+        leave a node by different adapters, so that each adapter of the members carries its share of them. (Of 400 Gb/s
+        adapters NCCL's maintainers expect 46 to 48 GB/s each, https://github.com/NVIDIA/nccl-tests/issues/290.) The
+        links inside a node carry the bytes of all rings, so the bandwidth does not exceed theirs. A node with fewer
+        members limits all rings. Other groups of the same nodes use the adapters of their own members.
+        """
+        inside, between = self.device.inside, self.device.between
+        if members == 1 or not self.device.own_adapters:
+            return between
+        most = max(between.bandwidth, inside.bandwidth * inside.efficiency / between.efficiency)
+        return replace(between, bandwidth=min(members * between.bandwidth, most))
+
+    @property
+    def host_bandwidth(self) -> float:
+        return self.device.host_bandwidth
+
+    @property
+    def step(self) -> float:
+        return self.device.step
+
+    @property
+    def sample(self) -> float:
+        return self.device.sample
+
+    @property
+    def call(self) -> float:
+        return self.device.call
+
+    @property
+    def overlap(self) -> float:
+        return self.device.overlap
+
+    @property
+    def hop(self) -> float:
+        return 0.0
+
+    def reallocation(self, size: float) -> float:
+        return 0.0
+
+    def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
+        return True
+
+    def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        flops = (
+            2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
+        )  # causal attention computes half of the pairs
+        read = spec.layer_elements * spec.bytes_per_element / self._read
+        moved = self.device.passes * layer_activations(spec).of(tp) * tokens / self._read
+        return max(max(flops / self._flops(spec), read) / tp + moved, self.device.launch)
+
+    def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        # the gradients of what goes in, and of the parameters that are trained
+        return (1 + spec.trained_share) * self.layer(spec, tokens, squared, tp)
+
+    def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
+        products = self._head(spec, tokens, tp, spec.bytes_per_element)
+        logits = tokens * spec.outputs / tp
+        forward = products + self.device.logit_bytes * logits / self._read
+        if not backward:
+            return forward
+        again = forward if in_slices(spec, logits) else 0.0  # each slice is computed a second time
+        moved = BACKWARD_LOGITS * self.device.logit_bytes * logits / self._read
+        return again + (1 + spec.trained_share) * products + moved
+
+    def _head(self, spec: ModelSpec, tokens: float, tp: int, element_bytes: int) -> float:
+        flops = 2 * tokens * spec.head_elements / self._flops(spec)
+        return max(flops, spec.head_elements * element_bytes / self._read) / tp
+
+    @property
+    def decodes_whole(self) -> bool:
+        return False
+
+    def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
+        pairs = 4 * spec.heads * spec.head_dim * samples * cached
+        compute = max((2 * samples * spec.layer_elements + pairs) / self._flops(spec) / tp, self.device.decode_launch)
+        cache = samples * cached * spec.kv_bytes_per_token / max(spec.layers, 1) / min(tp, max(spec.kv_heads, 1))
+        return compute, (spec.layer_elements * _decoded_bytes(spec) / tp + cache) / self._read
+
+    def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
+        return self._head(spec, samples, tp, _decoded_bytes(spec))
+
+    def optimizer(self, elements: float, element_bytes: int) -> float:
+        # Reads the gradient, reads and writes the float32 weight and two moments, and writes the weight once more.
+        return elements * (2 * element_bytes + 24) / self._read
+
+    def _flops(self, spec: ModelSpec) -> float:
+        peak = self.device.single_flops if spec.activation_bytes > 2 else 0.0
+        return (peak or self.device.flops) * self.device.efficiency
+
+    @property
+    def _read(self) -> float:
+        return self.device.memory_bandwidth * self.device.memory_efficiency
+
+    def zero(self, stage: int, *, trains: bool) -> float:
+        return 1.0
+
+    def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
+        return None
+
+    def changed(self, **values: float) -> AnalyticRates:
+        """A copy with other values of the fields of `device`."""
+        return replace(self, device=replace(self.device, **values))  # type: ignore[arg-type]
+
+
+def _decoded_bytes(spec: ModelSpec) -> int:
+    """Bytes of an element that a decode step reads: generation under autocast keeps its weights cast."""
+    return min(spec.bytes_per_element, spec.activation_bytes)

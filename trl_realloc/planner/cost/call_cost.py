@@ -1,0 +1,101 @@
+"""What one call takes (`CallCost`), and one stage of a pipeline that trains. The formulas are in `pricing`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+# The causes of a call's seconds, with the text that messages show.
+PARTS = {
+    "compute": "arithmetic",
+    "memory": "reading weights and caches (memory bandwidth)",
+    "handover": "receiving and sending samples",
+    "launch": "scheduling decode steps",
+    "tensor": "tensor-parallel collectives",
+    "pipeline": "messages between pipeline stages",
+    "bubble": "pipeline stages that wait (bubbles)",
+    "data": "data-parallel reductions and ZeRO's gathers",
+    "optimizer": "optimizer steps",
+    "load": "parameters into the engine or back from host memory",
+    "functions": "reward functions",
+}
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Seconds and memory of one call.
+
+    Args:
+        parts: seconds by cause, of the device that takes longest.
+        static: bytes that each device of the mesh holds during the whole iteration.
+        transient: additional bytes that each device holds while the call runs.
+        gradients: of them those of gradients. They are freed after an optimizer step, in every engine.
+    """
+
+    parts: Mapping[str, float]
+    static: float = 0.0
+    transient: float = 0.0
+    gradients: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def __add__(self, other: CallCost) -> CallCost:
+        """The cost of both calls, one after the other."""
+        names = dict.fromkeys([*self.parts, *other.parts])
+        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
+        gradients = max(self.gradients, other.gradients)
+        return CallCost(parts, self.static + other.static, max(self.transient, other.transient), gradients)
+
+    def times(self, factor: float) -> CallCost:
+        """The cost of a call that takes `factor` times as long."""
+        return replace(self, parts={name: factor * seconds for name, seconds in self.parts.items()})
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One micro-batch on one pipeline stage.
+
+    Args:
+        computes: seconds of arithmetic of the forward and of the backward.
+        collectives: seconds of the tensor-parallel collectives of both.
+        message: seconds of a message to the next stage; 0 without one.
+    """
+
+    computes: tuple[float, float]
+    collectives: tuple[float, float]
+    message: float
+
+    @property
+    def compute(self) -> float:
+        return sum(self.computes)
+
+    @property
+    def tensor(self) -> float:
+        return sum(self.collectives)
+
+    def times(self, factor: float) -> StageSeconds:
+        """A micro-batch that takes `factor` times as long."""
+        computes, collectives = (
+            (factor * forward, factor * backward) for forward, backward in (self.computes, self.collectives)
+        )
+        return StageSeconds(computes, collectives, factor * self.message)
+
+
+@dataclass(frozen=True)
+class TrainingStage:
+    """The slowest stage of a pipeline that trains.
+
+    Args:
+        micro_batches: of a mini-batch of one replica.
+        seconds: of one micro-batch.
+        kept: bytes of a micro-batch's activations from its forward to its backward.
+        working: further bytes while one micro-batch is computed.
+    """
+
+    micro_batches: int
+    seconds: StageSeconds
+    kept: float
+    working: float

@@ -1,0 +1,128 @@
+"""`Corrections`: how much longer the calls of a run take than estimated, as factors of the estimates.
+
+`learning` computes them from a run, `pricing` and `problem` apply them, and `profile` keeps them for the next run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+from pydantic import ConfigDict
+
+from ...plan.assignment import Assignment
+from ...plan.dataflow import Call
+from ...plan.execution_plan import ExecutionPlan
+
+
+MOST = 1000.0  # largest factor, and the inverse of the smallest
+_Factor = Annotated[float, Gt(0), Le(1e9)]
+_Seconds = Annotated[float, Ge(0), Le(1e9)]
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Factors of the estimates that were computed without corrections.
+
+    Args:
+        calls: by call, the factor of its seconds.
+        layouts: by call and layout (`layout_name`), a factor relative to that of `calls`. Other layouts of the call
+            have the median of these.
+        moves: by the call that receives the parameters, the factor of a reallocation's seconds.
+        functions: by call, the seconds of reward functions on the whole batch, for which there is no estimate. Each of
+            dp replicas takes a share of 1 / dp of them.
+        handover: seconds that each call takes to receive and send samples; `None` where no run has shown them.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    calls: Mapping[str, _Factor] = field(default_factory=dict)
+    layouts: Mapping[str, Mapping[str, _Factor]] = field(default_factory=dict)
+    moves: Mapping[str, _Factor] = field(default_factory=dict)
+    functions: Mapping[str, _Seconds] = field(default_factory=dict)
+    handover: _Seconds | None = None
+
+    def factor(self, call: Call, assignment: Assignment) -> float:
+        """The factor of a call's seconds. A call that no run has shown has the median of the calls of its kind."""
+        if call.name not in self.calls:
+            return _median(self.calls[name] for name in self.calls if name.split(".")[1:2] == [str(call.kind)])
+        layouts = self.layouts.get(call.name, {})
+        relative = layouts.get(layout_name(assignment))
+        return self.calls[call.name] * (_median(layouts.values()) if relative is None else relative)
+
+    def move(self, call: str) -> float:
+        """The factor of the seconds of a reallocation to a call. One that no run has shown has the median of all."""
+        return self.moves.get(call, _median(self.moves.values()))
+
+    def without_seconds(self) -> Corrections:
+        """The factors alone. The seconds depend on the batch and on the reward functions, and another run may have
+        others."""
+        return replace(self, functions={}, handover=None)
+
+    def without_calls(self, names: Collection[str]) -> Corrections:
+        """These corrections without the factors of some calls."""
+        calls = {name: factor for name, factor in self.calls.items() if name not in names}
+        layouts = {name: factors for name, factors in self.layouts.items() if name not in names}
+        return replace(self, calls=calls, layouts=layouts)
+
+    def learned(
+        self,
+        plan: ExecutionPlan,
+        factors: Mapping[str, float],
+        moves: Mapping[str, float],
+        functions: Mapping[str, float],
+        handover: float | None,
+    ) -> Corrections:
+        """These corrections after a run under a plan.
+
+        Where the plan's layout of a call is known, another factor means that the machine has changed: it changes the
+        factors of the call's other layouts too. Where it is not, it is a property of the layout.
+
+        Args:
+            factors: by call, of the estimates without corrections.
+            functions: by call, the seconds of a replica's share.
+        """
+        calls = dict(self.calls)
+        layouts = {name: dict(known) for name, known in self.layouts.items()}
+        for name, factor in factors.items():
+            layout, known = layout_name(plan[name]), layouts.setdefault(name, {})
+            if layout not in known:
+                known[layout] = factor / calls[name] if name in calls and known else 1.0
+            calls[name] = factor / known[layout]
+        whole = {**self.functions, **of_batch(plan, functions)}
+        return Corrections(calls, layouts, {**self.moves, **moves}, whole, handover)
+
+    def described(self, least: float = 0.05) -> str:
+        """The factors that differ from 1 by more than `least`, as text: `actor.train x 3.02`. Empty without any."""
+        whole = {name: factor * _median(self.layouts.get(name, {}).values()) for name, factor in self.calls.items()}
+        whole |= {f"reallocation to {name}": factor for name, factor in self.moves.items()}
+        texts = [f"{name} x {factor:.3g}" for name, factor in whole.items() if abs(factor - 1) > least]
+        return ", ".join([*texts, *(f"{name} {seconds:.3g} s" for name, seconds in self.functions.items())])
+
+
+def of_batch(plan: ExecutionPlan, functions: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of reward functions on the whole batch, by call.
+
+    Args:
+        functions: by call, the seconds of a replica's share.
+    """
+    return {name: plan[name].strategy.dp * seconds for name, seconds in functions.items()}
+
+
+def layout_name(assignment: Assignment) -> str:
+    """The properties of an assignment that its seconds depend on, as text: `zero dp2`."""
+    flags = [name for name in ("offload", "drop") if getattr(assignment, name)]
+    return " ".join([assignment.engine, str(assignment.strategy), *flags])
+
+
+def bounded(factor: float) -> float:
+    """A factor between 1 / `MOST` and `MOST`."""
+    return min(MOST, max(1 / MOST, factor))
+
+
+def _median(values: object) -> float:
+    factors = list(values)  # type: ignore[call-overload]
+    return float(median(factors)) if factors else 1.0

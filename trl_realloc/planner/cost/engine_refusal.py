@@ -1,0 +1,77 @@
+"""The refusal where a vLLM engine's share of a device is too small for the engine, wherever it is placed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Sequence
+
+from ...common.errors import PlanError
+from ...plan.assignment import Assignment, ParallelStrategy
+from ...plan.cluster import DeviceMesh
+from ...plan.dataflow import Call
+from ...plan.model_spec import ModelSpec
+from .engine_room import EngineRoom
+from .pricing import Pricing
+
+
+MOST_TENSOR = 64  # largest tensor degree that a refusal suggests
+
+
+class SmallShareError(PlanError):
+    """More of the same devices would not mend it."""
+
+
+def check_share(call: Call, specs: Sequence[ModelSpec], pricing: Pricing, assignments: Iterable[Assignment]) -> None:
+    """Refuse a share that has room for none of these engines.
+
+    Args:
+        assignments: all that the call may have.
+
+    Raises:
+        SmallShareError: names the share, what the engine that needs least needs, and what would be enough.
+    """
+    needs = [(room.needed, a, room) for a in assignments if (room := _room(a, specs, pricing)) is not None]
+    if not needs or any(a.engine != "vllm" for a in assignments) or any(need <= room.share for need, _, room in needs):
+        return
+    _, assignment, room = min(needs, key=lambda each: (each[0], -each[2].share))
+    tp, tokens, share = assignment.strategy.tp, pricing.longest_request, pricing.share_of(assignment)
+    ways = [*_shares(room, pricing), *_larger_nodes(room, tp, share, specs, pricing)]
+    enough = f"{' or '.join(ways)} would be enough for the engine." if ways else "no share of such devices is enough."
+    raise SmallShareError(
+        f"{call.name} fits on no mesh of {pricing.cluster}: a vLLM engine has {room.share / 1e9:.1f} GB of a device "
+        f"(vllm_gpu_memory_utilization {share:g}) and needs {room.needed / 1e9:.1f} GB with tp {tp}: "
+        f"{room.weights / 1e9:.1f} for its weights, {room.peak / 1e9:.1f} for its largest forward and "
+        f"{room.request / 1e9:.1f} for the cache of one request of {tokens:,.0f} tokens; {enough}"
+    )
+
+
+def _shares(room: EngineRoom, pricing: Pricing) -> list[str]:
+    """The share that would be enough, if a device can give it."""
+    memory = pricing.memory
+    assert memory is not None, "an engine with room has a device of known memory"
+    share = math.ceil(100 * room.needed / memory.total) / 100
+    with contextlib.suppress(PlanError):
+        if share * memory.total <= memory.usable:
+            memory.check_engine(share)
+            return [f"vllm_gpu_memory_utilization {share:g}"]
+    return []
+
+
+def _larger_nodes(room: EngineRoom, tp: int, share: float, specs: Sequence[ModelSpec], pricing: Pricing) -> list[str]:
+    """The smallest nodes with whose tensor degree this share would be enough, if the models can be split so."""
+    degrees = (1 << at for at in range(MOST_TENSOR.bit_length()))
+    for degree in degrees:
+        if degree > max(tp, pricing.cluster.devices_per_node) and all(spec.generates_under(degree) for spec in specs):
+            split = Assignment(DeviceMesh(0, degree), ParallelStrategy(1, degree), "vllm", memory_share=share)
+            larger = _room(split, specs, pricing)
+            if larger is not None and larger.needed <= room.share:
+                return [f"nodes of {degree} devices (tp {degree}, which needs {larger.needed / 1e9:.1f} GB)"]
+    return []
+
+
+def _room(assignment: Assignment, specs: Sequence[ModelSpec], pricing: Pricing) -> EngineRoom | None:
+    """Of the engine of the model that needs most; `None` where the devices' memory is not known."""
+    share = math.ceil(pricing.workload.episodes / assignment.strategy.dp)
+    rooms = [room for spec in specs if (room := pricing.engine_room(spec, assignment, share)) is not None]
+    return max(rooms, key=lambda room: room.needed, default=None)

@@ -1,0 +1,60 @@
+"""`EngineRoom`: what a vLLM engine does with the share of a device's memory that it reserves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...plan.assignment import MOST_SLOTS
+from ...plan.model_spec import ModelSpec
+
+
+# tokens of vLLM's largest forward (`max_num_batched_tokens`) on GPUs of 70 GiB or more; 8,192 on others
+BATCHED = 16_384
+# Bytes per token and channel, at 16 bits, of a forward of vLLM that keeps nothing for a backward: what tensor
+# parallelism splits, and what it does not. Assumed, not measured here.
+OF_FORWARD_SPLIT, OF_FORWARD_WHOLE = 14, 6
+# Bytes of captured CUDA graphs, which vLLM leaves out of its cache too. Assumed; vLLM logs what it estimates.
+CUDA_GRAPH_BYTES = 6e8
+
+
+@dataclass(frozen=True)
+class EngineRoom:
+    """What a vLLM engine does with its share of a device, in bytes.
+
+    Args:
+        share: of the device's memory.
+        weights: of the engine's part of the model.
+        peak: of its largest forward.
+        request: keys and values of the longest request that it may get.
+    """
+
+    share: float
+    weights: float
+    peak: float
+    request: float
+
+    @property
+    def cache(self) -> float:
+        return self.share - self.weights - self.peak
+
+    @property
+    def needed(self) -> float:
+        """The smallest share under which the engine starts."""
+        return self.weights + self.peak + self.request
+
+
+def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float:
+    """Bytes that a vLLM engine on GPUs keeps out of its cache for its largest forward, which it runs when it starts:
+    the activations of `BATCHED` tokens, if its requests can have so many together; of each sample float32 logits of a
+    token, twice where they are divided by a temperature, and how often each token of the vocabulary was drawn (4 bytes,
+    and a bit for the prompt); and CUDA graphs.
+
+    Args:
+        samples: that the engine gets; it decodes `MOST_SLOTS` at once at most.
+        longest: tokens of the longest request.
+    """
+    samples = min(samples, MOST_SLOTS)
+    tokens = min(BATCHED, samples * longest)
+    activations = tokens * (OF_FORWARD_SPLIT / tp + OF_FORWARD_WHOLE) * spec.hidden * spec.activation_bytes / 2
+    of_samples = 2 * 4 * min(samples, tokens) + 4 * (1 + 1 / 32) * samples
+    return activations + of_samples * spec.outputs + CUDA_GRAPH_BYTES

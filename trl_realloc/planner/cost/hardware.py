@@ -1,0 +1,271 @@
+"""Devices and links: public specifications, and the protocol of unit costs (`Rates`).
+
+Unit costs computed from a specification are in `analytic_rates`, those fitted to measurements in `measured_rates`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...common.errors import PlanError, nearest, shown
+from ...plan.cluster import Cluster
+from ...plan.model_spec import ModelSpec
+
+
+MOST_PLANNED = 8192  # devices. Choosing a plan for 4,096 takes some seconds, and the time grows with the number
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two devices.
+
+    Args:
+        bandwidth: bytes/s that one device sends, or receives.
+        latency: seconds that a message takes in addition to the transfer of its bytes.
+        collective_latency: seconds that a collective takes in addition to the transfer of its bytes.
+        efficiency: fraction of the bandwidth that a collective of large messages reaches.
+    """
+
+    bandwidth: float
+    latency: float = 5e-6
+    collective_latency: float = 20e-6
+    efficiency: float = 0.8
+
+    def send(self, size: float) -> float:
+        """Seconds to send `size` bytes."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+    def all_reduce(self, size: float, n: int) -> float:
+        """Seconds of a ring all-reduce of `size` bytes over `n` devices.
+
+        Each device sends 2 (n - 1) / n of the bytes.
+        """
+        return 2 * self.gather(size, n) if n > 1 else 0.0
+
+    def gather(self, size: float, n: int) -> float:
+        """Seconds of an all-gather that results in `size` bytes, or of a reduce-scatter of `size` bytes.
+
+        Each of the `n` devices sends (n - 1) / n of the bytes.
+        """
+        if n == 1:
+            return 0.0
+        return self.collective_latency / 2 + (n - 1) / n * size / (self.bandwidth * self.efficiency)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How much devices slow each other down because they share processors or memory bandwidth, as CPU ranks do.
+
+    Args:
+        slower: pairs (number of devices that compute at the same time, factor by which each is slower than a single
+            device), in order of the number of devices. The pair of a single device, (1, 1.0), is left out.
+    """
+
+    slower: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def of(processors: float) -> Sharing:
+        """The `Sharing` of devices that take turns on `processors` processors.
+
+        They do not slow each other down in any other way.
+        """
+        at = max(1, math.ceil(processors))
+        return Sharing(((at, max(1.0, at / processors)),))
+
+    def slowdown(self, devices: float) -> float:
+        """The factor by which each of `devices` devices is slower than a single device.
+
+        It is interpolated linearly between the pairs of `slower`. Beyond the last pair it grows in proportion to the
+        number of devices, because no processors are left.
+        """
+        before, above = 1.0, 1.0
+        for at, slower in self.slower:
+            if devices <= at:
+                share = (devices - before) / (at - before) if at > before else 1.0
+                return above + max(0.0, share) * (slower - above)
+            before, above = at, slower
+        return above * devices / before
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of accelerator in its usual node.
+
+    Args:
+        flops: peak dense FLOP/s of bf16 matrix products.
+        memory: bytes of device memory.
+        memory_bandwidth: bytes/s of device memory.
+        inside, between: link of one device to another in its node, and to one in another node. `between` is the network
+            adapter that the device sends by, not the sum of a node's adapters.
+        host_bandwidth: bytes/s between device and host memory.
+        efficiency: fraction of `flops` that a model's matrix products reach.
+        memory_efficiency: fraction of `memory_bandwidth` that reading weights and caches reaches.
+        launch: least seconds of one layer's forward. The host launches the kernels of a layer one by one.
+        decode_launch: least seconds of one layer in a decode step, where an engine replays a captured graph.
+        step: seconds of a decode step outside the layers, for scheduling and sampling. The host's processors decide it,
+            which are no property of the device: 2.0 ms on one machine with an H200, 4.4 ms on one with an H100
+            (docs/hardware.md). The default is used until a run has shown it (`profile.DecodeHost`).
+        sample: seconds of a decode step for each of its samples, beside the device's arithmetic.
+        call: seconds that a call takes to receive and send samples.
+        overlap: fraction of ZeRO stage 3's communication that overlaps with arithmetic.
+        single_flops: peak FLOP/s of float32 matrix products without tensor cores; 0 where they are those of bf16.
+        passes: how many times what a layer's forward keeps for its backward is moved from or to device memory in the
+            forward, by all that is no matrix product. A backward moves twice as much.
+        logit_bytes: bytes that are moved for each logit in the forward, beside the head's product.
+        own_adapters: whether each device of a node has an adapter of its own, so that a collective over several devices
+            of each node has the bandwidth of all their adapters. False if the devices of a node share one adapter, and
+            if `between` was fitted to collectives of whole nodes, which has this bandwidth already.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    inside: Link
+    between: Link
+    host_bandwidth: float
+    efficiency: float = 0.7
+    memory_efficiency: float = 0.7
+    launch: float = 400e-6
+    decode_launch: float = 15e-6
+    step: float = 2e-3
+    sample: float = 0.0
+    call: float = 20e-3
+    overlap: float = 0.8
+    single_flops: float = 0.0
+    passes: float = 3.5
+    logit_bytes: float = 49.0
+    own_adapters: bool = True
+
+
+# Peak dense bf16 and float32 FLOP/s, memory and NVLink bandwidth are from NVIDIA's data sheets of the A100 80GB SXM,
+# H100 SXM and H200 SXM. The data sheets quote NVLink as the sum of both directions, and half of that sum is used here.
+# Each GPU has one NIC, as in NVIDIA's DGX A100 and DGX H100: HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) in
+# the other nodes. Host bandwidth is PCIe 4 (A100) and PCIe 5 (the other GPUs) with 16 lanes. Which part of the FLOP/s
+# models reach, and what they move beside matrix products, was fitted to one run on an H200 (docs/hardware.md).
+DEVICES: Mapping[str, Device] = {
+    "a100": Device("a100", 312e12, 80e9, 2.039e12, Link(300e9), Link(25e9), 32e9, single_flops=19.5e12),
+    "h100": Device("h100", 989e12, 80e9, 3.35e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),
+    "h200": Device("h200", 989e12, 141e9, 4.8e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),
+}
+
+
+def parse_cluster(text: str) -> tuple[Cluster, Device]:
+    """Parses a cluster and its device from text such as `h100:16x8` (16 nodes of 8 H100s) or `h100:8` (one node).
+
+    Raises:
+        PlanError: the text has another form, the device is not in `DEVICES`, or the cluster has more than
+            `MOST_PLANNED` devices.
+    """
+    match = re.fullmatch(r"([a-z0-9-]+):(?:([0-9]{1,9})x)?([0-9]{1,9})", text.strip().lower())
+    if match is None:
+        raise PlanError(f"a cluster is written as h100:16x8 (16 nodes of 8 H100s) or h100:8, not {shown(text)}.")
+    name, nodes, per_node = match.groups()
+    if name not in DEVICES:
+        near = nearest(name, DEVICES)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(DEVICES)}."
+        raise PlanError(f"there is no specification of {shown(name)}; {hint}")
+    device = DEVICES[name]
+    cluster = Cluster(int(nodes or 1), int(per_node), device.memory / 1e9)
+    if cluster.size > MOST_PLANNED:
+        raise PlanError(
+            f"{text.strip()} is {cluster.size:,} devices, and the planner chooses for {MOST_PLANNED:,} at most."
+        )
+    return cluster, device
+
+
+class Rates(Protocol):
+    """Unit costs of one kind of device, in seconds of one device.
+
+    The costs of collectives are computed from the links.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inside(self) -> Link: ...
+    @property
+    def between(self) -> Link: ...
+    def across(self, members: int) -> Link:
+        """The link of a collective over a group with devices in several nodes.
+
+        Args:
+            members: number of the group's devices in a node, from 1. If nodes differ, the smallest of these numbers.
+        """
+
+    @property
+    def host_bandwidth(self) -> float: ...
+    @property
+    def step(self) -> float:
+        """Seconds of a decode step beside its samples and layers."""
+
+    @property
+    def sample(self) -> float:
+        """Seconds of each sample of a decode step beside `decode` and `decode_head`."""
+
+    @property
+    def call(self) -> float: ...
+    @property
+    def overlap(self) -> float: ...
+    @property
+    def sharing(self) -> Sharing | None:
+        """How devices that share processors slow each other down. `None` if each device has its own processors."""
+
+    @property
+    def error(self) -> float:
+        """Mean relative error of the estimates.
+
+        A plan is not preferred to a simpler plan if its estimated gain is smaller than this error.
+        """
+
+    @property
+    def hop(self) -> float:
+        """Seconds that a pipeline stage takes for each micro-batch in addition to the arithmetic and the message."""
+
+    def reallocation(self, size: float) -> float:
+        """Seconds of a reallocation in addition to its messages: agreeing on it, packing and unpacking.
+
+        Args:
+            size: bytes that the device with the most sends or receives.
+        """
+
+    def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
+        """Whether these rates cover the model under these tensor-parallel and pipeline-parallel degrees."""
+
+    def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        """Seconds of one layer's forward of `tokens` tokens. `squared` is the sum of the samples' squared lengths."""
+
+    def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
+        """Seconds of one layer's backward, with the arguments of `layer`."""
+
+    def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
+        """Seconds outside the layers, for the language head and the loss, in the forward or the backward."""
+
+    def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
+        """(compute, memory) seconds of one layer in one decode step. The step takes the longer of the two.
+
+        Args:
+            samples: number of samples in the batch.
+            cached: mean number of cached tokens of a sample.
+        """
+
+    @property
+    def decodes_whole(self) -> bool:
+        """Whether the seconds of `decode` include the layer's tensor-parallel collectives."""
+
+    def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
+        """Seconds of the language head in one decode step."""
+
+    def optimizer(self, elements: float, element_bytes: int) -> float:
+        """Seconds of one optimizer step on `elements` parameters."""
+
+    def zero(self, stage: int, *, trains: bool) -> float:
+        """Factor of the formulas of ZeRO's communication (`zero_communication`) under a stage from 1 to 3. 1 if not
+        measured."""
+
+    def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:
+        """Bytes that one layer's forward of `tokens` tokens keeps for its backward. `None` if not measured."""

@@ -1,0 +1,421 @@
+"""The cost model: time and memory of one call under one assignment. Reallocations are in `reallocation_cost`.
+
+The time of a call is the sum of its causes (`call_cost.PARTS`). docs/planner.md has the formulas with their
+sources. The choice between assignments is in `fastest`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...plan.assignment import MEMORY_SHARE, MOST_SLOTS, Assignment, ParallelStrategy, sleeps
+from ...plan.cluster import Cluster
+from ...plan.dataflow import Call, CallKind, Role
+from ...plan.model_spec import ModelSpec
+from ...realloc.memory import MOMENTS, gradient_bytes, state_bytes
+from .activation_memory import kept_casts, working_bytes
+from .call_cost import CallCost, StageSeconds, TrainingStage
+from .corrections import Corrections
+from .device_memory import DeviceMemory
+from .engine_room import EngineRoom, engine_peak
+from .hardware import Link, Rates
+from .workload import Workload
+from .zero_communication import DataParallelGroup
+from .zero_memory import backward_bucket, gathered_bytes, held_bucket, whole_gradient
+
+
+ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
+SLEEP = 0.5  # seconds of a vLLM engine to give its memory back and to take it again (docs/hardware.md)
+# Bytes/s of weights on their way to a vLLM engine on GPUs. An engine on one GPU opens the sender's memory: two copies
+# on the device, each read and written, at 70 % of an A100's 2.0e12 (by data sheet, not measured). For several GPUs they
+# are copied to pinned host memory, from where each worker copies its part: 55e9 in pieces of 268 MB, 34e9 in pieces of
+# 1 MB (an H200, docs/hardware.md). The workers' pages are not pinned, so theirs is the least that it takes.
+ON_DEVICE, TO_HOST, FROM_HOST = 3.5e11, 5.5e10, 3.4e10
+ENGINE_MEMORY_SHARES = tuple(
+    step / 20 for step in range(3, 20)
+)  # of a device, that the planner tries for a vLLM engine
+PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """The cost model of a job: cluster, workload, unit costs and memory.
+
+    Args:
+        memory: of a device. `None` if unknown; then no plan is refused for its memory.
+        vllm_share: fraction of a device's memory that a vLLM engine reserves. `None`: on one device the planner's
+            choice, else `MEMORY_SHARE`.
+        vllm_sleeps: whether vLLM engines give it back between their calls. `None`: only if no plan fits otherwise, or
+            where the planner chooses the share.
+        context_length: tokens of the longest request that an engine may get; `None`: of the workload's longest sample.
+        moments: bytes of optimizer state for each trained element, without the float32 master weight.
+        default_cap: largest number of tokens of one forward if the plan has no `micro_batch_tokens`. `None`: no cap.
+        corrections: of the estimates, by the runs before.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    rates: Rates
+    memory: DeviceMemory | None = None
+    vllm_share: float | None = MEMORY_SHARE
+    vllm_sleeps: bool | None = None
+    context_length: int | None = None
+    moments: int = MOMENTS
+    default_cap: int | None = None
+    corrections: Corrections = field(default_factory=Corrections)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The shares of a device that the planner tries for a vLLM engine; none where it does not choose. On several
+        devices it does not, because the search would have to try each share on each mesh."""
+        if self.vllm_share is not None or self.cluster.size > 1 or self.memory is None:
+            return ()
+        return tuple(share for share in ENGINE_MEMORY_SHARES if self.memory.takes_engine(share))
+
+    def share_of(self, assignment: Assignment) -> float:
+        """The share of a device that the vLLM engine of an assignment takes."""
+        return assignment.memory_share or self.vllm_share or MEMORY_SHARE
+
+    def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
+        """The cost of a call that runs the models of `specs` one after the other."""
+        cost = self.work(call, specs, assignment).times(self.corrections.factor(call, assignment))
+        handover = self.corrections.handover
+        if handover is None:
+            cost += self.shared(CallCost({"handover": self.rates.call}), assignment.mesh.size)
+        else:
+            cost += CallCost({"handover": handover})
+        functions = self.corrections.functions.get(call.name) if not specs else None
+        return cost if functions is None else cost + CallCost({"functions": functions / assignment.strategy.dp})
+
+    def work(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
+        """The cost of a call without corrections, and without receiving and sending its samples."""
+        if call.passes > 1:
+            work = replace(self.workload, episodes=call.passes * self.workload.episodes)
+            return replace(self, workload=work).work(replace(call, passes=1), specs, assignment)
+        total = CallCost({})
+        for spec in specs:
+            match call.kind:
+                case CallKind.GENERATE:
+                    total += self._generate(spec, assignment)
+                case CallKind.FORWARD:
+                    cost = self._forward(spec, assignment)
+                    if call.role is Role.ACTOR:
+                        times = self.workload.policy_forwards
+                        cost = replace(cost, parts={name: times * part for name, part in cost.parts.items()})
+                    total += cost
+                case CallKind.TRAIN:
+                    total += self._train(spec, assignment)
+        return self.shared(total, assignment.mesh.size)
+
+    def budget(self, kind: CallKind, strategy: ParallelStrategy) -> int:
+        """The largest number of tokens of one forward."""
+        tokens = self.workload.train_tokens if kind is CallKind.TRAIN else self.workload.forward_tokens
+        return strategy.micro_batch_tokens or (tokens if self.default_cap is None else min(tokens, self.default_cap))
+
+    # --- links of the groups of a mesh -------------------------------------------------------------------------------
+
+    def _links(self, assignment: Assignment) -> tuple[Link, Link]:
+        """The links of the collectives of tensor-parallel groups, and of the messages between pipeline stages.
+
+        A link is the slowest one of all groups. A stage's device sends its messages by its own adapter.
+        """
+        strategy, per_node, rates = assignment.strategy, self.cluster.devices_per_node, self.rates
+        tensor = pipeline = rates.inside
+        if assignment.mesh.size > per_node:  # whole nodes, where groups of neighbours lie side by side
+            if per_node % strategy.tp:
+                tensor = rates.across(math.gcd(per_node, strategy.tp))
+            if per_node % (strategy.tp * strategy.pp):
+                pipeline = rates.between
+        return tensor, pipeline
+
+    def _replicas(self, spec: ModelSpec, assignment: Assignment) -> DataParallelGroup:
+        """The data-parallel groups of an assignment, with the link of the slowest one.
+
+        Each has one of every tp x pp neighbouring devices. All groups of a node communicate at the same time, each by
+        the adapters of its own devices: no device is in two groups.
+        """
+        strategy, per_node = assignment.strategy, self.cluster.devices_per_node
+        link = self.rates.inside
+        if assignment.mesh.size > per_node:
+            link = self.rates.across(max(1, per_node // (strategy.tp * strategy.pp)))
+        return DataParallelGroup(link, strategy.dp, self.rates.overlap, _layers(spec))
+
+    # --- scoring -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
+        strategy, work, rates = assignment.strategy, self.workload, self.rates
+        tokens, squared = work.tokens / strategy.dp, work.episodes * work.mean_square / strategy.dp
+        parts = self.forward_of(spec, assignment, tokens, squared)
+        size = _part(spec, strategy) * spec.bytes_per_element / (strategy.dp if strategy.zero_stage == 3 else 1)
+        largest = self._largest_micro_batch(CallKind.FORWARD, tokens, strategy)
+        working = self._working(spec, largest, strategy, backward=False) + gathered_bytes(spec, assignment)
+        if assignment.offload or assignment.drop:
+            parts["load"] = ALLOCATE if assignment.drop else size / rates.host_bandwidth
+            return CallCost(parts, 0.0, working + size)
+        return CallCost(parts, size, working)
+
+    def _pass(
+        self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float, micro: int, *, train: bool = False
+    ) -> tuple[dict[str, float], float]:
+        """Forwards, and with `train` backwards, of `micro` micro-batches through all pipeline stages.
+
+        The formula is that of ReaL, (micro + pp - 1) times the time of a stage, plus the messages between stages, which
+        ReaL's code leaves out.
+
+        Args:
+            tokens: number of tokens of a micro-batch.
+            squared: sum of the squared lengths of the samples of a micro-batch.
+
+        Returns:
+            Seconds by cause, and the compute seconds of one stage for one micro-batch.
+        """
+        pp = assignment.strategy.pp
+        stage = self._stage(spec, assignment, tokens, squared, train=train)
+        parts = {"compute": micro * stage.compute}
+        if assignment.strategy.tp > 1:
+            parts["tensor"] = micro * stage.tensor
+        if pp > 1:
+            parts["bubble"] = (pp - 1) * (stage.compute + stage.tensor)
+            parts["pipeline"] = (1 + train) * (micro + pp - 2) * stage.message
+        return parts, stage.compute
+
+    def _stage(
+        self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float, *, train: bool
+    ) -> StageSeconds:
+        """One micro-batch on the slowest pipeline stage, with the arguments of `_pass`."""
+        strategy, rates, work = assignment.strategy, self.rates, self.workload
+        tensor_link, pipeline_link = self._links(assignment)
+        layers = self._stage_layers(spec, assignment)
+        answered = tokens * work.mean_response / work.mean_length  # the head runs only at response positions
+        layer = layers * rates.layer(spec, tokens, squared, strategy.tp)
+        forward, backward = layer + rates.head(spec, answered, strategy.tp), 0.0
+        if train:
+            backward = work.recompute * layer + layers * rates.layer_backward(spec, tokens, squared, strategy.tp)
+            backward += rates.head(spec, answered, strategy.tp, backward=True)
+        activations = tokens * spec.hidden * spec.activation_bytes
+        sweep = layers * 2 * tensor_link.all_reduce(activations, strategy.tp)
+        hop = pipeline_link.send(activations) + rates.hop if strategy.pp > 1 else 0.0
+        return StageSeconds((forward, backward), (sweep, train * (1 + work.recompute) * sweep), hop)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def _train(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
+        strategy, work, rates = assignment.strategy, self.workload, self.rates
+        micro, tokens, squared = self._training_micro_batches(assignment)
+        parts, compute = self._pass(spec, assignment, tokens, squared, micro, train=True)
+        size = _part(spec, strategy) * spec.bytes_per_element
+        elements = spec.trained_share * _part(spec, strategy)
+        gradients = elements * gradient_bytes(spec.bytes_per_element, assignment)
+        stage, dp = strategy.zero_stage, strategy.dp
+        if dp > 1:
+            group = self._replicas(spec, assignment)
+            weights = elements * spec.bytes_per_element
+            by_owner = stage == 1 and assignment.engine == "megatron"
+            step = group.optimizer_step(stage, gradients, weights, spec.bytes, micro, compute, by_owner=by_owner)
+            parts["data"] = step * (rates.zero(stage, trains=True) if stage else 1.0)
+        parts["optimizer"] = rates.optimizer(elements / (dp if stage else 1), spec.bytes_per_element)
+        parts = {name: work.updates * seconds for name, seconds in parts.items()}
+        held_gradients = gradients / (dp if stage >= 2 else 1)
+        static = size / (dp if stage == 3 else 1)
+        static += elements * state_bytes(spec.bytes_per_element, assignment, self.moments) / (dp if stage else 1)
+        static += held_bucket(spec, assignment)
+        held = min(strategy.pp, micro) if strategy.pp > 1 else 1  # with 1F1B the first stage holds pp micro-batches
+        largest = self._largest_micro_batch(CallKind.TRAIN, micro * tokens, strategy)
+        without_kept = self._working(spec, largest, strategy, backward=True, held=0)
+        working = self._working(spec, largest, strategy, backward=True, held=held)
+        working += max(0.0, whole_gradient(spec, assignment) - without_kept)
+        working += backward_bucket(spec, assignment) + gathered_bytes(spec, assignment)
+        return CallCost(parts, static, working + held_gradients, held_gradients)
+
+    def _training_micro_batches(self, assignment: Assignment) -> tuple[int, float, float]:
+        """Of a mini-batch of one replica: the micro-batches, and the tokens and squared lengths of each."""
+        strategy, work = assignment.strategy, self.workload
+        share = strategy.dp * work.mini_batches
+        tokens, squared = work.tokens / share, work.episodes * work.mean_square / share
+        micro = _micro_batches(tokens, self.budget(CallKind.TRAIN, strategy), strategy.pp)
+        return micro, tokens / micro, squared / micro
+
+    def training_stage(self, spec: ModelSpec, assignment: Assignment) -> TrainingStage:
+        """The slowest stage of a pipeline that trains. A mini-batch takes it `micro_batches + pp - 1` times as long as
+        one micro-batch, as `price` has it."""
+        micro, tokens, squared = self._training_micro_batches(assignment)
+        seconds = self._stage(spec, assignment, tokens, squared, train=True)
+        strategy = assignment.strategy
+        largest = self._largest_micro_batch(CallKind.TRAIN, micro * tokens, strategy)
+        working, kept = (self._working(spec, largest, strategy, backward=True, held=held) for held in (0, 1))
+        return TrainingStage(micro, seconds, kept - working, working)
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    def _generate(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
+        strategy, work = assignment.strategy, self.workload
+        share = math.ceil(work.episodes / strategy.dp)
+        slots, static, cache = self._engine_memory(spec, assignment, share)
+        if assignment.engine == "transformers":  # no slot is refilled before the whole batch ends
+            steps = work.response_tokens[-1]
+            mean = work.prompt_tokens + steps / 2
+            phases: Sequence[tuple[int, int, float]] = [(steps * math.ceil(share / slots), min(share, slots), mean)]
+        else:
+            phases = work.decoding(strategy.dp, slots)
+        parts: dict[str, float] = {}
+        for steps, batch, cached in phases:
+            _add(parts, self.decode_step(spec, assignment, batch, cached), steps)
+        _add(parts, self.prefill(spec, assignment, share * work.prompt_tokens, work.prompt_tokens))
+        load = {"load": self.load_seconds(spec, assignment)}
+        if sleeps(assignment):
+            load, static, cache = {"load": load["load"] + SLEEP}, 0.0, cache + static
+        elif assignment.drop:
+            load, static, cache = {"load": ALLOCATE}, 0.0, cache + static
+        elif assignment.engine != "vllm":
+            load = {}
+        _add(parts, load)
+        return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
+
+    def load_seconds(self, spec: ModelSpec, assignment: Assignment) -> float:
+        """Of new weights into a vLLM engine. The rank that sends them has all of them on its device. On GPUs an engine
+        of one device takes them from there; otherwise they go through host memory, from where each worker of a tensor
+        group reads its part (`generation.weight_buffers`). If the plan offloads them, each worker's part goes to host
+        memory and back as well."""
+        size, bandwidth = spec.elements * spec.bytes_per_element, self.rates.host_bandwidth
+        part = size / (assignment.strategy.tp * assignment.strategy.pp)
+        if self.memory is None or not self.memory.is_gpu:
+            load = size / bandwidth
+        elif part == size:
+            load = size / ON_DEVICE
+        else:
+            load = size / min(bandwidth, TO_HOST) + part / min(bandwidth, FROM_HOST)
+        return load + (part / bandwidth if assignment.offload else 0.0)
+
+    def decode_step(self, spec: ModelSpec, assignment: Assignment, batch: float, cached: float) -> dict[str, float]:
+        """Seconds by cause of one decode step of an engine.
+
+        Args:
+            batch: number of samples that it decodes.
+            cached: mean number of their cached tokens.
+        """
+        rates = self.rates
+        tensor_link, pipeline_link = self._links(assignment)
+        tp, pp, layers = assignment.strategy.tp, assignment.strategy.pp, self._stage_layers(spec, assignment)
+        part = batch / pp  # pp micro-batches keep all stages busy
+        busy, reading = rates.decode(spec, part, cached, tp)
+        head = pp * rates.decode_head(spec, part, tp) / (1 if pp == 1 else pp)
+        parts = {"compute": head, "launch": rates.step + rates.sample * batch}
+        _add(parts, {"memory" if reading > busy else "compute": pp * layers * max(reading, busy)})
+        size = part * spec.hidden * spec.activation_bytes
+        if not rates.decodes_whole:
+            parts["tensor"] = pp * layers * 2 * tensor_link.all_reduce(size, tp)
+        if pp > 1:
+            parts["pipeline"] = pp * pipeline_link.send(size)
+        return parts
+
+    def prefill(self, spec: ModelSpec, assignment: Assignment, tokens: float, length: float) -> dict[str, float]:
+        """Seconds by cause in which an engine reads `tokens` tokens of samples with `length` tokens each."""
+        micro = _micro_batches(tokens, PREFILL_TOKENS, assignment.strategy.pp)
+        return self._pass(spec, assignment, tokens / micro, tokens * length / micro, micro)[0]
+
+    def forward_of(self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float) -> dict[str, float]:
+        """Seconds by cause of one replica's forward of `tokens` tokens; `squared` is the sum of the squared lengths."""
+        micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, assignment.strategy), assignment.strategy.pp)
+        parts, stage = self._pass(spec, assignment, tokens / micro, squared / micro, micro)
+        if assignment.strategy.zero_stage == 3:
+            gather = self._replicas(spec, assignment).gather_parameters(spec.bytes, stage)
+            parts["data"] = micro * gather * self.rates.zero(3, trains=False)
+        return parts
+
+    def _stage_layers(self, spec: ModelSpec, assignment: Assignment) -> int:
+        return math.ceil(_layers(spec) / assignment.strategy.pp)
+
+    def slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> int:
+        """The number of samples that an engine decodes at once, of `share` samples that it has."""
+        return self._engine_memory(spec, assignment, share)[0]
+
+    def _engine_memory(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float]:
+        """The batch and the memory of an engine that generates `share` samples.
+
+        Returns:
+            Number of samples decoded at once, static bytes, and bytes that are added while generating: of the cache
+            and, by Transformers, of the weights that autocast keeps cast.
+        """
+        strategy = assignment.strategy
+        weights = _part(spec, strategy) * spec.bytes_per_element
+        cache = self.workload.longest * spec.kv_bytes_per_token / strategy.pp  # bytes of one sample
+        cache /= min(strategy.tp, max(spec.kv_heads, 1))
+        if assignment.engine == "transformers":
+            fitting = int(self.workload.forward_tokens / self.workload.longest)
+            slots = min(share, max(1, self.workload.generation_batch or fitting))
+            return slots, weights, slots * cache + kept_casts(spec)
+        share = min(share, MOST_SLOTS)
+        if self.memory is None:
+            return share, weights, share * cache
+        room = self.engine_room(spec, assignment, share)
+        assert room is not None, "the memory is known"
+        if room.share < room.needed:  # it counts as more than the device, so that the memory check refuses it
+            return 1, max(weights, self.memory.total) + cache, 0.0
+        return min(share, max(1, int(room.cache / cache)) if cache else share), room.share, 0.0
+
+    @property
+    def longest_request(self) -> float:
+        """Tokens of the longest request that an engine may get."""
+        return max(self.context_length or 0, self.workload.longest)
+
+    def engine_room(self, spec: ModelSpec, assignment: Assignment, share: int) -> EngineRoom | None:
+        """What a vLLM engine that generates `share` samples does with its share of a device; `None` where the device's
+        memory is not known."""
+        if self.memory is None:
+            return None
+        strategy = assignment.strategy
+        weights = _part(spec, strategy) * spec.bytes_per_element
+        of_token = spec.kv_bytes_per_token / strategy.pp / min(strategy.tp, max(spec.kv_heads, 1))
+        longest = self.longest_request
+        peak = engine_peak(spec, strategy.tp, share, longest) if self.memory.is_gpu else 0.0
+        return EngineRoom(self.memory.total * self.share_of(assignment), weights, peak, longest * of_token)
+
+    # --- memory and shared processors --------------------------------------------------------------------------------
+
+    def _largest_micro_batch(self, kind: CallKind, tokens: float, strategy: ParallelStrategy) -> float:
+        """Tokens of the largest micro-batch of a replica's samples: they are packed first-fit, up to the budget, so the
+        first one is full and the last one may be small. A sample is never divided.
+
+        Args:
+            tokens: of all samples.
+        """
+        return max(min(self.budget(kind, strategy), tokens / strategy.pp), self.workload.longest)
+
+    def _working(
+        self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
+    ) -> float:
+        """See `activation_memory.working_bytes`."""
+        return working_bytes(spec, tokens, strategy, self.rates, self.workload, backward=backward, held=held)
+
+    def shared(self, cost: CallCost, devices: int) -> CallCost:
+        """The cost of work on so many neighbouring devices, with their slowdown where they share processors."""
+        sharing = self.rates.sharing
+        slowdown = sharing.slowdown(min(devices, self.cluster.devices_per_node)) if sharing else 1.0
+        if slowdown == 1.0:
+            return cost
+        parts = dict(cost.parts)
+        waiting = parts.pop("bubble", 0.0)  # while a stage waits, other stages use its processors
+        parts = {name: seconds * slowdown for name, seconds in parts.items()}
+        parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
+        return CallCost(parts, cost.static, cost.transient)
+
+
+def _add(parts: dict[str, float], more: Mapping[str, float], times: float = 1.0) -> None:
+    for name, seconds in more.items():
+        parts[name] = parts.get(name, 0.0) + times * seconds
+
+
+def _part(spec: ModelSpec, strategy: ParallelStrategy) -> float:
+    """Elements of the largest part of a model under tensor and pipeline parallelism."""
+    return spec.stage_elements(strategy.pp) / strategy.tp
+
+
+def _layers(spec: ModelSpec) -> int:
+    return spec.layers or 1
+
+
+def _micro_batches(tokens: float, budget: float, pp: int) -> int:
+    """The number of micro-batches for `tokens` tokens. A pipeline has at least one for each stage."""
+    return max(1, math.ceil(tokens / budget), pp if pp > 1 else 1)

@@ -1,0 +1,212 @@
+"""Measurements of one machine as a table of observations, with its file format.
+
+The file says on which machine and with which versions and models the table was made. `profiling` makes the
+observations; `measured_rates` fits unit costs to them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+from pydantic import ConfigDict, PositiveInt
+
+from ...common.errors import PlanError
+from ...common.files import MOST_RECORD_BYTES, read_json_mapping
+from ...common.schema import checked
+from ...plan.cluster import MOST_DEVICES
+from ...plan.model_spec import ModelSpec
+from .corrections import Corrections
+from .hardware import Sharing
+
+
+# What a profile's file may hold.
+_Count = Annotated[int, Ge(1), Le(MOST_DEVICES)]
+_Amount = Annotated[float, Ge(0), Le(1e24)]
+LEAST_SECONDS = 1e-12
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One measured stretch of work.
+
+    Args:
+        work: `forward`, `train`, `generate`, `all_reduce`, `send`, `copy` (from host memory to the device), `iteration`
+            (an iteration of six calls without the calls' own seconds), `move` (a reallocation), or `activations` (bytes
+            that a forward saves for its backward; no seconds).
+        model: the model's `model_key`; empty for links.
+        seconds: of the device that took longest.
+        devices: number of devices that worked at the same time.
+        tp, pp: degrees of the model's split.
+        tokens, squared: of one device's samples (of its replica), and the sum of their squared lengths. In generation
+            `tokens` are those of the prompts.
+        answered: number of response tokens.
+        steps: decode steps, or optimizer steps.
+        grown: sum over decode steps of the samples that are decoded.
+        cached: sum over decode steps of all tokens in the caches.
+        bytes: of a message, of a collective's tensor, of saved activations, of what a device receives in a move, or of
+            the parameters under a ZeRO stage.
+        micro: number of micro-batches, of a pipeline or under a ZeRO stage.
+        zero_stage: of the model; 0 for replicas.
+        far: the message went to another node.
+        layers, elements: of the model, which may be shallower than the job's.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    work: str
+    model: str
+    seconds: Annotated[float, Ge(0), Le(1e9)]
+    devices: _Count
+    tp: _Count = 1
+    pp: _Count = 1
+    tokens: _Amount = 0.0
+    squared: _Amount = 0.0
+    answered: _Amount = 0.0
+    steps: _Amount = 0.0
+    grown: _Amount = 0.0
+    cached: _Amount = 0.0
+    bytes: _Amount = 0.0
+    micro: _Amount = 0.0
+    far: bool = False
+    layers: Annotated[int, Ge(0), Le(100_000)] = 0
+    elements: _Amount = 0.0
+    zero_stage: Annotated[int, Ge(0), Le(3)] = 0
+
+
+@dataclass(frozen=True)
+class DecodeHost:
+    """What the host takes in an engine's decode steps beside the device: scheduling, launching, sampling, and Python.
+
+    Args:
+        step: seconds of a step.
+        sample: seconds of each sample in a step.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: Annotated[float, Ge(0), Le(1e9)]
+    sample: Annotated[float, Ge(0), Le(1e9)]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A table of observations of one machine. Without observations the machine is known by its specification alone.
+
+    Args:
+        hardware: name of the devices; a profile is used only on devices of this name.
+        about: versions and settings under which it was measured.
+        devices: number of devices of the job that measured it.
+        sharing: how devices slowed each other down, where several share processors.
+        recompute: training used activation checkpointing.
+        thorough: generation was measured under tensor degrees too.
+        nodes: number of nodes of the job that measured it.
+        links: messages and all-reduces on the network that is planned for; empty where that is the one on which the
+            observations were made.
+        corrections: of estimates from these observations, by the runs since.
+        is_accelerator: the devices are GPUs or the like, not CPU ranks.
+        memory: bytes of a device; `None` if it is not known.
+        complete: every short run has been done. Measuring between two updates may end before.
+        decode_host: as a run has shown it; `None` where none has. Where there are observations, it is in those.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    hardware: str
+    about: Mapping[str, str]
+    devices: _Count
+    sharing: Sharing | None
+    recompute: bool
+    observations: tuple[Observation, ...]
+    thorough: bool = False
+    nodes: _Count = 1
+    links: tuple[Observation, ...] = ()
+    corrections: Corrections = field(default_factory=Corrections)
+    is_accelerator: bool = False
+    memory: Annotated[float, Gt(0), Le(1e15)] | None = None
+    complete: bool = True
+    decode_host: DecodeHost | None = None
+
+    def save(self, path: str | Path) -> None:
+        """As JSON, a line for each observation; the file is whole or is not there, for other jobs may read it."""
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        head = {key: value for key, value in vars(self).items() if key not in ("observations", "links")}
+        head["links"] = [asdict(row) for row in self.links]
+        head["corrections"] = asdict(self.corrections)
+        head["decode_host"] = self.decode_host and asdict(self.decode_host)
+        head["sharing"] = self.sharing and self.sharing.slower
+        lines = ",\n".join(json.dumps(asdict(row)) for row in self.observations)
+        # containers on several hosts with one home may have the same process number
+        handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        temporary = Path(name)
+        try:
+            with open(handle, "w", encoding="utf-8") as writer:
+                writer.write(f'{json.dumps(head)[:-1]},\n"observations": [\n{lines}\n]}}\n')
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """The inverse of `save`. Raises `PlanError` where the file holds no profile."""
+        try:
+            saved = read_json_mapping(path, "the profile", MOST_RECORD_BYTES)
+            slower = checked(_Slowdowns, saved.pop("sharing", None), str(path), key="sharing")
+            profile: Profile = checked(Profile, {**saved, "sharing": {"slower": slower} if slower else None}, str(path))
+            _check_observations(profile.observations, path)
+            _check_observations(profile.links, path, "links")
+        except PlanError as error:
+            wrong = error.problems[0].removeprefix(f"{path}: ").removesuffix(".")
+            raise PlanError(f"{path} is no profile ({wrong}); make one with trl-realloc profile.") from None
+        return profile
+
+    def check_hardware(self, hardware: str) -> None:
+        """Raises:
+        PlanError: it was made on other hardware than that.
+        """
+        if hardware != self.hardware:
+            raise PlanError(
+                f"the profile was made on {self.hardware!r}, but this job runs on {hardware!r}; make one here with "
+                f"trl-realloc profile, or leave it out and it is made by itself."
+            )
+
+
+_Slowdowns = list[tuple[PositiveInt, Annotated[float, Ge(1), Le(1e6)]]] | None
+
+
+def _check_observations(rows: Sequence[Observation], path: str | Path, name: str = "observations") -> None:
+    """Raises `PlanError` for the first observation that nothing can be fitted to."""
+    for at, row in enumerate(rows):
+        kept = row.work == "activations"
+        wrong = None
+        if kept and not row.bytes:
+            wrong = "bytes is 0, but it says what was kept"
+        elif not kept and row.seconds < LEAST_SECONDS:
+            wrong = f"seconds is {row.seconds:g}, but work takes some time"
+        elif row.work in ("forward", "train", "activations") and not row.tokens:
+            wrong = "tokens is 0, but it says how much work it was"
+        elif row.work in ("send", "all_reduce") and not row.bytes:
+            wrong = "bytes is 0, but it says how much was sent"
+        elif row.work == "all_reduce" and row.devices == 1:
+            wrong = "devices is 1, but a reduction sends from one to another"
+        elif row.pp > 1 and row.micro < 1:
+            wrong = f"micro is {row.micro:g}, but a pipeline is given one micro-batch or more"
+        elif row.zero_stage and (row.micro < 1 or not row.bytes):
+            wrong = f"micro is {row.micro:g} and bytes {row.bytes:g}, but ZeRO moves parameters for each micro-batch"
+        elif row.devices % (row.tp * row.pp):
+            wrong = f"devices is {row.devices}, which tp {row.tp} x pp {row.pp} does not divide"
+        if wrong:
+            raise PlanError(f"{path}: {name}[{at}].{wrong}.")
+
+
+def model_key(spec: ModelSpec) -> str:
+    """The properties that a layer's costs depend on, as text. Models that differ in depth alone have the same key."""
+    if not spec.layers:
+        return f"model of {spec.elements}"
+    return f"{spec.family} of {spec.layer_elements:.0f} a layer, {spec.hidden} wide, {spec.head_elements} after them"

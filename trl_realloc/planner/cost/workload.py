@@ -1,0 +1,241 @@
+"""`Workload`: the amount of work of one iteration, as episodes, prompt and response lengths, and optimizer steps.
+
+The time and memory that the work takes are in `pricing`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from ...common.errors import PlanError, Problems
+
+
+# Number of quantiles that represent a measured length distribution. The last samples of a batch decide how long its
+# generation takes, so a batch of this size keeps about its longest one.
+QUANTILES = 256
+MOST_SAMPLES = 4096  # of an engine; more only repeat the pattern
+BATCHES = 16  # with different samples; how long their longest are averages out over so many
+MOST_DEALT = 65_536  # samples of these batches together; larger batches differ less
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The number and lengths of the samples of one iteration, and how they are trained on.
+
+    Args:
+        episodes: number of episodes in the global batch.
+        prompt_tokens: mean length of a prompt, tokens.
+        response_tokens: equally likely lengths of a response, tokens, ascending. One entry if all have the same length.
+        mini_batches: optimizer steps in one training pass over the batch. Below 1 where a step trains on several
+            batches: 0.5 where it trains on two.
+        epochs: training passes over the batch.
+        policy_forwards: how often `actor.forward` computes the whole batch.
+        recompute: whether training computes every forward again in its backward (activation checkpointing).
+        forward_tokens: largest number of tokens of one scoring forward if a plan sets no `micro_batch_tokens`.
+        train_tokens: the same for one training forward.
+        generation_batch: samples that an engine of Transformers generates at once; `None` for those of one scoring
+            forward of the longest samples.
+
+    Raises:
+        PlanError: a number is below 1, `mini_batches` is not above 0, or `response_tokens` is empty.
+    """
+
+    episodes: int
+    prompt_tokens: float
+    response_tokens: tuple[int, ...]
+    mini_batches: float = 1
+    epochs: int = 4
+    policy_forwards: float = 1.0
+    recompute: bool = False
+    forward_tokens: int = 65_536
+    train_tokens: int = 8_192
+    generation_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        numbers = ("episodes", "prompt_tokens", "epochs", "policy_forwards", "forward_tokens", "train_tokens")
+        problems = Problems(
+            f"a workload's {name} is 1 or more, not {getattr(self, name)!r}."
+            for name in numbers
+            if not getattr(self, name) >= 1
+        )
+        if not self.mini_batches > 0:
+            problems.append(f"a workload's mini_batches is above 0, not {self.mini_batches!r}.")
+        if not self.response_tokens or min(self.response_tokens) < 1:
+            problems.append(f"a workload's response_tokens are lengths from 1, not {self.response_tokens!r}.")
+        problems.refuse()
+        object.__setattr__(self, "response_tokens", tuple(sorted(self.response_tokens)))
+
+    @staticmethod
+    def of_groups(
+        *, steps_per_generation: int, gradient_accumulation_steps: int, num_iterations: int, **sizes: Any
+    ) -> Workload:
+        """The work of one generation of GRPO or RLOO. An iteration is a generation. The host computes the loss from the
+        log-probabilities of the weights that a step trains, so each step but the first, for which those of the whole
+        batch are computed, needs another `actor.forward` of its samples.
+
+        Args:
+            steps_per_generation, gradient_accumulation_steps, num_iterations: TRL's settings.
+            sizes: the other fields, except `epochs`.
+        """
+        per_pass = steps_per_generation / gradient_accumulation_steps
+        forwards = 1 + max(0.0, num_iterations - 1 / per_pass)
+        return Workload(mini_batches=per_pass, epochs=num_iterations, policy_forwards=forwards, **sizes)
+
+    def once(self, episodes: int, response_tokens: int) -> Workload:
+        """The same work on so many samples of one length, trained on once and in one optimizer step."""
+        lengths = (response_tokens,)
+        return replace(self, episodes=episodes, response_tokens=lengths, epochs=1, mini_batches=1, policy_forwards=1.0)
+
+    @staticmethod
+    def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
+        """The `QUANTILES` quantiles of measured response lengths. Raises `PlanError` if `lengths` is empty."""
+        if not lengths:
+            raise PlanError("no response length was measured; run an update first.")
+        ordered = sorted(lengths)
+        n = len(ordered)
+        return tuple(max(1, ordered[min(n - 1, int((at + 0.5) * n / QUANTILES))]) for at in range(QUANTILES))
+
+    def of_lengths(self, lengths: Sequence[int]) -> Workload:
+        """A copy of this workload with the quantiles of measured response lengths."""
+        return replace(self, response_tokens=self.quantiles(lengths))
+
+    @cached_property
+    def mean_length(self) -> float:
+        """Mean number of tokens of a sample, prompt and response together."""
+        return self.prompt_tokens + fmean(self.response_tokens)
+
+    @property
+    def longest(self) -> float:
+        return self.prompt_tokens + self.response_tokens[-1]
+
+    @cached_property
+    def tokens(self) -> float:
+        """Number of tokens of all samples."""
+        return self.episodes * self.mean_length
+
+    @cached_property
+    def mean_square(self) -> float:
+        """Mean of the samples' squared lengths. The cost of attention is proportional to it."""
+        return fmean((self.prompt_tokens + length) ** 2 for length in self.response_tokens)
+
+    @cached_property
+    def mean_response(self) -> float:
+        return fmean(self.response_tokens)
+
+    @property
+    def updates(self) -> float:
+        """Number of optimizer steps in an iteration; below 1 where a step trains on the batches of several."""
+        return self.epochs * self.mini_batches
+
+    def decoding(self, engines: int, slots: int) -> tuple[tuple[int, int, float], ...]:
+        """The phases of decoding in the engine with the longest sample, as (steps, samples in the batch, mean cached
+        tokens of a sample).
+
+        When a sample ends, a waiting sample takes its slot.
+
+        Args:
+            engines: among which the samples are divided (`engine_lengths`).
+            slots: largest number of samples in the batch.
+        """
+        return _decoding(self.prompt_tokens, self.response_tokens, self.episodes, engines, max(1, slots))
+
+    def engine_lengths(self, engines: int) -> tuple[tuple[int, ...], ...]:
+        """The lengths of the responses that each engine generates, in its order. All lengths are equally frequent in
+        each engine, and mixed, as in a real batch."""
+        return tuple(_engine_lengths(self.response_tokens, self.episodes, engines, each) for each in range(engines))
+
+    def longest_engine_by_batch(self, engines: int, most: int = MOST_SAMPLES) -> tuple[tuple[int, ...], ...]:
+        """The lengths of the responses of the engine with the longest one, in its order; of more than `most` responses
+        so many. For `BATCHES` batches, or fewer large ones, that differ as random batches do. All lengths are equally
+        frequent in all of them together."""
+        return _longest_engine_by_batch(self.response_tokens, self.episodes, engines, most)
+
+
+def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine: int) -> tuple[int, ...]:
+    """The response lengths of an engine's samples. The batch's lengths in ascending order are divided into groups of
+    one for each engine."""
+    whole, rest = divmod(episodes, engines)
+    stride = next((s for s in range(max(1, int(whole * 0.618)), whole) if math.gcd(s, whole) == 1), 1)
+    groups = [at * stride % whole for at in range(whole)]
+    ranks = [group * engines + (engine + group) % engines for group in groups]
+    if engine < rest:
+        ranks.append(whole * engines + engine)
+    return tuple(lengths[(2 * rank + 1) * len(lengths) // (2 * episodes)] for rank in ranks)
+
+
+def _longest_engine(lengths: tuple[int, ...], episodes: int, engines: int, most: int) -> tuple[int, ...]:
+    share = math.ceil(episodes / engines)
+    drawn = episodes if share <= most else most * engines
+    whole, rest = divmod(drawn, engines)
+    longest = rest - 1 if rest else (engines - whole) % engines
+    return _engine_lengths(lengths, drawn, engines, longest)
+
+
+@lru_cache(64)
+def _longest_engine_by_batch(
+    lengths: tuple[int, ...], episodes: int, engines: int, most: int
+) -> tuple[tuple[int, ...], ...]:
+    drawn = episodes if math.ceil(episodes / engines) <= most else most * engines
+    return tuple(_longest_engine(batch, drawn, engines, most) for batch in _batches(lengths, drawn))
+
+
+def _batches(lengths: Sequence[int], drawn: int) -> Iterator[tuple[int, ...]]:
+    """Batches of so many lengths, each ascending, into which the lengths are dealt at random."""
+    batches = max(1, min(BATCHES, MOST_DEALT // drawn))
+    total = batches * drawn
+    dealt = [lengths[(2 * at + 1) * len(lengths) // (2 * total)] for at in range(total)]
+    Random(0).shuffle(dealt)
+    return (tuple(sorted(dealt[at * drawn : (at + 1) * drawn])) for at in range(batches))
+
+
+@lru_cache(1024)
+def _decoding(
+    prompt: float, lengths: tuple[int, ...], episodes: int, engines: int, slots: int
+) -> tuple[tuple[int, int, float], ...]:
+    share = math.ceil(episodes / engines)
+    waiting = _longest_engine(lengths, episodes, engines, MOST_SAMPLES)
+    count = len(waiting)
+    slots = max(1, slots * count // share)
+    weight = share / count
+    running = [(length, 0) for length in waiting[:slots]]  # (step at which it ends, step at which it began)
+    heapq.heapify(running)
+    following = slots
+    began_sum = 0
+    now, phases = 0, list[tuple[int, int, float]]()
+    while running:
+        end = running[0][0]
+        steps = end - now
+        if steps:
+            cached = prompt + (now + end) / 2 - began_sum / len(running)
+            phases.append((steps, max(1, round(len(running) * weight)), cached))
+            now = end
+        while running and running[0][0] == now:
+            _, began = heapq.heappop(running)
+            began_sum -= began
+            if following < count:
+                heapq.heappush(running, (now + waiting[following], now))
+                began_sum += now
+                following += 1
+    return _merged(phases)
+
+
+def _merged(phases: Sequence[tuple[int, int, float]], most: int = 48) -> tuple[tuple[int, int, float], ...]:
+    """Merges neighbouring phases into at most `most` phases, with weighted means of batch and cached tokens."""
+    if len(phases) <= most:
+        return tuple(phases)
+    width = -(-len(phases) // most)
+    joined = []
+    for at in range(0, len(phases), width):
+        part = phases[at : at + width]
+        steps = sum(one[0] for one in part)
+        batch = sum(one[0] * one[1] for one in part) / steps
+        cached = sum(one[0] * one[1] * one[2] for one in part) / (steps * batch)
+        joined.append((steps, max(1, round(batch)), cached))
+    return tuple(joined)

@@ -1,0 +1,83 @@
+"""Seconds of a data-parallel group's communication under each ZeRO stage: what Rajbhandari et al. 2020, section 7, say
+is sent, by the collectives that the engines call.
+
+`pricing` multiplies them by what `Rates.zero` has measured of this runtime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import Link
+
+
+@dataclass(frozen=True)
+class DataParallelGroup:
+    """The replicas of one model.
+
+    Args:
+        dp: number of replicas.
+        overlap: fraction of stage 3's communication that overlaps with arithmetic. That of the others does not.
+        layers: of the model, each of which ZeRO-3 gathers by itself.
+    """
+
+    link: Link
+    dp: int
+    overlap: float
+    layers: int
+
+    def gather_parameters(self, size: float, compute: float) -> float:
+        """ZeRO-3: seconds of gathering all parameters once that do not overlap with the arithmetic.
+
+        Args:
+            size: bytes of the parameters.
+            compute: seconds of the arithmetic beside it.
+        """
+        gather = self.link.gather(size, self.dp) + (self.layers - 1) * self.link.collective_latency / 2
+        return gather - self.overlap * min(gather, compute)
+
+    def backward(self, stage: int, size: float, parameters: float, compute: float) -> float:
+        """Seconds of the communication of one micro-batch's forward and backward that do not overlap with them: stage 2
+        sums the gradients of each (`optimizer_step`), and stage 3 gathers parameters too.
+
+        Args:
+            size, parameters, compute: as of `optimizer_step`.
+        """
+        if stage == 3:
+            scatter, under = self.link.gather(size, self.dp), self.overlap * compute * 2 / 3
+            return 2 * self.gather_parameters(parameters, compute / 3) + scatter - self.overlap * min(scatter, under)
+        return self.link.all_reduce(size, self.dp) if stage == 2 else 0.0
+
+    def optimizer_step(
+        self,
+        stage: int,
+        size: float,
+        weights: float,
+        parameters: float,
+        micro: int,
+        compute: float,
+        *,
+        by_owner: bool = False,
+    ) -> float:
+        """Seconds of one optimizer step's communication that do not overlap with the backward.
+
+        DeepSpeed (0.19.8) sums the gradients of stages 1 and 2 by all-reduces, under stage 2 for every micro-batch
+        (`use_multi_rank_bucket_allreduce`), without overlap (`overlap_comm`). Replicas and megatron sum theirs after
+        the last backward.
+
+        Args:
+            size: bytes of the gradients that a rank computes.
+            weights: bytes of the parameters that these are of, which stages 1 and 2 gather after the step.
+            parameters: bytes of all parameters, which stage 3 gathers.
+            micro: number of micro-batches.
+            compute: seconds of the forward and backward of one of them.
+            by_owner: gradients are summed on the rank that steps their parameter (megatron under stage 1), which sends
+                as much as a reduce-scatter.
+        """
+        backwards = micro * self.backward(stage, size, parameters, compute)
+        if stage == 3:
+            return backwards
+        gathered = self.link.gather(weights, self.dp) if stage else 0.0
+        if stage == 2:
+            return backwards + gathered
+        return gathered + (self.link.gather(size, self.dp) if by_owner else self.link.all_reduce(size, self.dp))

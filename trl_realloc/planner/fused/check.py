@@ -1,0 +1,287 @@
+"""Simulates and checks a fused schedule, and computes what it is compared with: lower bound, 1F1B's time and memory.
+
+The search for a schedule is in `schedule_search`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ...common.errors import PlanError
+from ...plan import batching
+from .pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Task
+
+
+MOST_MEMORY = 1.25  # of the activations when one model trains after the other
+MOST_NAMED = 4  # tasks that a message names
+ROUNDING = 1e-9  # relative
+
+
+@dataclass(frozen=True)
+class SimulatedSchedule:
+    """What a schedule takes when every task begins as early as it can. Sending takes no time.
+
+    Args:
+        makespan: the end of the last task.
+        starts: the start of each task, by stage and position in the stage's list.
+        memory_peaks: the most activation memory of each stage.
+    """
+
+    makespan: float
+    starts: tuple[tuple[float, ...], ...]
+    memory_peaks: tuple[float, ...]
+
+    @property
+    def memory_peak(self) -> float:
+        return max(self.memory_peaks)
+
+
+def check(pipelines: FusedPipelines, schedule: FusedSchedule) -> SimulatedSchedule:
+    """Simulate a schedule that was read or changed.
+
+    Raises:
+        PlanError: a task is missing, unknown, twice or on a wrong stage; tasks wait for each other in a circle; or a
+            stage exceeds its memory limit.
+    """
+    if len(schedule.stages) != pipelines.stages:
+        raise PlanError(f"The schedule has {len(schedule.stages)} stages, the pipelines {pipelines.stages}.")
+    for stage, tasks in enumerate(schedule.stages):
+        _check_tasks(pipelines, stage, tasks)
+    starts, makespan = start_times(pipelines, schedule)
+    peaks = tuple(_memory_peak(pipelines, stage, tasks) for stage, tasks in enumerate(schedule.stages))
+    for stage, (peak, limit) in enumerate(zip(peaks, pipelines.memory_limit or [np.inf] * len(peaks), strict=True)):
+        if peak > limit * (1 + ROUNDING):
+            raise PlanError(f"Stage {stage} holds {peak:g} of activations, more than its limit of {limit:g}.")
+    return SimulatedSchedule(makespan, starts, peaks)
+
+
+def _check_tasks(pipelines: FusedPipelines, stage: int, tasks: tuple[Task, ...]) -> None:
+    expected = Counter(_tasks_of_stage(pipelines, stage))
+    found = Counter(tasks)
+    for difference, problem in (
+        (found - expected, "has, once too often or on a wrong stage,"),
+        (expected - found, "lacks"),
+    ):
+        if difference:
+            names = ", ".join(str(task) for task in sorted(difference)[:MOST_NAMED])
+            raise PlanError(f"Stage {stage} {problem} {difference.total()} tasks: {names}.")
+
+
+def _tasks_of_stage(pipelines: FusedPipelines, stage: int) -> list[Task]:
+    return [
+        Task(model, pipelines.own_stage(model, stage)[0], micro_batch, kind)
+        for model in MODELS
+        for micro_batch in range(pipelines.pipeline(model).micro_batches)
+        for kind in ("forward", "backward")
+    ]
+
+
+def start_times(pipelines: FusedPipelines, schedule: FusedSchedule) -> tuple[tuple[tuple[float, ...], ...], float]:
+    """The start of every task, by stage and position in the stage's list, and the makespan. Micro-batches may be left
+    out of the schedule. Raises `PlanError` if tasks wait for each other."""
+    starts: list[list[float]] = [[] for _ in schedule.stages]
+    free = [0.0] * len(schedule.stages)
+    ends: dict[tuple[Task, int], float] = {}
+    awaited: dict[tuple[Task, int], int] = {}  # a task on a stage -> the stage that waits for it
+    ready = list(range(len(schedule.stages)))
+    while ready:
+        stage = ready.pop()
+        tasks = schedule.stages[stage]
+        while len(starts[stage]) < len(tasks):
+            task = tasks[len(starts[stage])]
+            before = _predecessor(pipelines, task, stage)
+            if before is not None and before not in ends:
+                awaited[before] = stage
+                break
+            start = max(free[stage], 0.0 if before is None else ends[before])
+            starts[stage].append(start)
+            free[stage] = ends[task, stage] = start + pipelines.seconds(task, stage)
+            if (task, stage) in awaited:
+                ready.append(awaited.pop((task, stage)))
+    waiting = [
+        f"stage {stage} at {tasks[len(done)]}"
+        for stage, (tasks, done) in enumerate(zip(schedule.stages, starts, strict=True))
+        if len(done) < len(tasks)
+    ]
+    if waiting:
+        raise PlanError(f"The stages wait for each other: {', '.join(waiting[:MOST_NAMED])}.")
+    return tuple(tuple(times) for times in starts), max(free)
+
+
+def _predecessor(pipelines: FusedPipelines, task: Task, stage: int) -> tuple[Task, int] | None:
+    """The task whose output a task reads, with its stage."""
+    route = pipelines.route(task.model, task.copy)
+    position = route.index(stage)
+    if task.kind == "forward":
+        return (task, route[position - 1]) if position else None
+    if position == len(route) - 1:
+        return task._replace(kind="forward"), stage
+    return task, route[position + 1]
+
+
+def _memory_peak(pipelines: FusedPipelines, stage: int, tasks: tuple[Task, ...]) -> float:
+    held = peak = 0.0
+    for task in tasks:
+        own = pipelines.own_stage(task.model, stage)[1]
+        memory = float(pipelines.pipeline(task.model).memory[task.copy, task.micro_batch, own])
+        held += memory if task.kind == "forward" else -memory
+        peak = max(peak, held)
+    return peak
+
+
+def lower_bound(pipelines: FusedPipelines) -> float:
+    """A time below which no schedule ends.
+
+    For each stage and for A's tasks on it, B's and both: the earliest arrival of a first forward, the tasks' work, and
+    the shortest time from the end of a last backward to the end of its micro-batch. With equal times this includes each
+    model's own 1F1B, (micro_batches + stages - 1) * (forward + backward), and of course the work of a stage.
+    """
+    chains = [
+        float((pipelines.pipeline(model).forward + pipelines.pipeline(model).backward).sum(axis=2).max())
+        for model in MODELS
+    ]
+    bound = max(chains)
+    for stage in range(pipelines.stages):
+        parts = [_stage_part(pipelines, model, stage) for model in MODELS]
+        joined = (min(p[0] for p in parts), sum(p[1] for p in parts), min(p[2] for p in parts))
+        bound = max(bound, *(sum(part) for part in (*parts, joined)))
+    return bound
+
+
+def memory_bound(pipelines: FusedPipelines, memory: Array) -> float:
+    """A time below which no schedule ends that keeps a memory limit; `lower_bound` or more.
+
+    Before the first backward can begin on a stage, the stage runs only forwards, and of these only as many as the
+    memory has room for: it is idle for the rest of this time. Just so after the last forward can have ended. Where the
+    two times cannot overlap, a stage is idle in both.
+
+    Args:
+        memory: limit of each stage.
+    """
+    bound = lower_bound(pipelines)
+    for stage in range(pipelines.stages):
+        work = sum(_stage_part(pipelines, model, stage)[1] for model in MODELS)
+        (first, idle, begun), (last, idle_after, ended) = (
+            _edge(pipelines, stage, float(memory[stage]), is_end) for is_end in (False, True)
+        )
+        least = first + work + last
+        bound = max(bound, least + idle, least + idle_after)
+        if bound >= begun + ended:
+            bound = max(bound, least + idle + idle_after)
+    return bound
+
+
+def _edge(pipelines: FusedPipelines, stage: int, memory: float, is_end: bool) -> tuple[float, float, float]:
+    """Of a stage's first forwards, or at the `end` and read from there its last backwards: the earliest arrival, the
+    time until another task can begin in which the stage must be idle, and when that can be."""
+    arrivals, others, counts = [], [], []
+    for model in MODELS:
+        pipeline = pipelines.pipeline(model)
+        copy, own = pipelines.own_stage(model, stage)
+        there, back = pipeline.forward[copy], pipeline.backward[copy]
+        if is_end:
+            there, back = back, there
+        arrivals.append(there[:, :own].sum(axis=1).min())
+        others.append((there.sum(axis=1) + back[:, own + 1 :].sum(axis=1)).min())
+        # so many micro-batches hold no less than this and run no longer than that
+        held, seconds = np.sort(pipeline.memory[copy, :, own]), np.sort(there[:, own])[::-1]
+        counts.append((np.concatenate([[0], np.cumsum(held)]), np.concatenate([[0], np.cumsum(seconds)])))
+    (held_a, seconds_a), (held_b, seconds_b) = counts
+    room = memory * (1 + ROUNDING) - held_a
+    most = np.searchsorted(held_b, room, side="right") - 1  # micro-batches of B beside each number of A's
+    work = float((seconds_a + seconds_b[most])[room >= 0].max())
+    first, other = float(min(arrivals)), float(min(others))
+    return first, max(other - first - work, 0.0), other
+
+
+class UniformPipeline(NamedTuple):
+    """A model's pipeline whose stages and micro-batches are all alike.
+
+    Args:
+        micro_batches: of one copy.
+        forward, backward, memory: of one micro-batch on one stage, as of `Pipeline`.
+    """
+
+    stages: int
+    micro_batches: int
+    forward: float
+    backward: float
+    memory: float
+
+
+def uniform_bound(a: UniformPipeline, b: UniformPipeline) -> float:
+    """`lower_bound` of two such pipelines, in microseconds rather than milliseconds."""
+    alone = max((p.micro_batches + p.stages - 1) * (p.forward + p.backward) for p in (a, b))
+    work = sum(p.micro_batches * (p.forward + p.backward) for p in (a, b))
+    around = 0.0
+    for stage in range(max(a.stages, b.stages)):
+        own_a, own_b = stage % a.stages, b.stages - 1 - stage % b.stages
+        first = min(own_a * a.forward, own_b * b.forward)
+        around = max(around, first + min(own_a * a.backward, own_b * b.backward))
+    return max(alone, work + around)
+
+
+def _stage_part(pipelines: FusedPipelines, model: str, stage: int) -> tuple[float, float, float]:
+    """Earliest arrival, work and shortest rest of a model's micro-batches on a stage."""
+    pipeline = pipelines.pipeline(model)
+    copy, own = pipelines.own_stage(model, stage)
+    forward, backward = pipeline.forward[copy], pipeline.backward[copy]
+    arrival = forward[:, :own].sum(axis=1).min()
+    rest = backward[:, :own].sum(axis=1).min()
+    return float(arrival), float(forward[:, own].sum() + backward[:, own].sum()), float(rest)
+
+
+def one_f_one_b(pipelines: FusedPipelines, model: str) -> tuple[float, Array]:
+    """1F1B of one model's copies alone: its time, and the start of each task.
+
+    Returns:
+        the makespan, and starts of shape `(copies, micro_batches, 2 * stages)`: the forwards in the order of the route,
+        then the backwards in the order in which they run.
+    """
+    pipeline = pipelines.pipeline(model)
+    micro_batches, stages = pipeline.micro_batches, pipeline.stages
+    times = np.concatenate([pipeline.forward, pipeline.backward[:, :, ::-1]], axis=2)
+    ends = np.full(times.shape, np.nan)
+    for copy in range(pipeline.copies):
+        orders = [batching.one_f_one_b(micro_batches, stages, own) for own in range(stages)]
+        done, free = [0] * stages, [0.0] * stages
+        while sum(done) < 2 * micro_batches * stages:
+            for own, order in enumerate(orders):
+                while done[own] < len(order):
+                    micro_batch, is_backward = order[done[own]]
+                    position = 2 * stages - 1 - own if is_backward else own
+                    before = ends[copy, micro_batch, position - 1] if position else 0.0
+                    if np.isnan(before):
+                        break
+                    free[own] = max(free[own], before) + times[copy, micro_batch, position]
+                    ends[copy, micro_batch, position] = free[own]
+                    done[own] += 1
+    return float(ends.max()), ends - times
+
+
+def serial_time(pipelines: FusedPipelines) -> float:
+    """Time of both models one after the other, each by 1F1B."""
+    return sum(one_f_one_b(pipelines, model)[0] for model in MODELS)
+
+
+def memory_limit(pipelines: FusedPipelines) -> float:
+    """The activation memory of a stage that a schedule may take: `MOST_MEMORY` times that of both models one after the
+    other, and at least a micro-batch of each."""
+    largest = sum(float(pipelines.pipeline(model).memory.max()) for model in MODELS)
+    return max(MOST_MEMORY * serial_memory(pipelines), largest)
+
+
+def serial_memory(pipelines: FusedPipelines) -> float:
+    """The most activation memory of any stage when both models train one after the other by 1F1B."""
+    peak = 0.0
+    for model in MODELS:
+        pipeline = pipelines.pipeline(model)
+        for own in range(pipeline.stages):
+            warm = min(pipeline.micro_batches, pipeline.stages - own)
+            for memory in pipeline.memory[:, :, own]:
+                peak = max(peak, float(np.convolve(memory, np.ones(warm), "valid").max()))
+    return peak

@@ -1,0 +1,136 @@
+"""A fused schedule for a person, planned or measured: the list of each stage as text, and its times as a `Timeline`.
+
+Tables of it are in `show`. Which schedule a run has depends on the times of its stages (`runtime/fused/orders`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from ...plan.assignment import Assignment
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.stage_spans import MiniBatchStages, StageSpan, task_name
+from ...plan.timeline import Span, Timeline
+from .check import check
+from .pipelines import KINDS, MODELS, FusedPipelines, FusedSchedule, Task
+
+
+Found = tuple[FusedPipelines, FusedSchedule]
+
+EXAMPLE_EFFORT = 200_000  # tasks that the search for an example places
+MOST_TASKS = 48  # of a stage that are shown
+
+
+@dataclass(frozen=True)
+class StageList:
+    """What one stage of a line of devices runs.
+
+    Args:
+        devices: that are the stage, like `0` or `0-1`; planned, in every line, like `0, 2`.
+        holds: the stage of each model, counted from 1.
+        tasks: in order: `A1` is the forward of the first call's first micro-batch, `a1` its backward; `B1` and `b1` are
+            the second call's.
+        busy: share of the time in which the stage computes.
+    """
+
+    devices: str
+    holds: tuple[int, int]
+    tasks: str
+    busy: float
+
+
+def example(plan: ExecutionPlan) -> Found:
+    """A schedule for a plan that fuses two calls, with as many micro-batches in each pipeline as it has stages, all
+    stages alike and backwards of two forwards."""
+    from .schedule_search import search  # importing numba takes a second
+
+    assert plan.fused, "the plan fuses two calls"
+    one, other = (plan[name].strategy.pp for name in plan.fused)
+    pipelines = FusedPipelines.uniform((one, other), (one, other), (1.0, 1.0), (1.0, 1.0))
+    return pipelines, search(pipelines, effort=EXAMPLE_EFFORT).schedule
+
+
+def stage_lists(plan: ExecutionPlan, found: Found) -> list[StageList]:
+    """One for each stage of a line. All lines of a mesh run the same lists."""
+    pipelines, schedule = found
+    simulated, lists = check(pipelines, schedule), []
+    for stage, tasks in enumerate(schedule.stages):
+        own = tuple(pipelines.own_stage(model, stage)[1] + 1 for model in MODELS)
+        work = sum(pipelines.seconds(task, stage) for task in tasks)
+        busy = work / simulated.makespan if simulated.makespan else 0.0
+        lists.append(StageList(_devices(plan, pipelines, stage), (own[0], own[1]), text_of(tasks), busy))
+    return lists
+
+
+def schedule_timeline(plan: ExecutionPlan, found: Found) -> Timeline:
+    """The tasks of one mini-batch on the devices of the first line."""
+    pipelines, schedule = found
+    starts, spans = check(pipelines, schedule).starts, []
+    calls = dict(zip(MODELS, plan.fused, strict=False))
+    for stage, (tasks, begun) in enumerate(zip(schedule.stages, starts, strict=True)):
+        for task, start in zip(tasks, begun, strict=True):
+            end = start + pipelines.seconds(task, stage)
+            name = task_name(calls[task.model], task.kind)
+            spans += [Span(name, at, start, end, 0) for at in _ranks(plan, stage)]
+    return Timeline(spans)
+
+
+def task_names(plan: ExecutionPlan) -> tuple[str, ...]:
+    """Of the calls in a `schedule_timeline` and in `MiniBatchStages.measured`, in the order of their colours."""
+    return tuple(task_name(call, kind) for call in plan.fused for kind in KINDS)
+
+
+def measured_lists(plan: ExecutionPlan, ran: MiniBatchStages) -> list[StageList]:
+    """One for each stage of every line: each line has an order of its own, by its own times. `busy` is of the time from
+    the first task's start to the last one's end on any stage."""
+    home = _home(plan)
+    one, other = (plan[name].strategy.pp for name in plan.fused)
+    shape, whole = FusedPipelines.uniform((one, other), (1, 1), (1, 1), (1, 1)), ran.measured.seconds_per_step
+    of_device: dict[int, list[StageSpan]] = defaultdict(list)
+    for span in sorted(ran.spans, key=lambda span: span.start):
+        of_device[span.device].append(span)
+    lists = []
+    for device, spans in sorted(of_device.items()):
+        stage = (device - home.mesh.first) // home.strategy.tp % shape.stages
+        own = tuple(shape.own_stage(model, stage)[1] + 1 for model in MODELS)
+        tasks = tuple(Task(MODELS[plan.fused.index(s.call)], 0, s.micro_batch, s.kind) for s in spans)
+        busy = sum(span.end - span.start for span in spans) / whole if whole else 0.0
+        lists.append(StageList(_range(device, home.strategy.tp), (own[0], own[1]), text_of(tasks), busy))
+    return lists
+
+
+def _home(plan: ExecutionPlan) -> Assignment:
+    """Of the first of both calls. The second's has the same mesh and tp."""
+    assert plan.fused, "the plan fuses two calls"
+    return plan[plan.fused[0]]
+
+
+def _ranks(plan: ExecutionPlan, stage: int) -> range:
+    """The devices of a stage in the first line."""
+    home = _home(plan)
+    first, tp = home.mesh.first, home.strategy.tp
+    return range(first + stage * tp, first + (stage + 1) * tp)
+
+
+def _devices(plan: ExecutionPlan, pipelines: FusedPipelines, stage: int) -> str:
+    """Of all lines."""
+    home = _home(plan)
+    tp, texts = home.strategy.tp, []
+    for line in range(home.mesh.size // (pipelines.stages * tp)):
+        texts.append(_range(_ranks(plan, stage).start + line * pipelines.stages * tp, tp))
+    return ", ".join(texts)
+
+
+def _range(first: int, tp: int) -> str:
+    return f"{first}" if tp == 1 else f"{first}-{first + tp - 1}"
+
+
+def text_of(tasks: tuple[Task, ...]) -> str:
+    """`StageList.tasks`."""
+    shown = [
+        f"{task.model if task.kind == 'forward' else task.model.lower()}{task.micro_batch + 1}"
+        for task in tasks[:MOST_TASKS]
+    ]
+    more = len(tasks) - len(shown)
+    return " ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,1 @@
+"""Simulation of an iteration: which device runs which call when."""

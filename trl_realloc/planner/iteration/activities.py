@@ -1,0 +1,106 @@
+"""`Activities`: work that goes on at the same time, and the order in which it ends. Activities on devices that share
+processors slow each other down.
+
+What the activities are, and what follows from their ends, is in `simulate` and `stream_simulation`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Generic, TypeVar
+
+from ..cost.hardware import Sharing
+
+
+T = TypeVar("T")
+
+
+def devices_by_node(devices: Iterable[int], devices_per_node: int | None) -> Counter[int]:
+    """How many of the devices each node has; `None` for one node."""
+    return Counter(device // devices_per_node if devices_per_node else 0 for device in devices)
+
+
+class Activities(Generic[T]):
+    """Work in progress, each with a value that says what it is.
+
+    Args:
+        sharing: how devices that compute at the same time slow each other down, on each node as the devices there do
+            together. An activity on several nodes is as slow as on the slowest of them.
+    """
+
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        self.now = 0.0
+        self._sharing = sharing
+        self._slowdown = cache(sharing.slowdown) if sharing is not None else None
+        self._ends: list[tuple[float, int]] = []  # where nothing is shared
+        self._running: dict[int, tuple[float, Mapping[int, int], T]] = {}  # number -> (seconds left, devices, value)
+        self._begun: dict[int, tuple[float, float]] = {}  # number -> (start, seconds)
+        self._number = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    def start(self, seconds: float, devices: Mapping[int, int], value: T) -> int:
+        """Begin an activity now.
+
+        Args:
+            seconds: that it takes while no other activity runs.
+            devices: how many devices of each node it keeps busy; empty for one that slows nothing down.
+
+        Returns:
+            Its number.
+        """
+        number, self._number = self._number, self._number + 1
+        self._running[number] = (seconds, devices, value)
+        self._begun[number] = (self.now, seconds)
+        if self._slowdown is None:
+            heapq.heappush(self._ends, (self.now + seconds, number))
+        return number
+
+    def stop(self, number: int) -> float:
+        """End an activity early. Returns the share of it that is done."""
+        left, _, _ = self._running.pop(number)
+        start, seconds = self._begun.pop(number)
+        if seconds <= 0:
+            return 1.0
+        done = (self.now - start) / seconds if self._slowdown is None else 1 - left / seconds
+        return min(1.0, max(0.0, done))
+
+    def next(self) -> T:
+        """Let time pass until the next activity ends, and return its value. Of those that end at the same time, the
+        first that began."""
+        number = self._next_undisturbed() if self._slowdown is None else self._next_shared()
+        self._begun.pop(number)
+        return self._running.pop(number)[2]
+
+    def _next_undisturbed(self) -> int:
+        while True:
+            end, number = heapq.heappop(self._ends)
+            if number in self._running:
+                self.now = max(self.now, end)
+                return number
+
+    def _next_shared(self) -> int:
+        busy = Counter[int]()
+        for _, devices, _ in self._running.values():
+            busy.update(devices)
+        speeds = {number: self._speed(devices, busy) for number, (_, devices, _) in self._running.items()}
+        first = min(speeds, key=lambda number: (self._running[number][0] / speeds[number], number))
+        passed = max(0.0, self._running[first][0] / speeds[first])
+        self.now += passed
+        for number, speed in speeds.items():
+            left, devices, value = self._running[number]
+            left -= passed * speed
+            self._running[number] = (left if left > 1e-12 else 0.0, devices, value)
+        return first
+
+    def _speed(self, devices: Mapping[int, int], busy: Mapping[int, int]) -> float:
+        """Relative to that of the activity running alone."""
+        if not devices:
+            return 1.0
+        assert self._slowdown is not None
+        alone = self._slowdown(max(devices.values()))
+        return min(1.0, alone / self._slowdown(max(busy[node] for node in devices)))

@@ -1,0 +1,333 @@
+"""Simulates iterations with a staleness: engines that generate batch after batch, scoring ahead, training, updates of
+the engines' parameters, and what is handed over between two iterations, in virtual time.
+
+The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`, what a device runs
+next in `ahead_queues`. Engines whose devices run the same calls do the same at the same time, so one of them is
+simulated: of each batch, that with the longest sample. Batches differ as random ones do, because one with a long sample
+delays the training of later ones, whose tokens grow older meanwhile.
+
+While an engine's devices take parameters, it stands still. While they score, it stands still on a device of its own: a
+GPU that two processes use does the work of both in the same time. On devices that share processors, as CPU ranks do, it
+is one more process that decodes on, and slows training too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.fused import joined
+from ...plan.model_spec import ModelSpec
+from ...plan.staleness import calls_ahead, devices_ahead
+from ...plan.timeline import Span
+from ..cost.call_cost import CallCost
+from ..cost.pricing import Pricing
+from ..cost.workload import BATCHES
+from .activities import Activities, devices_by_node
+from .ahead_engine import MOST_SAMPLES_AHEAD, EngineAhead, engine_prices
+from .ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
+from .ahead_queues import DeviceQueues, Units, Work
+from .stream import replicas_of
+from .stream_engine import Event
+
+
+SHOWN = 4  # iterations of a timeline
+BETWEEN = 3  # times that samples or results are handed over from the end of an iteration to the first call of the next
+
+
+@dataclass(frozen=True)
+class AheadIterations:
+    """Iterations of a plan with a staleness, after the first ones.
+
+    Args:
+        seconds: from the end of an iteration to that of the next.
+        mean_age: updates from the policy that drew a token to the one that is trained on it; mean over the tokens.
+        oldest: the most such updates of a token.
+        spans: of the last `SHOWN` iterations' batches; the first of them is step 0.
+        orders: to the devices ahead, from the first iteration on.
+    """
+
+    seconds: float
+    mean_age: float
+    oldest: int
+    spans: tuple[Span, ...]
+    orders: tuple[AheadTask, ...]
+
+
+def simulate_ahead(
+    plan: ExecutionPlan,
+    specs: Mapping[str, Sequence[ModelSpec]],
+    pricing: Pricing,
+    costs: Mapping[str, CallCost],
+    moves: Mapping[str, float],
+) -> AheadIterations:
+    """Iterations of a plan that has a staleness.
+
+    Args:
+        specs: the models that each call runs, by the call's name.
+        costs: of each call on its mesh; of two that the plan fuses under their `joined` name.
+        moves: seconds of each reallocation, by the call that receives the parameters.
+    """
+    versions = plan.staleness.versions
+    # each of the batches with different samples as often as the others
+    warm_up, measured = 4 * versions + 8, BATCHES * math.ceil((2 * versions + 8) / BATCHES)
+    simulation = _Simulation(plan, specs, pricing, costs, moves, warm_up + measured)
+    simulation.run()
+    return simulation.result(warm_up)
+
+
+class _Simulation:
+    """Virtual time from the start of the first iteration to the end of the last."""
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        specs: Mapping[str, Sequence[ModelSpec]],
+        pricing: Pricing,
+        costs: Mapping[str, CallCost],
+        moves: Mapping[str, float],
+        iterations: int,
+    ) -> None:
+        self.plan, self.costs, self.moves, self.iterations = plan, costs, moves, iterations
+        is_shared = pricing.rates.sharing is not None
+        self.stopping = {name for name in plan.order if specs.get(name) and not is_shared}
+        self.activities = Activities[Event](pricing.rates.sharing)
+        graph = plan.graph
+        self.ahead = calls_ahead(graph)
+        self.generate = self.ahead[0]
+        train = graph.train_call(graph.call(self.generate).role)
+        assert train is not None, "the role that generates is trained"
+        self.train = train
+        self.units = Units(plan)
+        self.units_ahead = self.units.of(devices_ahead(graph, plan.assignments))
+        self.order = AheadOrder(plan, {name: (plan.mesh(name).first,) for name in plan.order}, 0)
+        self.orders: list[AheadTask] = []
+        self.queues = DeviceQueues(
+            self.units, self.activities, has_inputs=self._has_inputs, begins=self._stop_engines, ended=self._end
+        )
+        self.works: dict[tuple[int, str], Work] = {}  # that devices which train and devices ahead run together
+        self.done = dict.fromkeys(plan.order, 0)  # by call, iterations; each runs its iterations in order
+        self.published: dict[int, int] = {}  # by engine, batches
+        self.generated: dict[int, set[int]] = {}
+        self.updates = self.admitted = 0
+        self.is_ending = False
+        handovers = [cost.parts.get("handover", 0.0) for cost in costs.values()]
+        self.between = BETWEEN * max(handovers, default=0.0)
+        self.ends: list[float] = []
+        self.spans: list[Span] = []
+        self.engines = self._engines(specs, pricing)
+
+    def _engines(self, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> list[EngineAhead]:
+        """One for all engines on the same units."""
+        replicas = replicas_of(self.plan, self.generate)
+        alike: dict[frozenset[int], list[tuple[int, ...]]] = {}
+        for ranks in replicas:
+            alike.setdefault(self.units.of(ranks), []).append(ranks)
+        prices = engine_prices(self.plan, self.generate, specs, pricing)
+        batches = pricing.workload.longest_engine_by_batch(len(replicas), MOST_SAMPLES_AHEAD)
+        engines = []
+        for number, group in enumerate(alike.values()):
+            self.published[number], self.generated[number] = 0, set()
+            engines.append(
+                EngineAhead(
+                    self.generate,
+                    prices,
+                    self.activities,
+                    units=self.units.of(group[0]),
+                    devices=devices_by_node(chain.from_iterable(group), self.plan.cluster.devices_per_node),
+                    engines=len(group),
+                    batches=batches,
+                    generated=partial(self._generated, number),
+                )
+            )
+        return engines
+
+    def run(self) -> None:
+        self._admit()
+        self._begin(0)
+        while len(self.ends) < self.iterations:
+            self.activities.next()()
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.admitted <= self.updates + self.plan.staleness.versions:
+            for engine in self.engines:
+                engine.admit(self.admitted)
+            self.admitted += 1
+
+    def _generated(self, number: int, batch: int) -> None:
+        self.generated[number].add(batch)
+        self._publish()
+        self._advance()
+
+    def _publish(self) -> None:
+        """A rank publishes the batches that its engine has ended, in their order, when it runs nothing else."""
+        for number, engine in enumerate(self.engines):
+            if engine.units & self.queues.busy:
+                continue
+            while self.published[number] in self.generated[number]:
+                self.published[number] += 1
+        while min(self.published.values()) > self.done[self.generate]:
+            self._report(self.generate)
+
+    def _report_all(self, calls: Sequence[str]) -> None:
+        for call in calls:
+            self._report(call)
+
+    def _report(self, call: str) -> None:
+        iteration, self.done[call] = self.done[call], self.done[call] + 1
+        self._take(self.order.done(iteration, call, self.plan.mesh(call).first))
+
+    # --- calls, reallocations and updates -----------------------------------------------------------------------------
+
+    def _begin(self, iteration: int) -> None:
+        """Give the devices that train their calls of an iteration."""
+        for names in self.plan.runs_of(self.plan.order):
+            if names[0] in self.ahead:
+                continue
+            for work in self._works(iteration, names):
+                self.queues.add(work, work.units - self.units_ahead)
+            if self.train in names:
+                work = self._update(iteration)
+                self.queues.add(work, work.units - self.units_ahead)
+        self._take(self.order.begin(iteration))
+        self._advance()
+
+    def _take(self, orders: Sequence[AheadTask]) -> None:
+        self.orders += orders
+        for order in orders:
+            match order:
+                case RunCall(iteration, call):
+                    for work in self._works(iteration, (call,)):
+                        self.queues.add(work, work.units & self.units_ahead)
+                case TakeUpdate(iteration):
+                    work = self._update(iteration)
+                    self.queues.add(work, work.units & self.units_ahead)
+                    self.queues.add(self._load(iteration), self.units.of_call[self.generate])
+                case EndIteration():
+                    self.is_ending = True
+
+    def _works(self, iteration: int, names: Sequence[str]) -> list[Work]:
+        """A call, and before it the reallocation to it, if there is one; or the two calls that the plan fuses."""
+        name = names[0]
+        home = self.plan.graph.train_call(self.plan.graph.call(name).role)
+        units, works = self.units.of_call[name], []
+        if home is not None and self.moves.get(name, 0.0) > 0:
+            both = self.units.of_call[home] | units
+            works.append(self._work(iteration, f"{home} -> {name}", both, self.moves[name], stops=False))
+        graph, run = self.plan.graph, joined(names)
+        producers = (graph.producer(column) for each in names for column in graph.call(each).inputs)
+        needs, end = frozenset(filter(None, producers)), partial(self._report_all, names)
+        seconds, stops = self.costs[run].seconds, name in self.stopping
+        return [*works, self._work(iteration, run, units, seconds, stops=stops, needs=needs, end=end)]
+
+    def _update(self, iteration: int) -> Work:
+        units = self.units.of_call[self.train] | self.units.of_call[self.generate]
+        seconds = self.moves.get(self.generate, 0.0)
+        return self._work(iteration, f"{self.train} -> {self.generate}", units, seconds, stops=True)
+
+    def _load(self, iteration: int) -> Work:
+        """The engines take what they have received."""
+        seconds, units = self.costs[self.generate].parts.get("load", 0.0), self.units.of_call[self.generate]
+        return self._work(iteration, "", units, seconds, stops=True, end=self._updated)
+
+    def _updated(self) -> None:
+        for engine in self.engines:
+            engine.update(recomputes=self.plan.staleness.kv_cache == "recompute")
+        self.updates += 1
+        self._admit()
+
+    def _work(
+        self,
+        iteration: int,
+        name: str,
+        units: frozenset[int],
+        seconds: float,
+        *,
+        stops: bool,
+        needs: frozenset[str] = frozenset(),
+        end: Callable[[], None] = lambda: None,
+    ) -> Work:
+        """The same object for the devices that train and for those ahead."""
+        key = iteration, name
+        if key not in self.works:
+            self.works[key] = Work(name, iteration, units, seconds, stops, needs, end)
+        return self.works[key]
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Start what is next on all of its devices, and the next iteration when all devices have ended this one."""
+        self.queues.advance()
+        if self.is_ending and self.queues.is_idle:
+            self.is_ending = False
+            units = set(range(len(self.units.devices))) - self.units_ahead
+            self.activities.start(self.between, self.units.nodes(units), self._ended)
+
+    def _ended(self) -> None:
+        """Rank 0 has the outputs of all calls, and all ranks have its results and their next samples."""
+        self.ends.append(self.activities.now)
+        if len(self.ends) < self.iterations:
+            self._begin(len(self.ends))
+
+    def _has_inputs(self, work: Work) -> bool:
+        return all(self.done[call] > work.iteration for call in work.needs)
+
+    def _stop_engines(self, work: Work) -> None:
+        for engine in self._stopped_by(work):
+            engine.pause()
+
+    def _end(self, work: Work, start: float) -> None:
+        self.works.pop((work.iteration, work.name), None)
+        if work.name:
+            self._span(work, start)
+        work.end()
+        for engine in self._stopped_by(work):
+            engine.resume()
+        self._publish()
+        self._advance()
+
+    def _stopped_by(self, work: Work) -> list[EngineAhead]:
+        return [engine for engine in self.engines if work.stops and engine.units & work.units]
+
+    def _span(self, work: Work, start: float) -> None:
+        if work.iteration >= self.iterations - SHOWN:
+            of_unit = partial(Span, work.name, start=start, end=self.activities.now, step=work.iteration)
+            devices = [device for unit in work.units for device in self.units.devices[unit]]
+            self.spans += [of_unit(device=device) for device in devices]
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+
+    def result(self, warm_up: int) -> AheadIterations:
+        """Of the iterations after the first `warm_up` ones.
+
+        As many batches are under way as parameters may be old, and one more. So iterations of different lengths may
+        follow each other again and again, and the mean time is that between as many ends before the first iteration
+        and as many at the end."""
+        batches = range(warm_up, self.iterations)
+        tokens = sum(engine.tokens[batch] for engine in self.engines for batch in batches)
+        ages = sum(engine.ages[batch] for engine in self.engines for batch in batches)
+        oldest = max(engine.oldest[batch] for engine in self.engines for batch in batches)
+        under_way = self.plan.staleness.versions + 1
+        elapsed = sum(self.ends[-under_way:]) - sum(self.ends[warm_up - under_way : warm_up])
+        seconds = elapsed / under_way / len(batches)
+        return AheadIterations(seconds, ages / tokens, oldest, self._shown(), tuple(self.orders))
+
+    def _shown(self) -> tuple[Span, ...]:
+        first = self.iterations - SHOWN
+        spans = [span for span in self.spans if first <= span.step < self.iterations]
+        for engine in self.engines:
+            devices = [device for unit in engine.units for device in self.units.devices[unit]]
+            on = [device for device in devices if device in self.plan.mesh(self.generate)]
+            for batch in range(first, self.iterations):
+                times = engine.admitted_at[batch], engine.ended_at[batch]
+                spans += [Span(self.generate, device, *times, batch) for device in on]
+        zero = min(span.start for span in spans)
+        return tuple(
+            replace(span, start=span.start - zero, end=span.end - zero, step=span.step - first) for span in spans
+        )

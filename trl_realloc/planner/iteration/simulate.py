@@ -1,0 +1,346 @@
+"""Simulates the executor: when each device runs which call, from the seconds that each call takes alone.
+
+A device runs its calls in plan order. A call waits for its data, for its parameters and for its devices. The seconds
+are the caller's, measured or estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ...plan.algorithm_graphs import has_host_loop
+from ...plan.cluster import DeviceMesh
+from ...plan.dataflow import DataflowGraph
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.fused import Fused, joined, together
+from ...plan.streams import early_call
+from ...plan.timeline import Span, Timeline
+from ..cost.hardware import Sharing
+from .activities import Activities, devices_by_node
+
+
+class Overlap(StrEnum):
+    """Which tasks may begin before the previous iteration has ended on all devices."""
+
+    NONE = "none"
+    GENERATION = "generation"  # those that are `early`, as the executor does
+    ALL = "all"  # as ReaL's executor does
+
+    @staticmethod
+    def of(plan: ExecutionPlan) -> Overlap:
+        return Overlap.of_runs(plan.graph, barrier=plan.barrier)
+
+    @staticmethod
+    def of_runs(graph: DataflowGraph, *, barrier: bool) -> Overlap:
+        """In runs of a graph, by plans with or without a barrier."""
+        return Overlap.NONE if barrier or has_host_loop(graph) else Overlap.GENERATION
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call, two that the plan fuses, or a reallocation: it occupies devices once in each iteration.
+
+    Args:
+        meshes: meshes whose devices are occupied; a reallocation has two.
+        after: indices of earlier tasks of the same iteration whose results it needs.
+        previous: index of the task of the previous iteration whose result it needs.
+        moves: it is a reallocation; the first iteration needs none.
+        early: it is the first generation, in a vLLM engine, or the reallocation to it. It begins as soon as its devices
+            have ended their tasks of the previous iteration.
+    """
+
+    name: str
+    meshes: tuple[DeviceMesh, ...]
+    seconds: float
+    after: tuple[int, ...] = ()
+    previous: int | None = None
+    moves: bool = False
+    early: bool = False
+
+    @property
+    def devices(self) -> list[int]:
+        return sorted({device for mesh in self.meshes for device in mesh.devices})
+
+
+class GraphTasks:
+    """The tasks of a graph's iterations under any assignments.
+
+    Args:
+        fused: two calls that train together.
+
+    Attributes:
+        names: of the calls, in their order. Other attributes and methods number the calls by it.
+        runs: the calls of each task that computes: the fused ones together, the others one by one.
+        data: of each call, those whose outputs it reads.
+        home: of each call, the one that trains its role; `None` if none does.
+    """
+
+    def __init__(self, graph: DataflowGraph, fused: Fused = ()) -> None:
+        place = {name: at for at, name in enumerate(graph.order)}
+        trained = [graph.train_call(graph.call(name).role) for name in graph.order]
+        self.names = graph.order
+        self.runs = [tuple(place[name] for name in names) for names in together(fused, self.names)]
+        self.data = [
+            tuple(place[edge.producer] for edge in graph.data_edges if edge.consumer == name) for name in self.names
+        ]
+        self.home = [None if name is None else place[name] for name in trained]
+        self.run_names = [joined([self.names[at] for at in run]) for run in self.runs]
+        self._move_names = [f"{home} -> {name}" for name, home in zip(self.names, trained, strict=True)]
+
+    def tasks(
+        self, meshes: Sequence[DeviceMesh], seconds: Sequence[float], moves: Mapping[int, float], early: str | None
+    ) -> list[Task]:
+        """The tasks of an iteration in their order; a reallocation that takes time stands before its call, because the
+        executor moves parameters when it reaches the call, after the call's data have arrived.
+
+        Args:
+            meshes: of each call.
+            seconds: of each run.
+            moves: seconds of each reallocation, by the call that receives the parameters.
+            early: the call whose tasks are early.
+        """
+        places = [0] * len(self.names)  # of the calls' tasks
+        place = 0
+        for run in self.runs:
+            place += moves.get(run[0], 0.0) > 0
+            for at in run:
+                places[at] = place
+            place += 1
+        tasks: list[Task] = []
+        for run, name, lasting in zip(self.runs, self.run_names, seconds, strict=True):
+            at = run[0]
+            after = tuple(places[producer] for member in run for producer in self.data[member])
+            home, is_early = self.home[at], self.names[at] == early
+            previous = None if home is None else places[home]
+            if home is not None and moves.get(at, 0.0) > 0:
+                both, name_of_move = (meshes[home], meshes[at]), self._move_names[at]
+                tasks.append(Task(name_of_move, both, moves[at], after, previous, moves=True, early=is_early))
+                after = (*after, len(tasks) - 1)
+            tasks.append(Task(name, (meshes[at],), lasting, after, previous, early=is_early))
+        return tasks
+
+
+def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float]) -> list[Task]:
+    """The tasks of a plan.
+
+    Args:
+        seconds: of each call; of two that the plan fuses under their `joined` name.
+        moves: of each reallocation, by the call that receives the parameters.
+
+    Raises:
+        KeyError: a call of the plan has no seconds.
+    """
+    made, moved = GraphTasks(plan.graph, plan.fused), {edge.target for edge in plan.reallocations}
+    return made.tasks(
+        [plan.mesh(name) for name in made.names],
+        [seconds[name] for name in made.run_names],
+        {made.names.index(name): moves[name] for name in moved if name in moves},
+        early_call(plan.graph, plan.assignments),
+    )
+
+
+def task_times(
+    tasks: Sequence[Task],
+    *,
+    iterations: int = 1,
+    overlap: Overlap = Overlap.GENERATION,
+    warm: bool = False,
+    sharing: Sharing | None = None,
+    devices_per_node: int | None = None,
+) -> list[list[tuple[float, float]]]:
+    """(start, end) of every task, for each iteration. A task starts when the tasks that it needs and all earlier tasks
+    that share a device with it have ended.
+
+    Args:
+        overlap: which tasks do not wait for the end of the previous iteration.
+        warm: the first iteration moves parameters too.
+        sharing: how devices that share processors slow each other down; a task's seconds are those that it takes while
+            no other task runs.
+        devices_per_node: devices of different nodes share no processors; `None` for one node.
+    """
+    n = len(tasks)
+    shares = [[any(a.overlaps(b) for a in one.meshes for b in other.meshes) for other in tasks] for one in tasks]
+    needs: list[list[int]] = []  # of each task of all iterations in one list: the indices of those that it waits for
+    skipped: set[int] = set()
+    for step in range(iterations):
+        for at, task in enumerate(tasks):
+            place = step * n + at
+            if task.moves and step == 0 and not warm:
+                skipped.add(place)
+                needs.append([])
+                continue
+            waits_for = [step * n + other for other in range(at) if shares[at][other] or other in task.after]
+            if step:
+                before = (step - 1) * n
+                if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not task.early):
+                    waits_for += range(before, before + n)
+                else:
+                    waits_for += [before + other for other in range(at, n) if shares[at][other]]
+                    waits_for += [before + task.previous] if task.previous is not None else []
+            needs.append(waits_for)
+    lasting = [0.0 if at in skipped else tasks[at % n].seconds for at in range(n * iterations)]
+    if sharing is None:
+        ends = _undisturbed_times(needs, lasting)
+    else:
+        ends = _shared_times(needs, lasting, [devices_by_node(t.devices, devices_per_node) for t in tasks], sharing)
+    return [ends[step * n : (step + 1) * n] for step in range(iterations)]
+
+
+def _undisturbed_times(needs: Sequence[Sequence[int]], lasting: Sequence[float]) -> list[tuple[float, float]]:
+    times: list[tuple[float, float]] = []
+    for waits_for, seconds in zip(needs, lasting, strict=True):
+        start = max([times[at][1] for at in waits_for], default=0.0)
+        times.append((start, start + seconds))
+    return times
+
+
+def _shared_times(
+    needs: Sequence[Sequence[int]], lasting: Sequence[float], devices: Sequence[Mapping[int, int]], sharing: Sharing
+) -> list[tuple[float, float]]:
+    """The times where tasks that run at the same time slow each other down.
+
+    Args:
+        devices: for each task of an iteration, how many devices of each node it keeps busy.
+    """
+    n = len(devices)
+    open_needs = [set(waits_for) for waits_for in needs]
+    activities, starts = Activities[int](sharing), [0.0] * len(needs)
+    times = [(0.0, 0.0)] * len(needs)
+    waiting = list(range(len(needs)))
+    while waiting or activities:
+        for at in [at for at in waiting if not open_needs[at]]:
+            waiting.remove(at)
+            starts[at] = activities.now
+            activities.start(lasting[at], devices[at % n], at)
+        done = activities.next()
+        times[done] = (starts[done], activities.now)
+        for at in waiting:
+            open_needs[at].discard(done)
+    return times
+
+
+def simulate(
+    plan: ExecutionPlan,
+    seconds: Mapping[str, float],
+    reallocations: Mapping[str, float] | None = None,
+    *,
+    iterations: int = 1,
+    sharing: Sharing | None = None,
+) -> Timeline:
+    """The timeline of the first iterations of a run.
+
+    A reallocation occupies the devices of both meshes, just before its call; the first iteration has none. The training
+    of a role waits for the role's previous training, and so do the role's other calls in the next iteration.
+
+    Args:
+        seconds: of each call on its mesh, as `tasks_of`'s.
+        reallocations: seconds of each reallocation of `plan.reallocations`, by the call that receives the parameters.
+        iterations: how many.
+        sharing: as `task_times`'.
+
+    Raises:
+        KeyError: a call of the plan has no seconds.
+    """
+    tasks = tasks_of(plan, seconds, reallocations or {})
+    per_node, overlap = plan.cluster.devices_per_node, Overlap.of(plan)
+    times = task_times(tasks, iterations=iterations, overlap=overlap, sharing=sharing, devices_per_node=per_node)
+    return Timeline(
+        span
+        for step, row in enumerate(times)
+        for task, of_task in zip(tasks, row, strict=True)
+        if step or not task.moves
+        for span in spans_of(task, of_task, step)
+    )
+
+
+def spans_of(task: Task, times: tuple[float, float], step: int = 0) -> list[Span]:
+    """A task's span on each of its devices."""
+    return [Span(task.name, device, *times, step) for device in task.devices]
+
+
+def iteration_seconds(
+    plan: ExecutionPlan,
+    seconds: Mapping[str, float],
+    reallocations: Mapping[str, float],
+    *,
+    sharing: Sharing | None = None,
+) -> float:
+    """Seconds of an iteration after the first ones."""
+    tasks, per_node = tasks_of(plan, seconds, reallocations), plan.cluster.devices_per_node
+    return steady_seconds(tasks, overlap=Overlap.of(plan), sharing=sharing, devices_per_node=per_node)
+
+
+def steady_seconds(
+    tasks: Sequence[Task],
+    *,
+    overlap: Overlap = Overlap.GENERATION,
+    sharing: Sharing | None = None,
+    devices_per_node: int | None = None,
+) -> float:
+    """Seconds from the end of an iteration to that of the next, after the first iterations."""
+    return steady_times(tasks, overlap=overlap, sharing=sharing, devices_per_node=devices_per_node)[0]
+
+
+def steady_times(
+    tasks: Sequence[Task],
+    *,
+    overlap: Overlap = Overlap.GENERATION,
+    sharing: Sharing | None = None,
+    devices_per_node: int | None = None,
+) -> tuple[float, list[tuple[float, float]]]:
+    """An iteration after the first ones: seconds since the end of the one before, and (start, end) of every task."""
+    if sharing is None and overlap is not Overlap.ALL:
+        return _undisturbed_iteration(tasks, overlap)
+    times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=devices_per_node)
+    if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not _gains(tasks, times[0])):
+        return max(end for _, end in times[0]), times[0]
+    iterations = 4 if overlap is Overlap.ALL else 3  # what one iteration leaves to the next is then the same each time
+    times = task_times(
+        tasks, iterations=iterations, overlap=overlap, warm=True, sharing=sharing, devices_per_node=devices_per_node
+    )
+    before, end = (max(end for _, end in row) for row in times[-2:])
+    return end - before, times[-1]
+
+
+def _undisturbed_iteration(tasks: Sequence[Task], overlap: Overlap) -> tuple[float, list[tuple[float, float]]]:
+    """`steady_times` where nothing is shared, which the search asks for thousands of times. Times are relative to the
+    end of the iteration before; what an early task waits for there is known from a pass over the tasks."""
+    shares = [
+        [any(a.overlaps(b) for a in task.meshes for b in other.meshes) for other in tasks[:n]]
+        for n, task in enumerate(tasks)
+    ]
+    waits_for = [[at for at in range(n) if shares[n][at] or at in task.after] for n, task in enumerate(tasks)]
+    before = {  # of an early task: the tasks of the iteration before that it waits for
+        n: [at for at in range(len(tasks)) if at in (n, task.previous) or shares[max(n, at)][min(n, at)]]
+        for n, task in enumerate(tasks)
+        if task.early and overlap is Overlap.GENERATION
+    }
+    floors, ends, seconds = [0.0] * len(tasks), [0.0] * len(tasks), 0.0
+    for _ in range(3):
+        starts = list(floors)
+        for at, task in enumerate(tasks):
+            starts[at] = max([floors[at], *(ends[other] for other in waits_for[at])])
+            ends[at] = starts[at] + task.seconds
+        seconds = max(ends)
+        changed = [*floors]
+        for at, others in before.items():
+            changed[at] = max(ends[other] for other in others) - seconds
+        if changed == floors:
+            break
+        floors = changed
+    return seconds, list(zip(starts, ends, strict=True))
+
+
+def _gains(tasks: Sequence[Task], times: Sequence[tuple[float, float]]) -> bool:
+    """Whether the first early task has its devices and parameters before the iteration's end."""
+    first = next((task for task in tasks if task.early), None)
+    if first is None:
+        return False
+    needs = [
+        end
+        for at, (task, (_, end)) in enumerate(zip(tasks, times, strict=True))
+        if at == first.previous or any(a.overlaps(b) for a in first.meshes for b in task.meshes)
+    ]
+    return max(needs) < max(end for _, end in times)

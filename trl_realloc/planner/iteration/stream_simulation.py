@@ -1,0 +1,336 @@
+"""Simulates an iteration whose scoring begins while samples are being generated, sample by sample.
+
+The `Dispatcher` that the runtime has is told the events that are expected and decides what is scored where. The calls
+that do not stream run as in `simulate`. The engines' work is in `stream_engine`, its prices in `stream_cost`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ...plan.fused import parted
+from ...plan.generation_spans import GenerationSpans
+from ...plan.streams import early_call
+from ...plan.timeline import Span
+from .activities import Activities, devices_by_node
+from .dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
+from .simulate import Overlap, Task, tasks_of
+from .stream_cost import StreamPrices
+from .stream_engine import EngineWork, Event, SimulatedEngine
+
+
+MESSAGE = 1e-3  # seconds of a report to the dispatcher, or of an order to a rank; assumed, not measured
+
+
+@dataclass(frozen=True)
+class StreamedIteration:
+    """An iteration after the first ones.
+
+    Args:
+        seconds: from the end of an iteration's streams to that of the next.
+        streaming: seconds of these in which samples were generated or scored, from the first engine's start.
+        moved: number of samples that another engine continued.
+        decoded: tokens that all engines decoded.
+        forwards: the forwards of all teams, in the order in which they were given; of simulated samples.
+        spans: of the calls and reallocations; the scoring calls and generation have several on a device.
+    """
+
+    seconds: float
+    streaming: float
+    moved: int
+    decoded: int
+    forwards: tuple[Score, ...]
+    spans: tuple[Span, ...]
+
+
+def simulate_streams(
+    prices: StreamPrices, seconds: Mapping[str, float], moves: Mapping[str, float]
+) -> StreamedIteration:
+    """An iteration of a plan that has streams.
+
+    Args:
+        seconds: of each call that does not stream, on its mesh; and of a streamed call that has further passes over the
+            batch after the streams.
+        moves: seconds of each reallocation, by the call that receives the parameters.
+
+    Raises:
+        KeyError: a call that does not stream has no seconds.
+    """
+    simulation = _Simulation(prices, seconds, moves)
+    simulation.run()
+    return simulation.result()
+
+
+class _Simulation:
+    """The time from the end of one iteration's streams to that of the next: first the calls that do not stream, then
+    the streams, which begin as soon as the plan lets them.
+
+    In a steady run all such times are alike.
+    """
+
+    def __init__(self, prices: StreamPrices, seconds: Mapping[str, float], moves: Mapping[str, float]) -> None:
+        plan, stream = prices.plan, prices.stream
+        self.plan, self.prices, self.stream = plan, prices, stream
+        self.activities = Activities[Event](prices.pricing.rates.sharing)
+        streams = plan.streams
+        assert streams is not None, "a plan with streams"
+        self.dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
+        tasks = tasks_of(plan, {**seconds, **dict.fromkeys(plan.streamed, 0.0)}, moves)
+        again = [Task(name, (plan.mesh(name),), prices.again(name, seconds.get(name, 0.0))) for name in plan.streamed]
+        self.rest = [task for task in again if task.seconds]
+        self.rest += [task for task in tasks if not _calls(task) & set(plan.streamed)]
+        self.refreshes = [task for task in tasks if task.moves and _calls(task) & set(plan.streamed)]
+        self.spans: list[Span] = []
+        self.rest_spans: list[Span] = []
+        self.forwards: list[Score] = []
+        self.moved = 0
+        self.joined: set[int] = set()  # ranks that have joined
+        self.heard: set[int] = set()  # and the dispatcher knows
+        self.held: dict[int, list[Event]] = {}  # rank -> reports of its engine from before it joined
+        self.replicas = {scoring.name: scoring.teams for scoring in stream.scorings}
+        self.teams = {  # (call, number of the team) -> its ranks
+            (name, number): [rank for replica in team for rank in replica]
+            for name, teams in self.replicas.items()
+            for number, team in enumerate(teams)
+        }
+        self.queues: dict[int, deque[Score]] = {rank: deque() for rank in stream.ranks}
+        self.occupied: set[int] = set()  # ranks that run a forward, or whose engine gives its memory back
+        self.latest: dict[int, str] = {}  # rank -> call of its latest forward
+        self.has: dict[int, int] = {}  # sample -> tokens, of samples that are moved
+        self.generation = stream.generation
+        self.generated: list[list[GenerationSpans]] = []  # of each engine, by its devices; empty before its start
+        self.lengths = prices.lengths(self.generation.name)
+        self.engines = [self._engine(number) for number in range(len(self.generation.engines))]
+        self.refreshed: set[int] = set()
+        self.refreshing: set[int] = set()
+        self.ended: set[int] = set()  # tasks of `rest`
+        self.begun: set[int] = set()
+
+    # --- the calls that do not stream, reallocations, and joining ----------------------------------------------------
+
+    def run(self) -> None:
+        self._advance()
+        while not self.dispatcher.is_finished:
+            self.activities.next()()
+
+    def _advance(self) -> None:
+        """Begin every task, reallocation and engine that waits for nothing more, and let ranks join."""
+        for at, task in enumerate(self.rest):
+            earlier = (other for other in range(at) if other not in self.ended)
+            waits = any(_share(task, self.rest[other]) or self._feeds(other, task) for other in earlier)
+            if at not in self.begun and not waits:
+                self.begun.add(at)
+                self._occupy(task, partial(self._end_task, at), self.rest_spans)
+        for at, task in enumerate(self.refreshes):
+            before = (other for other in range(at) if other not in self.refreshed)
+            blocked = any(_share(task, self.refreshes[other]) for other in before)
+            if at not in self.refreshing and not blocked and self._may_begin(task):
+                self.refreshing.add(at)
+                self._occupy(task, partial(self._end_refresh, at), self.spans)
+        name, now = self.generation.name, self.activities.now
+        fresh = all(at in self.refreshed for at, task in enumerate(self.refreshes) if _call(task) == name)
+        task = Task(name, (self.plan.mesh(name),), 0.0, early=name == self._early)
+        if not self.generated and fresh and self._may_begin(task):
+            self.generated = [
+                [GenerationSpans(name, device, 0, now) for device in devices] for devices in self.generation.engines
+            ]
+            for engine in self.engines:
+                engine.start()
+        self._join()
+
+    def _occupy(self, task: Task, event: Event, spans: list[Span]) -> None:
+        start = self.activities.now
+
+        def end() -> None:
+            spans.extend(Span(task.name, device, start, self.activities.now, 0) for device in task.devices)
+            event()
+            self._advance()
+
+        self.activities.start(task.seconds, self._nodes(task.devices), end)
+
+    def _end_task(self, at: int) -> None:
+        self.ended.add(at)
+
+    def _end_refresh(self, at: int) -> None:
+        self.refreshed.add(at)
+
+    def _feeds(self, at: int, task: Task) -> bool:
+        producers, consumers = _calls(self.rest[at]), _calls(task)
+        return any(edge.producer in producers and edge.consumer in consumers for edge in self.plan.graph.data_edges)
+
+    @property
+    def _early(self) -> str | None:
+        if Overlap.of(self.plan) is Overlap.NONE:
+            return None
+        return early_call(self.plan.graph, self.plan.assignments)
+
+    def _may_begin(self, task: Task) -> bool:
+        """Whether the previous iteration lets a streamed call or the reallocation to it begin."""
+        if _call(task) != self._early:
+            return len(self.ended) == len(self.rest)
+        trained = self.plan.graph.train_call(self.plan.graph.call(_call(task)).role)
+        return all(
+            at in self.ended or not (_share(task, other) or trained in _calls(other))
+            for at, other in enumerate(self.rest)
+        )
+
+    def _join(self) -> None:
+        if len(self.ended) < len(self.rest):
+            return
+        refreshing = {r for at, t in enumerate(self.refreshes) if at not in self.refreshed for r in t.devices}
+        starting = set() if self.generated else {rank for engine in self.generation.engines for rank in engine}
+        for rank in sorted(self.stream.ranks - self.joined - refreshing - starting):
+            self.joined.add(rank)
+            self._report(partial(self._joined, rank))
+
+    def _joined(self, rank: int) -> None:
+        self.heard.add(rank)
+        self._take(self.dispatcher.join(rank))
+        for event in self.held.pop(rank, []):
+            event()
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    def _engine(self, number: int) -> SimulatedEngine:
+        name = self.generation.name
+        work = EngineWork(
+            name,
+            self._nodes(self.generation.engines[number]),
+            self.stream.prompts,
+            self.lengths,
+            whole_batches=self.plan[name].engine == "transformers",
+        )
+        return SimulatedEngine(
+            work,
+            self.generation.samples[number],
+            self.prices,
+            self.activities,
+            finished=partial(self._finished, number),
+            withdrawn=partial(self._withdrawn, number),
+        )
+
+    def _finished(self, number: int, samples: Sequence[int]) -> None:
+        ended = [(index, self.lengths[index]) for index in samples]
+        for spans in self.generated[number]:
+            tokens = self._weighted(sum(tokens for _, tokens in ended))
+            spans.finished(self.activities.now, self._weighted(len(samples)), tokens)
+        self._report_of(number, lambda: self.dispatcher.finish(number, ended))
+
+    def _withdrawn(self, number: int, samples: Mapping[int, int]) -> None:
+        self.moved += self._weighted(len(samples))
+        self.has |= samples
+        self._report_of(number, lambda: self.dispatcher.withdraw(number, list(samples)))
+
+    def _report_of(self, number: int, report: Callable[[], list[Order]]) -> None:
+        """Report an engine's event, if its rank has joined; otherwise once it has."""
+        rank = self.generation.engines[number][0]
+
+        def tell() -> None:
+            self._take(report())
+
+        def arrive() -> None:
+            self.held.setdefault(rank, []).append(tell) if rank not in self.heard else tell()
+
+        self._report(arrive)
+
+    def _report(self, event: Event) -> None:
+        self.activities.start(MESSAGE, {}, event)
+
+    def _nodes(self, devices: Iterable[int]) -> Mapping[int, int]:
+        return devices_by_node(devices, self.plan.cluster.devices_per_node)
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def _take(self, orders: Sequence[Order]) -> None:
+        if orders:
+            self._report(partial(self._arrive, orders))
+
+    def _arrive(self, orders: Sequence[Order]) -> None:
+        streams = self.plan.streams
+        for order in orders:
+            match order:
+                case Score():
+                    self.forwards.append(order)
+                    team = self.teams[order.call, order.team]
+                    for rank in team:
+                        self.queues[rank].append(order)
+                    self._score(order)
+                case Withdraw():
+                    assert streams is not None and streams.migration is not None
+                    engine = self.engines[order.engine]
+                    engine.withdraw(self.stream.limit, streams.migration.least_tokens)
+                case Continue():
+                    self.engines[order.engine].give({s: self.has[s] for s in order.samples})
+                case Release():
+                    self._release(order)
+
+    def _release(self, order: Release) -> None:
+        ranks, now = self.generation.engines[order.engine], self.activities.now
+        for spans in self.generated[order.engine]:
+            self.spans += spans.end(now)
+        if seconds := self.prices.end(self.generation.name):
+            self.occupied.update(ranks)
+            self.activities.start(seconds, {}, partial(self._free, ranks))
+
+    def _free(self, ranks: Sequence[int]) -> None:
+        """Ranks can run what is next in their queues."""
+        self.occupied.difference_update(ranks)
+        for rank in ranks:
+            if self.queues[rank]:
+                self._score(self.queues[rank][0])
+
+    def _score(self, order: Score) -> None:
+        """Run a forward, if it is the next of each of its ranks."""
+        team = self.teams[order.call, order.team]
+        if any(rank in self.occupied or self.queues[rank][0] is not order for rank in team):
+            return
+        self.occupied.update(team)
+        lengths = [[self.stream.prompts[index] + self.lengths[index] for index in part] for part in order.parts]
+        loads = self.latest.get(team[0]) != order.call
+        self.latest |= dict.fromkeys(team, order.call)
+        seconds, start = self.prices.score(order.call, lengths, loads=loads), self.activities.now
+        self.activities.start(seconds, self._nodes(team), partial(self._scored, order, team, start))
+
+    def _scored(self, order: Score, team: Sequence[int], start: float) -> None:
+        for replica, part in zip(self.replicas[order.call][order.team], order.parts, strict=True):
+            ended = partial(
+                Span, order.call, start=start, end=self.activities.now, step=0, samples=self._weighted(len(part))
+            )
+            self.spans += [ended(device=rank) for rank in replica]
+        for rank in team:
+            self.queues[rank].popleft()
+        self._report(lambda: self._take(self.dispatcher.scored(order.number)))
+        self._free(team)
+
+    def _weighted(self, count: int) -> int:
+        """Of all samples that simulated ones stand for."""
+        return round(self.prices.weight * count)
+
+    def result(self) -> StreamedIteration:
+        seconds = self.activities.now + MESSAGE  # the last message says that the streams have ended
+        shifted = [replace(span, start=span.start + seconds, end=span.end + seconds) for span in self.rest_spans]
+        return StreamedIteration(
+            seconds,
+            seconds - min(spans.start for of_engine in self.generated for spans in of_engine),
+            self.moved,
+            self._weighted(sum(engine.decoded for engine in self.engines)),
+            tuple(self.forwards),
+            (*self.spans, *shifted),
+        )
+
+
+def _calls(task: Task) -> set[str]:
+    """The calls that a task runs; of a reallocation the call that it brings parameters to."""
+    return set(parted(_call(task)))
+
+
+def _call(task: Task) -> str:
+    """The call that a task runs, or brings parameters to."""
+    return task.name.rpartition(" -> ")[2]
+
+
+def _share(one: Task, other: Task) -> bool:
+    return any(a.overlaps(b) for a in one.meshes for b in other.meshes)

@@ -1,0 +1,73 @@
+"""The adapters of a recipe, by TRL's settings of `ModelConfig`, and how large a share of the policy they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...common.errors import PlanError, shown
+from ...plan.model_spec import ModelSpec, ParameterSpec
+
+
+# settings that the planner reads, with the defaults of TRL's `ModelConfig`
+ADAPTER_DEFAULTS: Mapping[str, Any] = {
+    "use_peft": False,
+    "lora_r": 16,
+    "lora_target_modules": None,
+    "lora_modules_to_save": None,
+}
+ALL = "all-linear"
+# PEFT's targets where a run names none, by the family of the model
+_OF_FAMILY = {"gpt_neox": ("query_key_value",)}
+_USUAL = ("q_proj", "v_proj")
+_ENDS = ("lm_head", "embed_tokens", "embed_in", "embed_out")
+
+
+def check_adapters(settings: Mapping[str, Any]) -> None:
+    """Raise `PlanError` for modules that are no names. The rank is a row of `common.settings`."""
+    for name in ("lora_target_modules", "lora_modules_to_save"):
+        value = settings[name]
+        texts = value is None or isinstance(value, str)
+        if not texts and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise PlanError(f"{name} is a list of names of modules, not {shown(value)}.")
+
+
+def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
+    """The share of a policy's elements that a recipe trains: 1 without `use_peft`. LoRA of rank r adds r (m + n)
+    elements to a matrix of m x n; a module to save is trained whole.
+
+    Args:
+        settings: a recipe's; those that are left out are `ADAPTER_DEFAULTS`.
+    """
+    settings = {**ADAPTER_DEFAULTS, **settings}
+    if not settings["use_peft"]:
+        return 1.0
+    targets = _names(settings["lora_target_modules"]) or _OF_FAMILY.get(spec.family, _USUAL)
+    saved = _names(settings["lora_modules_to_save"])
+    rows_and_columns = sum(sum(p.shape) for p in spec.parameters if _is_target(p, targets, spec))
+    adapted = settings["lora_r"] * rows_and_columns
+    kept = sum(parameter.elements for parameter in spec.parameters if _module(parameter) in saved)
+    return float((adapted + kept) / (spec.elements + adapted + kept))
+
+
+def unties(settings: Mapping[str, Any]) -> bool:
+    """Whether the adapters of a recipe change the head or the embedding, so that an engine of a policy that ties the
+    two has both."""
+    settings = {**ADAPTER_DEFAULTS, **settings}
+    modules = {*_names(settings["lora_target_modules"]), *_names(settings["lora_modules_to_save"])}
+    return bool(settings["use_peft"]) and not modules.isdisjoint(_ENDS)
+
+
+def _names(value: str | Sequence[str] | None) -> Sequence[str]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _is_target(parameter: ParameterSpec, targets: Sequence[str], spec: ModelSpec) -> bool:
+    if len(parameter.shape) != 2:
+        return False
+    return 0 <= parameter.layer < spec.layers if ALL in targets else _module(parameter) in targets
+
+
+def _module(parameter: ParameterSpec) -> str:
+    """The last name of the module that has a parameter."""
+    return parameter.name.rpartition(".")[0].rpartition(".")[2]

@@ -1,0 +1,297 @@
+"""A recipe as the planner reads it, without torch: the models' configs on disk and the size of an iteration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import MOST_LISTED, PlanError, Problems, nearest, shown
+from ...common.files import exists, read_json_mapping, read_yaml_mapping, shortened
+from ...common.settings import MIN_TEMPERATURE, SETTINGS, number_of_text, read_settings
+from ...plan.algorithm_graphs import grpo_graph, ppo_graph
+from ...plan.cluster import Cluster
+from ...plan.dataflow import CallKind, DataflowGraph, Role
+from ...plan.model_spec import FAMILIES, Head, ModelSpec
+from ...plan.staleness import uncorrected
+from ..cost.workload import Workload
+from ..search.space import TrainingSplits
+from .adapters import ADAPTER_DEFAULTS as ADAPTERS
+from .adapters import check_adapters, trained_share, unties
+from .defaults import (
+    DEFAULTS_OF,
+    LOADING,
+    algorithm_of,
+    group_workload,
+    read_booleans,
+    recomputes,
+    trained_dtype,
+    training_splits,
+)
+
+
+POLICY = ("sft_model_path", "model_name_or_path")
+REWARD_PATHS = ("reward_model_path", "reward_model_name_or_path")
+LIKE = 0.8  # least similarity by which a key is taken for a misspelt setting
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
+PROMPT_TOKENS = 64.0  # mean length of a prompt where none is given
+MOST_TOKENS = 10_000_000  # of a prompt or a response, and most samples of a batch
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as the planner reads it.
+
+    Args:
+        path: of its file.
+        folders: the folder with each role's config.json.
+        settings: the recipe's settings of the algorithm's `DEFAULTS`, with these defaults.
+        prompt_tokens: mean length of a prompt.
+        algorithm: `ppo`, `grpo` or `rloo`.
+    """
+
+    path: Path
+    folders: Mapping[Role, Path]
+    settings: Mapping[str, Any]
+    prompt_tokens: float
+    algorithm: str = "ppo"
+
+    @property
+    def engine(self) -> str:
+        if self.algorithm == "ppo":
+            return str(self.settings["generation_engine"] or "vllm")
+        return "transformers" if self.settings["use_vllm"] is False else "vllm"
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """The engines that may score and train in the run: megatron does not scale losses, as fp16 needs."""
+        return ("zero",) if self.settings["fp16"] else ("zero", "megatron")
+
+    @property
+    def splits(self) -> TrainingSplits:
+        """How the recipe's optimizer allows training calls to be split."""
+        return training_splits(str(self.settings["optim"]))
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of the longest request that an engine may get, where the recipe says it."""
+        tokens: int | None = self.settings.get("vllm_max_model_length")
+        return tokens
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether two runs are to give the same bits."""
+        return bool(self.settings["full_determinism"])
+
+    @property
+    def max_staleness(self) -> int:
+        return int(self.settings.get("max_staleness", 0))
+
+    @property
+    def fused_training(self) -> bool | None:
+        """Whether two calls may train in fused pipelines; `None` if that depends on the devices."""
+        given = self.settings.get("fused_training")
+        return None if given is None else bool(given)
+
+    @property
+    def graph(self) -> DataflowGraph:
+        """The graph of the run. With a staleness, where a run must say whether it corrects its rollouts and the recipe
+        does not, that of a run that does."""
+        if self.max_staleness or self.algorithm != "ppo":
+            return self.stale_graph
+        return ppo_graph(proximal=bool(self._corrects))
+
+    @property
+    def stale_graph(self) -> DataflowGraph:
+        """The graph that the run would have with a staleness."""
+        if self.algorithm != "ppo":
+            reference = bool(self.settings["beta"])
+            return grpo_graph(reference=reference, reward_models=Role.REWARD in self.folders)
+        return ppo_graph(proximal=self._corrects is None or bool(self._corrects))
+
+    @property
+    def _corrects(self) -> bool | None:
+        corrects: bool | None = self.settings["vllm_importance_sampling_correction"]
+        return corrects
+
+    def specs(self, graph: DataflowGraph | None = None) -> dict[str, Sequence[ModelSpec]]:
+        """The parameter specs of each call's models, by the call's name, in the dtypes of a run: trained models in
+        float32 or the recipe's dtype, frozen ones in their checkpoint's, vLLM's in the dtype of mixed precision. Of an
+        actor with adapters (`use_peft`) the share that is trained; the reference is the actor without them.
+
+        Args:
+            graph: in place of the run's.
+
+        Raises:
+            PlanError: a config that cannot be read, or a model that no table describes.
+        """
+        bf16, fp16 = self.settings["bf16"], self.settings["fp16"]
+        mixed = 2 if bf16 is None or bf16 or fp16 else 0  # `bf16: null` is TRL's default, true unless fp16 is
+        specs: dict[str, Sequence[ModelSpec]] = {}
+        for call in (graph or self.graph).calls:
+            path = self.folders[call.role] / "config.json"
+            config = read_json_mapping(path, "the model's config")
+            if (family := str(config.get("model_type", ""))) not in FAMILIES:
+                raise PlanError(
+                    f"{path}: a recipe is planned by the table of its models' family, and {shown(family)} has none; "
+                    f"those with one are {', '.join(sorted(FAMILIES))}. A run of the recipe needs none: with "
+                    f"plan: auto it plans by itself."
+                )
+            head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
+            size = config_bytes(config)
+            if call.role in (Role.ACTOR, Role.CRITIC):
+                size = dtype_bytes(trained_dtype(self.settings), size)
+            if call.kind is CallKind.GENERATE and self.engine == "vllm":
+                size = mixed or size
+                config = {**config, "tie_word_embeddings": False} if unties(self.settings) else config
+            try:
+                spec = ModelSpec.from_config(config, head, bytes_per_element=size)
+                spec = replace(spec, activation_bytes=mixed or size)
+                if call.role is Role.ACTOR and call.trains:
+                    spec = replace(spec, trained_share=trained_share(self.settings, spec))
+                if call.role is Role.REFERENCE and self.settings.get("use_peft"):
+                    spec = replace(spec, is_base=True)
+                specs[call.name] = (spec,)
+            except PlanError as error:
+                raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
+        return specs
+
+    def workload(self, cluster: Cluster) -> Workload:
+        """One iteration on the cluster's devices, in which every response has its largest number of tokens.
+
+        Raises:
+            PlanError: the batches cannot be divided as the recipe says.
+        """
+        if self.algorithm != "ppo":
+            return group_workload(self.settings, self.prompt_tokens, cluster)
+        settings = self.settings
+        longest = round(self.prompt_tokens + settings["response_length"])
+        each, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
+        share, parts = each * accumulated, settings["num_mini_batches"]
+        if share % parts:
+            raise PlanError(
+                f"{self.path}: per_device_train_batch_size {each} x gradient_accumulation_steps {accumulated} = "
+                f"{share} episodes do not divide into num_mini_batches {parts} equal parts; change one of the three."
+            )
+        return Workload(
+            episodes=share * cluster.size,
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=(settings["response_length"],),
+            mini_batches=parts,
+            epochs=settings["num_ppo_epochs"],
+            recompute=recomputes(settings),
+            forward_tokens=settings["local_rollout_forward_batch_size"] * longest,
+            train_tokens=each * longest,
+        )
+
+
+def config_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of one parameter element in a checkpoint, by its config; float32 where the config has no dtype."""
+    return dtype_bytes(config.get("dtype") or config.get("torch_dtype"), 4)
+
+
+def dtype_bytes(name: object, default: int) -> int:
+    """Bytes of an element of torch's dtype of this name; `default` for another name."""
+    sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+    return sizes.get(str(name).removeprefix("torch."), default)
+
+
+def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recipe:
+    """A recipe's models and settings.
+
+    A model whose folder does not exist is looked for in the recipe's folder, by the last part of its name.
+
+    Raises:
+        PlanError: no such recipe, a misspelt key or a wrong number in it, one that names no models, or a model without
+            a config.
+    """
+    path = Path(recipe)
+    if prompt_tokens is not None and not 1 <= prompt_tokens <= MOST_TOKENS:
+        raise PlanError(f"--prompt-tokens is a number from 1 to {MOST_TOKENS:,}, not {prompt_tokens:g}.")
+    settings = read_recipe_settings(path)
+    algorithm = algorithm_of(settings, path)
+    paths = [(key, settings[key]) for key in (*POLICY, *REWARD_PATHS, "value_model_path") if key in settings]
+    Problems(
+        f"{path}: {key} is a model's name or path, not {shown(value)}."
+        for key, value in paths
+        if not isinstance(value, str | None)
+    ).refuse()
+    policy = next((settings[key] for key in POLICY if settings.get(key)), None)  # null is as good as no key
+    reward = next((settings[key] for key in REWARD_PATHS if settings.get(key)), None)
+    critic = settings.get("value_model_path") or reward
+    needed = "sft_model_path and reward_model_path" if algorithm == "ppo" else "model_name_or_path"
+    if policy is None or (critic is None and algorithm == "ppo"):
+        raise PlanError(f"{path} names no models; it needs {needed}.")
+    actor = _folder(policy, path)
+    folders = {Role.ACTOR: actor, Role.REFERENCE: actor}
+    if critic is not None and algorithm == "ppo":
+        folders |= {Role.REWARD: _folder(reward or critic, path), Role.CRITIC: _folder(critic, path)}
+    elif reward is not None:
+        folders[Role.REWARD] = _folder(reward, path)
+    defaults = {**DEFAULTS_OF[algorithm], **LOADING, **ADAPTERS}
+    known = {key: settings.get(key, default) for key, default in defaults.items()}
+    try:
+        check_adapters(known)
+        trained_dtype(known)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    corrects = known["vllm_importance_sampling_correction"]
+    if algorithm != "ppo" and (problem := uncorrected(known["max_staleness"], corrects)):
+        raise PlanError(f"{path}: {problem}")
+    read = Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS, algorithm)
+    temperature = settings.get("temperature")
+    if read.engine == "vllm" and temperature is not None and temperature < MIN_TEMPERATURE:
+        raise PlanError(
+            f"{path}: temperature {temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least."
+        )
+    return read
+
+
+def read_recipe_settings(path: Path) -> dict[str, Any]:
+    """A recipe's settings. Those of `common.settings` are checked and converted to numbers, and texts such as 'no' are
+    converted to the booleans that a run reads.
+
+    A key that is similar to a setting's name is refused as misspelt. Any other unknown key is accepted here, because it
+    may belong to the user's script; a run checks all keys.
+
+    Raises:
+        PlanError: no such file, no mapping in it, or all that is wrong with its keys and values.
+    """
+    contents = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
+    known = files(__package__).joinpath("settings.txt").read_text(encoding="utf-8").split()
+    problems = Problems()
+    for key in [key for key in contents if key not in known][:MOST_LISTED]:
+        near = nearest(key, known, at_least=LIKE)
+        if near:
+            problems.append(f"{path}: no setting {shown(key)}; did you mean {near!r}?")
+    read, wrong = read_settings({key: number_of_text(value) for key, value in contents.items() if key in SETTINGS})
+    switches, unclear = read_booleans(contents)
+    problems += [f"{path}: {problem}" for problem in (*wrong, *unclear)]
+    numbers = {key for defaults in DEFAULTS_OF.values() for key, value in defaults.items() if isinstance(value, int)}
+    for key in sorted(numbers | {"generation_batch_size", "steps_per_generation"}):
+        if (read.get(key) or 1) > MOST_TOKENS:
+            problems.append(f"{path}: {key} {read[key]:,} is more than the {MOST_TOKENS:,} that are planned for.")
+    problems.refuse()
+    return {**contents, **read, **switches}
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a YAML file is an execution plan and no recipe. Raises `PlanError` where it cannot be read."""
+    return "calls" in read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
+
+
+def _folder(model: str, recipe: Path) -> Path:
+    for folder in (Path(model), recipe.parent / model, recipe.parent / Path(model).name):
+        if exists(folder / "config.json"):
+            return folder
+    sibling = shortened(recipe.parent / Path(model).name)
+    remedy = "give a model's folder on disk"
+    if _HUB_NAME.fullmatch(model):
+        remedy += (
+            f", or, if it is a name of the Hub, which planning does not ask, put its config.json beside the recipe "
+            f"(hf download {model} config.json --local-dir {sibling})"
+        )
+    raise PlanError(f"{recipe}: there is no config.json in {shown(model)}, nor in {sibling}; {remedy}.")

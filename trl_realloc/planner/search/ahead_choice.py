@@ -1,0 +1,174 @@
+"""What a staleness is worth: plans whose calls ahead are on devices on which nothing trains, at every staleness up to a
+bound.
+
+Divisions of the devices are searched by a bound in closed form (`ahead_problem`); the best plans are simulated
+(`ahead_simulation`). Whether one of them is run is decided in `choose`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ...common.errors import PlanError
+from ...plan.presets import separate
+from ...plan.staleness import Staleness, calls_ahead
+from .ahead_problem import AheadProblem, splits
+from .fastest import search
+from .ladder import STALENESS, Rung
+from .priced_plan import PricedPlan
+from .problem import Problem
+from .space import Candidate, Space, State
+
+
+SPLITS = 3  # divisions of the devices that are searched, of those that are tried
+FOUND = 4  # states of a search that are kept
+SIMULATED = 4  # states that are simulated, of those that have been kept
+EVERY = 8  # up to here each staleness is simulated, above only its doubles and the bound
+
+Found = tuple[AheadProblem, State]
+
+
+def why_none(space: Space, *, deterministic: bool = False, barrier: bool = False) -> str:
+    """Why no plan of a space can have a staleness, in words; an empty text where one may."""
+    graph = space.graph
+    if space.cluster.size == 1:
+        return "the only device cannot generate while it trains"
+    if not calls_ahead(graph):
+        return "no call generates from the data set alone"
+    if "vllm" not in space.engines:
+        return "only a vLLM engine generates while others train"
+    if space.pricing.vllm_sleeps:
+        return "an engine that generates all the time cannot sleep (vllm_enable_sleep_mode)"
+    if deterministic:
+        return "two runs are to give the same bits (full_determinism), and the clock decides which policy draws a token"
+    if barrier:
+        return "an iteration is to begin when the one before has ended"
+    return ""
+
+
+def choose_staleness(
+    space: Space,
+    whole: PricedPlan,
+    most: int,
+    *,
+    deterministic: bool = False,
+    time_limit_s: float = 5.0,
+) -> Rung:
+    """The best plan with each staleness up to a bound, in ascending order. A smaller staleness is preferred.
+
+    Args:
+        space: whose engines do not sleep.
+        whole: the best plan without.
+        most: the bound, 1 or more.
+        deterministic: two runs of the plan give the same bits.
+        time_limit_s: of the searches together. Simulating what they have found takes about a second more.
+    """
+    if reason := why_none(space, deterministic=deterministic, barrier=whole.barrier):
+        return Rung(STALENESS, whole, reason=reason)
+    problem = Problem(space, {})
+    found = _searched(space, most, time_limit_s)
+    presets = [plan for plan in _separate_presets(problem) if plan.fits]
+    preset = min(presets, key=lambda plan: plan.seconds, default=None)
+    priced: dict[tuple[int, ...], PricedPlan] = {}
+    stale: dict[str, PricedPlan] = {}
+    plans = [preset] if preset is not None else []
+    for versions in _versions(most):
+        for key in _most_promising(found, versions):
+            if key not in priced:
+                problem_of, state = found[key]
+                priced[key] = problem_of.priced_plan(state, "searched", exact=space.is_small)
+        also = [plan for key in _most_promising(found, versions) if (plan := priced[key]).fits and plan not in plans]
+        if plans or also:
+            stale[f"{STALENESS} {versions}"], best = _best([*plans, *also], versions)
+            plans = list({id(plan): plan for plan in (preset, best) if plan is not None}.values())  # for the next one
+    return Rung(STALENESS, whole, stale, "no division of the devices into two parts has memory for the models")
+
+
+def _most_promising(found: Mapping[tuple[int, ...], Found], versions: int) -> list[tuple[int, ...]]:
+    """The states that are simulated, those with the lowest bounds."""
+
+    def bound(key: tuple[int, ...]) -> float:
+        problem, state = found[key]
+        return replace(problem, versions=versions).estimate(state).seconds
+
+    return sorted(found, key=bound)[:SIMULATED]
+
+
+def _best(plans: Sequence[PricedPlan], versions: int) -> tuple[PricedPlan, PricedPlan]:
+    """The fastest plan with a staleness, and the same without. A preset is preferred if the difference is within the
+    error of the estimates."""
+    stale = [
+        replace(plan, name=f"{plan.name}, staleness {versions}").with_staleness(Staleness(versions)) for plan in plans
+    ]
+    limit = min(plan.seconds for plan in stale) * (1 + stale[0].space.pricing.rates.error)
+    pairs = list(zip(stale, plans, strict=True))
+    presets = [pair for pair in pairs if pair[1].name.startswith("separate") and pair[0].seconds <= limit]
+    return min(presets or pairs, key=lambda pair: pair[0].seconds)
+
+
+def _versions(most: int) -> list[int]:
+    return sorted({*range(1, min(most, EVERY) + 1), *(2**n for n in range(4, 7) if 2**n <= most), most})
+
+
+def _separate_presets(problem: Problem) -> Iterator[PricedPlan]:
+    """The preset `separate`, under each ZeRO stage."""
+    space = problem.space
+    for stage in space.training_stages if space.graph.trained_roles else ():
+        plan = separate(space.cluster, zero_stage=stage, graph=space.graph)
+        name = "separate" if stage == 0 else f"separate, ZeRO-{stage}"
+        yield problem.priced_plan(problem.state_of(plan.assignments), name, exact=space.is_small)
+
+
+def _searched(space: Space, most: int, time_limit_s: float) -> dict[tuple[int, ...], Found]:
+    """The best states of the best divisions, at the smallest and the largest staleness, each with its problem."""
+    try:
+        candidates = space.candidates()
+    except PlanError:  # a call fits on no mesh
+        return {}
+    found: dict[tuple[int, ...], Found] = {}
+    begun = time.perf_counter()
+    bounds = sorted({1, most})
+    for number, versions in enumerate(bounds):
+        problems = sorted(_problems(space, candidates, versions), key=lambda each: each[0])[:SPLITS]
+        for at, (_, problem, start) in enumerate(problems):
+            searches = len(bounds) * len(problems) - number * len(problems) - at
+            limit = (time_limit_s - (time.perf_counter() - begun)) / searches
+            try:
+                result = search(problem, time_limit_s=max(0.05, limit), starts=[start], keep=FOUND)
+            except PlanError:  # nothing fits
+                continue
+            pairs = zip(result.states, result.weights, strict=True)
+            found |= {tuple(map(id, state)): (problem, state) for state, weight in pairs if math.isfinite(weight)}
+    return found
+
+
+def _problems(
+    space: Space, candidates: Mapping[str, Sequence[Candidate]], versions: int
+) -> Iterator[tuple[float, AheadProblem, State]]:
+    """Each division with its weight where every call has its fastest candidate that fits beside the others."""
+    for split in splits(space.cluster):
+        allowed = split.candidates(space, candidates)
+        if allowed is None:
+            continue
+        problem = AheadProblem(space, allowed, split=split, versions=versions)
+        state = _fitting(problem)
+        yield problem.weight(state), problem, state
+
+
+def _fitting(problem: AheadProblem) -> State:
+    """The smallest candidates, of which those that train, and then the others, are replaced by faster ones while they
+    fit."""
+    lists = [problem.candidates[name] for name in problem.names]
+    memory = problem.space.pricing.memory
+    state = tuple(min(each, key=lambda c: c.cost.static + c.cost.transient) for each in lists)
+    order = sorted(range(len(lists)), key=lambda at: -lists[at][0].seconds)
+    for at in order:
+        for candidate in lists[at]:
+            changed = (*state[:at], candidate, *state[at + 1 :])
+            if memory is None or problem.memory(changed, set())[0] <= memory.usable:
+                state = changed
+                break
+    return state

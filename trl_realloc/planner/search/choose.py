@@ -1,0 +1,312 @@
+"""Chooses the plan to run. The result, with why each alternative was not chosen, is in `decision`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...common.errors import PlanError
+from ...plan.assignment import MEMORY_SHARE, Assignment, ParallelStrategy
+from ...plan.cluster import Cluster
+from ...plan.dataflow import Role
+from ...plan.model_spec import ModelSpec
+from ...plan.presets import flatten, presets_of, with_sleeping_engines
+from ..cost.engine_refusal import SmallShareError
+from ..iteration.simulate import Overlap
+from .ahead_choice import choose_staleness
+from .decision import Alternative, Decision, too_large, why_not
+from .fastest import SearchResult, search
+from .fused_choice import choose_fused
+from .ladder import STALENESS, Rung, Ways
+from .priced_plan import PricedPlan
+from .problem import Problem
+from .space import Candidate, Space, State, TrainingSplits
+from .stream_choice import choose_streams
+
+
+MOST_SUGGESTED_DEVICES = 1024  # of the cluster that a refusal suggests
+WAY_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for, and streams are simulated
+PRICED_SHARE = 0.5  # of a search's time limit: the time in which what it has found is priced by transfer schedules
+# Estimates of plans of one device err alike: the same calls run on the same device, one after the other. So a preset is
+# preferred there only if it takes less than this longer.
+AS_FAST = 0.02
+ADAPTERS = 0.01  # of a policy's elements: those of large adapters, which a refusal suggests
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The plans in which calls overlap by themselves.
+
+    Args:
+        best: the fastest, or a preset that is as fast as estimates can tell.
+        presets: those that fit in memory.
+        unfit: the others.
+        ranked: what the search has found, the fastest first.
+    """
+
+    problem: Problem
+    result: SearchResult
+    best: PricedPlan
+    presets: Sequence[PricedPlan]
+    unfit: Sequence[Alternative]
+    ranked: Sequence[PricedPlan]
+
+
+def choose(space: Space, ways: Ways | None = None, *, time_limit_s: float = 5.0) -> Decision:
+    """The plan with the shortest estimated iteration that fits in memory: the best plan in which calls overlap by
+    themselves, with each way of overlapping that makes its iteration shorter.
+
+    Args:
+        space: of a run (`Space.of_run`).
+        ways: that the plan may use; by default those of `Ways()`.
+        time_limit_s: of the search; where a staleness is allowed, of a second search too. Pricing what it has found,
+            and looking for fused training and streams, take up to 1.25 times as long after it, and one step each at
+            least; listing and pricing the candidates before it is not limited.
+
+    Raises:
+        PlanError: the models fit on no plan; names the smallest cluster on which they fit, or what a vLLM engine's
+            share of a device lacks.
+    """
+    ways = ways or Ways()
+    found = _fitting(space, ways, time_limit_s)
+    best, ladder = found.best, list[Rung]()
+    for way in (_fused, _streaming, _ahead):
+        ladder += way(space, found, best, ways, time_limit_s)
+        best = ladder[-1].fastest if ladder else best
+    return Decision(best, _alternatives(best, ladder, found), found.result, tuple(ladder))
+
+
+# --- the ways, from the lowest rung of the ladder to the highest ------------------------------------------------------
+
+
+def _fused(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+    if ways.fuses:
+        others = [plan for plan in (*found.ranked[:2], *found.presets) if plan.calls != best.calls]
+        yield _fused_among([best, *others], found.problem.candidates, ways, time_limit_s)
+
+
+def _fused_among(
+    plans: Sequence[PricedPlan], candidates: Mapping[str, Sequence[Candidate]], ways: Ways, time_limit_s: float
+) -> Rung:
+    deadline = time.perf_counter() + WAY_SHARE * time_limit_s
+    latest = deadline + WAY_SHARE * time_limit_s
+    return choose_fused(plans[0].space, candidates, plans, deadline, latest, is_allowed=ways.fused_training)
+
+
+def _streaming(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+    if ways.streams and space.cluster.size > 1:  # one device scores after it has generated
+        deadline = time.perf_counter() + WAY_SHARE * time_limit_s
+        plans = [best, *found.presets, *found.ranked[:2]]
+        yield choose_streams(plans, deadline, deterministic=ways.deterministic)
+
+
+def _ahead(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+    """Fused training beside the best staleness, and each staleness. In the given space, whose engines do not sleep
+    because nothing fits otherwise."""
+    if not ways.max_staleness:
+        return
+    most, deterministic = ways.max_staleness, ways.deterministic
+    rung = choose_staleness(space, best, most, deterministic=deterministic, time_limit_s=time_limit_s)
+    if ways.fuses and rung.plans:
+        fused = _fused_among([rung.best], space.candidates(), ways, time_limit_s)
+        rung = replace(rung, plans={**rung.plans, rung.name: fused.fastest})
+        yield fused
+    yield rung
+
+
+def _alternatives(best: PricedPlan, ladder: Sequence[Rung], found: _Found) -> tuple[Alternative, ...]:
+    """The plans that are not chosen: those without a way that is chosen, with another staleness, and with other
+    layouts."""
+    alternatives: list[Alternative] = []
+    below = best  # the best plan without the ways that have been looked at
+    for rung in reversed(ladder):
+        if rung.is_chosen and rung.fastest is below:
+            below = rung.whole
+            alternatives.append(Alternative(below.name, below, f"without {rung.name}, which {rung.worth}"))
+    plans = [plan for rung in ladder if rung.way == STALENESS for plan in rung.plans.values()]
+    plans += sorted(found.presets, key=lambda plan: plan.seconds)
+    fastest = found.ranked[0]
+    other = fastest if below.name != fastest.name else _next_layouts(found.ranked, best)
+    for plan in (*plans, *([other] if other is not None else ())):
+        if plan is not best and not any(plan is known.plan for known in alternatives):
+            name = "next best" if plan is other and other is not fastest else plan.name
+            alternatives.append(Alternative(name, plan, why_not(plan, best)))
+    return (*alternatives, *found.unfit)
+
+
+# --- the plans without them -------------------------------------------------------------------------------------------
+
+
+def _fitting(space: Space, ways: Ways, time_limit_s: float) -> _Found:
+    """The best plans; with engines that sleep, if nothing fits otherwise. Raises `PlanError` as `choose`."""
+    pricing = space.pricing
+    generates_by_vllm = space.generation_engine == "vllm"
+    if generates_by_vllm and pricing.memory is not None and pricing.vllm_share is not None:
+        pricing.memory.check_engine(pricing.vllm_share)  # no cluster is large enough for such an engine
+    try:
+        return _found(space, ways, time_limit_s)
+    except PlanError as error:
+        if pricing.vllm_sleeps is None and pricing.memory is not None and generates_by_vllm:
+            with contextlib.suppress(PlanError):
+                return _found(_sleeping(space), ways, time_limit_s)
+        if isinstance(error, SmallShareError):
+            raise
+        size = smallest_cluster(space)
+        would = (
+            f"{size} of these devices would do."
+            if size
+            else f"{MOST_SUGGESTED_DEVICES} of these devices would not do either."
+        )
+        raise PlanError(*error.problems, *_unsplit(space.splits), would, *_on_one(space)) from None
+
+
+def _sleeping(space: Space) -> Space:
+    """The space with engines that sleep, unless the user has said whether they do."""
+    if space.pricing.vllm_sleeps is not None:
+        return space
+    return replace(space, pricing=replace(space.pricing, vllm_sleeps=True))
+
+
+def _on_one(space: Space) -> tuple[str, ...]:
+    """A remedy that makes the models fit on the only device, in a sentence; none for a larger cluster."""
+    if space.cluster.size > 1:
+        return ()
+    trains = space.graph.train_call(Role.ACTOR)
+    adapted: dict[str, Sequence[ModelSpec]] = dict(space.specs)
+    if trains is not None:
+        adapted[trains] = [replace(spec, trained_share=min(spec.trained_share, ADAPTERS)) for spec in adapted[trains]]
+        frozen = [call.name for call in space.graph.calls if call.role is Role.REFERENCE]
+        adapted |= {name: [replace(spec, is_base=True) for spec in adapted[name]] for name in frozen}
+    narrow: dict[str, Sequence[ModelSpec]] = {
+        name: [_in_16_bits(spec) for spec in of_call] for name, of_call in adapted.items()
+    }
+    remedies = {"adapters for the policy (peft_config; in a recipe use_peft: true)": adapted}
+    remedies["adapters, and models in bfloat16 (dtype of model_init_kwargs, or of a recipe)"] = narrow
+    for remedy, specs in remedies.items():
+        with contextlib.suppress(PlanError):
+            _found(replace(_sleeping(space), specs=specs), Ways(), time_limit_s=1.0)
+            return (f"On this one {remedy} would do.",)
+    return ()
+
+
+def _in_16_bits(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, bytes_per_element=min(spec.bytes_per_element, 2))
+
+
+def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
+    """What of a training call may not be split, in sentences; none if all of it may."""
+    unsplit = {"An adapter that is not plain LoRA is not split by tp.": splits.tensor}
+    unsplit["An adapter whose parameters several layers share is not split by pp."] = splits.stages
+    adapter = tuple(sentence for sentence, allowed in unsplit.items() if not allowed)
+    if splits.elements:
+        return adapter
+    further = "" if splits.parameters else ", nor distributed over pipeline stages"
+    return (
+        *adapter,
+        f"The optimizer needs whole parameters, so the state of what trains is not sharded by ZeRO or tp{further}; "
+        f"with an optimizer such as adamw_torch it can be.",
+    )
+
+
+def _found(space: Space, ways: Ways, time_limit_s: float) -> _Found:
+    """The best plans without further ways of overlapping. Raises `PlanError` if none fits in memory."""
+    overlap = Overlap.of_runs(space.graph, barrier=ways.barrier)
+    problem = Problem(space, space.candidates(), overlap)
+    presets, unfit = _price_presets(problem)
+    starts = [tuple(preset.calls.values()) for preset in presets]
+    result = search(problem, time_limit_s=time_limit_s, starts=starts)
+    deadline = time.perf_counter() + PRICED_SHARE * time_limit_s
+    searched = [problem.priced_plan(result.states[0], "searched", exact=space.is_small)]
+    for state in result.states[1:]:
+        if time.perf_counter() < deadline:
+            searched.append(problem.priced_plan(state, "searched", exact=space.is_small))
+    if space.cluster.size == 1:
+        searched.insert(0, problem.priced_plan(_roomier(problem, result.states[0]), "searched"))
+    ranked = sorted(searched, key=lambda plan: plan.seconds)
+    fastest = ranked[0] if space.is_small else problem.priced_plan(tuple(ranked[0].calls.values()), "searched")
+    error = space.pricing.rates.error if space.cluster.size > 1 else AS_FAST
+    best = _preferred([*sorted(presets, key=lambda plan: plan.seconds), fastest], error)
+    return _Found(problem, result, best, presets, unfit, ranked)
+
+
+def _preferred(plans: Sequence[PricedPlan], error: float) -> PricedPlan:
+    """The fastest plan, but an earlier one if the difference is within the error of the estimates."""
+    fastest = min(plan.seconds for plan in plans)
+    return next(plan for plan in plans if plan.seconds <= fastest * (1 + error))
+
+
+def _roomier(problem: Problem, state: State) -> State:
+    """A state with forwards of as many tokens as the settings allow, and an engine with its usual share, where the
+    memory holds that and a call takes no longer for it than by `AS_FAST`. By formula small matrix products are as fast
+    as large ones, and a cache that is just large enough is as good as a larger one."""
+    for at in reversed(range(len(state))):  # generation last
+        candidate = state[at]
+        for assignment in _roomier_ways(problem, problem.names[at], candidate.assignment):
+            larger = problem.priced(problem.names[at], assignment)
+            changed = (*state[:at], larger, *state[at + 1 :])
+            if larger.seconds <= (1 + AS_FAST) * candidate.seconds and problem.fits(changed):
+                state = changed
+                break
+    return state
+
+
+def _roomier_ways(problem: Problem, name: str, assignment: Assignment) -> Iterator[Assignment]:
+    """The assignment with a larger share of the memory up to `MEMORY_SHARE`, or with larger forwards; the largest
+    first."""
+    strategy, pricing = assignment.strategy, problem.space.pricing
+    if assignment.memory_share is not None:
+        shares = (share for share in pricing.shares if assignment.memory_share < share <= MEMORY_SHARE)
+        yield from (replace(assignment, memory_share=share) for share in sorted(shares, reverse=True))
+    if strategy.micro_batch_tokens is not None:
+        tokens: int | None = None
+        while tokens is None or tokens > strategy.micro_batch_tokens:
+            yield replace(assignment, strategy=replace(strategy, micro_batch_tokens=tokens))
+            tokens = (tokens or pricing.budget(problem.space.graph.call(name).kind, ParallelStrategy())) // 2
+
+
+def _price_presets(problem: Problem) -> tuple[list[PricedPlan], list[Alternative]]:
+    """The presets that fit in memory, each under its fastest ZeRO stage; and those that do not fit."""
+    fitting: list[PricedPlan] = []
+    unfit: list[Alternative] = []
+    space, cluster, graph = problem.space, problem.space.cluster, problem.space.graph
+    for name, preset in (presets_of(graph) if cluster.size > 1 else {"flatten": flatten}).items():
+        by_stage = []
+        for stage in space.training_stages:
+            label = name if stage == 0 else f"{name}, ZeRO-{stage}"
+            plan = preset(cluster, generation_engine=space.generation_engine, zero_stage=stage, graph=graph)
+            if space.pricing.vllm_sleeps:
+                plan = with_sleeping_engines(plan)
+            by_stage.append(problem.priced_plan(problem.state_of(plan.assignments), label, exact=space.is_small))
+        if any(plan.fits for plan in by_stage):
+            fitting.append(min((plan for plan in by_stage if plan.fits), key=lambda plan: plan.seconds))
+        else:
+            smallest = min(by_stage, key=lambda plan: plan.estimate.memory)
+            unfit.append(Alternative(smallest.name, None, too_large(smallest)))
+    return fitting, unfit
+
+
+def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan | None:
+    """The fastest plan whose meshes, engines or layouts differ from the best one's."""
+
+    def layouts(plan: PricedPlan) -> tuple[object, ...]:
+        assignments = [candidate.assignment for candidate in plan.calls.values()]
+        return tuple((a.mesh, a.engine, a.strategy.layout) for a in assignments)
+
+    return next((plan for plan in ranked if layouts(plan) != layouts(best)), None)
+
+
+def smallest_cluster(space: Space) -> int | None:
+    """The smallest cluster, in devices, on which the models fit: the given one doubled until they do; `None` above
+    `MOST_SUGGESTED_DEVICES`."""
+    per_node, size = space.cluster.devices_per_node, 2 * space.cluster.size
+    while size <= MOST_SUGGESTED_DEVICES:
+        cluster = Cluster(max(1, size // per_node), min(size, per_node), space.cluster.memory_gb)
+        try:
+            pricing = replace(_sleeping(space).pricing, cluster=cluster)
+            _found(replace(space, cluster=cluster, pricing=pricing), Ways(), time_limit_s=1.0)
+            return cluster.size
+        except PlanError:
+            size *= 2
+    return None

@@ -1,0 +1,156 @@
+"""`Decision`: the plan to run, the alternatives, and in words why each of them was not chosen.
+
+The choice is made in `choose`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...plan.assignment import Assignment, between_uses
+from ...plan.fused import Fused, joined, parted
+from ..cost.call_cost import PARTS, CallCost
+from .fastest import SearchResult
+from .ladder import NO_MORE, Rung
+from .priced_plan import PricedPlan
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen.
+
+    Args:
+        plan: `None` where it does not fit in memory.
+        reason: why it was not chosen, in a sentence.
+    """
+
+    name: str
+    plan: PricedPlan | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The plan to run and the alternatives.
+
+    Args:
+        search: that found the plan, or of several the one for plans without a staleness.
+        ladder: what each way of overlapping is worth, in the order in which they were tried.
+    """
+
+    best: PricedPlan
+    alternatives: tuple[Alternative, ...]
+    search: SearchResult
+    ladder: tuple[Rung, ...] = ()
+
+    def rung(self, way: str) -> Rung | None:
+        """A way's; `None` where it was not tried."""
+        return next((rung for rung in self.ladder if rung.way == way), None)
+
+    @property
+    def summary(self) -> str:
+        """The chosen plan and its estimate in a sentence, without a capital letter and a full stop."""
+        how = "all of them" if self.search.exhaustive else "a search"
+        return "; ".join(
+            [
+                f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
+                f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)",
+                *(rung.sentence for rung in self.ladder),
+            ]
+        )
+
+
+def why_not(plan: PricedPlan, best: PricedPlan) -> str:
+    """The reason why a plan is not chosen, in a sentence."""
+    if plan.seconds < best.seconds:
+        return f"{1 - plan.seconds / best.seconds:.1%} faster by estimate, {NO_MORE}"
+    return why_slower(plan, best)
+
+
+def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
+    """The main reason why a plan takes longer than the best one, in a sentence."""
+    difference = plan.seconds - best.seconds
+    if difference < 0.0005 * best.seconds:
+        return f"as fast by estimate{_other_layouts(plan, best)}"
+    if difference < 0.01 * best.seconds:
+        return f"{difference / best.seconds:.1%} slower by estimate{_other_layouts(plan, best)}"
+    here, there = (_by_run(priced, plan.fused or best.fused) for priced in (plan, best))
+    slower = {name: here[name].seconds - there[name].seconds for name in here}
+    name = max(slower, key=lambda run: slower[run])
+    if slower[name] > 0.25 * difference:
+        return (
+            f"{name} takes {here[name].seconds:.3g} s on {_places(plan, name)}, not {there[name].seconds:.3g} s on "
+            f"{_places(best, name)}"
+        )
+    moved = sum(plan.estimate.moves.values()) - sum(best.estimate.moves.values())
+    if moved > 0.25 * difference:
+        return f"its reallocations take {moved:.3g} s more"
+    work, best_work = plan.device_seconds, best.device_seconds
+    spent, best_spent = sum(work.values()), sum(best_work.values())
+    if spent / best_spent > (plan.seconds / best.seconds) ** 0.5:  # more work, rather than more idle devices
+        part = max(work, key=lambda cause: work[cause] - best_work.get(cause, 0.0))
+        return f"its calls take {spent:.3g} s of devices, those of the best {best_spent:.3g} s: more of {PARTS[part]}"
+    if best.staleness.versions:
+        return "its calls wait for each other, and those of the best generate for later iterations meanwhile"
+    size = plan.space.cluster.size
+    busy, best_busy = spent / (size * plan.seconds), best_spent / (size * best.seconds)
+    return f"its calls wait for each other: its devices work {busy:.0%} of the time, those of the best {best_busy:.0%}"
+
+
+def _other_layouts(plan: PricedPlan, best: PricedPlan) -> str:
+    """What a plan has where the best one has something else, as the end of a sentence."""
+    other = [name for name in plan.calls if plan.calls[name].assignment != best.calls[name].assignment]
+    if not other:
+        return ""
+    name, *more = sorted(other, key=lambda call: -abs(plan.costs[call].seconds - best.costs[call].seconds))
+    here, there = (priced.calls[name].assignment for priced in (plan, best))
+    places = _places(plan, name), _places(best, name)
+    if places[0] == places[1]:  # they differ in the engine or in what is done between the calls
+        places = f"{places[0]}, engine {here.engine}{_between(here)}", f"engine {there.engine}{_between(there)}"
+    rest = f"; {len(more)} other call{'s' if len(more) > 1 else ''} too" if more else ""
+    return f": {name} on {places[0]}, not {places[1]}{rest}"
+
+
+def _between(assignment: Assignment) -> str:
+    share = "" if assignment.memory_share is None else f" with a share of {assignment.memory_share:g}"
+    between = between_uses(assignment)
+    return f"{f' with {between}' if between else ''}{share}"
+
+
+def _by_run(plan: PricedPlan, fused: Fused) -> dict[str, CallCost]:
+    """The costs of a plan's calls; of these two together: fused, one after the other, or side by side."""
+    costs = plan.run_costs
+    if not fused or plan.fused:
+        return costs
+    pair = [costs.pop(name) for name in fused]
+    one, other = (plan.calls[name].assignment.mesh for name in fused)
+    longer = max(pair, key=lambda cost: cost.seconds)
+    return {**costs, joined(fused): pair[0] + pair[1] if one.overlaps(other) else longer}
+
+
+def _places(plan: PricedPlan, run: str) -> str:
+    """Where the calls of a run are."""
+    assignments = [plan.calls[name].assignment for name in parted(run)]
+    places = " and ".join(dict.fromkeys(f"{each.mesh} ({each.strategy})" for each in assignments))
+    return f"{places}, fused" if plan.fused and joined(plan.fused) == run else places
+
+
+def explain(cost: CallCost) -> str:
+    """The causes of a call's seconds, the largest first, in words and numbers."""
+    parts = sorted(cost.parts.items(), key=lambda item: -item[1])
+    whole = cost.seconds
+    return "; ".join(
+        f"{seconds / whole:.0%} {PARTS[name]} ({seconds:.3g} s)" for name, seconds in parts if seconds > 0.005 * whole
+    )
+
+
+def too_large(plan: PricedPlan) -> str:
+    """Why a plan does not fit in memory, in words."""
+    memory, estimate = plan.space.pricing.memory, plan.estimate
+    usable = memory.usable if memory else 0.0
+    largest = sorted(estimate.holds, key=lambda name: -estimate.holds[name])[:3]
+    parts = ", ".join(f"{name} {estimate.holds[name] / 1e9:.1f}" for name in largest)
+    return (
+        f"device {estimate.fullest} would hold {estimate.memory / 1e9:.1f} GB ({parts}), and has {usable / 1e9:.0f} GB "
+        f"for a plan"
+    )

@@ -1,0 +1,280 @@
+"""What it is worth to train two models in fused pipelines: which two assignments of the calls that train, and how the
+other calls are placed then.
+
+A mesh and a split that are slow for each call alone can be the best for both together, so all pairs of pipelines on a
+plan's meshes are looked at, by the lower bound of their schedules. The best plans are then priced by a schedule that is
+searched. Whether one of them is run is decided in `choose`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ...common.errors import PlanError
+from ...plan.assignment import Assignment, in_place
+from ...plan.cluster import DeviceMesh, check_mesh
+from ...plan.dataflow import CallKind, DataflowGraph
+from ...plan.fused import ENGINE, Fused, order_problems
+from ...plan.staleness import calls_ahead, devices_ahead
+from .fused_cost import Pair, fused_prices
+from .ladder import FUSED, STALENESS, Rung
+from .priced_plan import PricedPlan
+from .problem import Problem
+from .space import Candidate, Space, State
+
+
+PAIRS = 4  # that are kept of those on a mesh: the fastest, and the one with the least memory
+SPLIT = 3  # candidates of a call with the same split that are looked at: the fastest, and the one with the least memory
+SEARCHED = 3  # plans whose schedules are searched
+FASTEST, SMALL = 12, 6  # candidates of another call that are tried, besides those on the plan's meshes
+PLACING_ROUNDS = 4  # at most, in which the other calls are placed one by one
+NOT_ALLOWED = "not chosen on GPUs, on which it has never run, without fused_training: true"
+
+
+def may_fuse(setting: bool | None, *, on_gpus: bool) -> bool:
+    """Whether a plan with fused training may be chosen.
+
+    Args:
+        setting: `fused_training` of the config; `None` where it is left out.
+    """
+    return not on_gpus if setting is None else setting  # it has never run over NCCL (docs/hardware.md)
+
+
+def pair_of(graph: DataflowGraph) -> Fused:
+    """The two calls of a graph that train; empty if it has more or fewer, or if one needs what the other trains."""
+    trains = [name for name in graph.order if graph.call(name).trains]
+    if len(trains) != 2 or any(order_problems(graph, (trains[0], trains[1]))):
+        return ()
+    return trains[0], trains[1]
+
+
+def why_none(space: Space) -> str:
+    """Why no plan of a space can fuse two calls, in words; an empty text where one may."""
+    pair = pair_of(space.graph)
+    if not pair:
+        return "the algorithm has no two calls that could train at the same time"
+    if space.cluster.size == 1:
+        return "one device is no pipeline"
+    if ENGINE not in space.engines:
+        return f"only engine {ENGINE} has pipeline stages, and it is not among the engines of this run"
+    if any(len(space.specs.get(name, ())) != 1 for name in pair):
+        return "each of both calls has to train one model"
+    return ""
+
+
+def choose_fused(
+    space: Space,
+    candidates: Mapping[str, Sequence[Candidate]],
+    plans: Sequence[PricedPlan],
+    deadline: float,
+    latest: float = math.inf,
+    *,
+    is_allowed: bool = True,
+) -> Rung:
+    """The best plan with fused training.
+
+    Args:
+        candidates: of each call (`Space.candidates`).
+        plans: without fused calls and streams. Their meshes are tried, with their other calls as a start. The first one
+            is what fused training is compared with; the others have its staleness.
+        deadline: of `time.perf_counter`, after which no further pair of pipelines is tried.
+        latest: of `time.perf_counter`, after which no further schedule is searched.
+        is_allowed: whether it may be chosen.
+    """
+    whole = plans[0]
+    versions = whole.staleness.versions
+    name = f"{FUSED}, {STALENESS} {versions}" if versions else FUSED
+    if reason := why_none(space):
+        return Rung(name, whole, reason=reason)
+    search = _FusedSearch(space, candidates, whole)
+    for plan in plans:
+        search.look_at(plan, deadline)
+    found = search.plans()
+    if not found:
+        return Rung(name, whole, reason=search.why_nothing)
+    limit = whole.seconds / (1 + space.pricing.rates.error)
+    promising = [plan for plan in found if plan.seconds < limit]
+    searched: list[PricedPlan] = []
+    for plan in promising:
+        if time.perf_counter() < latest:
+            searched.append(search.exact(plan))
+    if promising and not searched:
+        return Rung(name, whole, reason="no time was left to search its schedules")
+    fused = min(searched or found[:1], key=lambda plan: plan.seconds)
+    return Rung(name, whole, {name: fused}, refusal="" if is_allowed else NOT_ALLOWED)
+
+
+class _FusedSearch:
+    """The best plans that fuse the two calls that train, by the bound of their schedules."""
+
+    def __init__(self, space: Space, candidates: Mapping[str, Sequence[Candidate]], whole: PricedPlan) -> None:
+        self.space, self.candidates, self.whole = space, candidates, whole
+        self.fused, graph = pair_of(space.graph), space.graph
+        self.problem = Problem(space, candidates, whole.overlap, self.fused)
+        self.exact_problem = Problem(space, candidates, whole.overlap, self.fused, exact_fused=True)
+        self.prices = fused_prices(space, self.fused)
+        self.places = [self.problem.names.index(name) for name in self.fused]
+        is_ahead = whole.staleness.versions > 0
+        assignments = {name: candidate.assignment for name, candidate in whole.calls.items()}
+        self.taken = devices_ahead(graph, assignments) if is_ahead else frozenset[int]()
+        fixed = {*self.fused, *(calls_ahead(graph) if is_ahead else ())}
+        self.others = [at for at, name in enumerate(self.problem.names) if name not in fixed]
+        self.has_pairs = False
+        self._pairs: dict[int, list[Pair]] = {}  # by number of devices, on the first ones
+        self._placed: dict[DeviceMesh, list[Pair]] = {}
+        self._lists: dict[int, tuple[list[Candidate], list[Candidate], list[Candidate]]] = {}
+        self._scoring: dict[tuple[str, Assignment], Candidate] = {}
+        self._states: dict[tuple[object, ...], tuple[float, State]] = {}
+
+    @property
+    def why_nothing(self) -> str:
+        if not self.has_pairs:
+            return "no mesh has two pipelines of both models that could be fused"
+        return "the stages of both models and the activations of both do not fit in a device's memory"
+
+    def look_at(self, plan: PricedPlan, deadline: float) -> None:
+        """Try the pairs of pipelines on the meshes of a plan, one at least."""
+        start = tuple(plan.calls[name] for name in self.problem.names)
+        for mesh in self._meshes(start):
+            for pair in self._pairs_on(mesh):
+                if self._states and time.perf_counter() >= deadline:
+                    return
+                state = list(start)
+                for at, candidate in zip(self.places, pair, strict=True):
+                    state[at] = candidate
+                weight, improved = self._improved(tuple(state))
+                self._states.setdefault(tuple(c.assignment for c in improved), (weight, improved))
+
+    def plans(self) -> list[PricedPlan]:
+        """The best plans that fit in memory, the fastest first."""
+        best = sorted(self._states.values(), key=lambda item: item[0])[:SEARCHED]
+        priced = [self._priced(self.problem, state) for _, state in best]
+        return sorted((plan for plan in priced if plan.fits), key=lambda plan: plan.seconds)
+
+    def exact(self, plan: PricedPlan) -> PricedPlan:
+        """The same plan, priced by a schedule that is searched."""
+        return self._priced(self.exact_problem, tuple(plan.calls.values()))
+
+    def _priced(self, problem: Problem, state: State) -> PricedPlan:
+        versions = self.whole.staleness.versions
+        name = f"fused, staleness {versions}" if versions else "fused"
+        return problem.priced_plan(state, name, exact=self.space.is_small).with_staleness(self.whole.staleness)
+
+    def _meshes(self, state: State) -> Iterator[DeviceMesh]:
+        """The smallest that has both calls, the whole cluster or all devices that train, and those of each call."""
+        one, other = (state[at].assignment.mesh for at in self.places)
+        free = [device for device in range(self.space.cluster.size) if device not in self.taken]
+        hull = DeviceMesh(min(one.first, other.first), max(one.last, other.last) + 1 - min(one.first, other.first))
+        for mesh in dict.fromkeys((hull, DeviceMesh(free[0], free[-1] + 1 - free[0]), one, other)):
+            with contextlib.suppress(PlanError):
+                check_mesh(mesh, self.space.cluster)
+                if not self.taken.intersection(mesh.devices):
+                    yield mesh
+
+    def _pairs_on(self, mesh: DeviceMesh) -> list[Pair]:
+        if mesh.size not in self._pairs:
+            self._pairs[mesh.size] = self._pairs_of(mesh.size)
+        if mesh not in self._placed:
+            self._placed[mesh] = [
+                (
+                    Candidate(replace(one.assignment, mesh=mesh), one.cost),
+                    Candidate(replace(other.assignment, mesh=mesh), other.cost),
+                )
+                for one, other in self._pairs[mesh.size]
+            ]
+        return self._placed[mesh]
+
+    def _pairs_of(self, size: int) -> list[Pair]:
+        """The best pairs on so many devices that fit in memory by themselves, and the one that takes the least."""
+        calls = [self.space.graph.call(name) for name in self.fused]
+        first, second = (_best_of_split(self.space.pipelines(call, size)) for call in calls)
+        memory, priced = self.space.pricing.memory, []
+        for number, (one, other) in enumerate(itertools.product(first, second)):
+            a, b = one.assignment.strategy, other.assignment.strategy
+            if a.tp != b.tp or max(a.pp, b.pp) % min(a.pp, b.pp):
+                continue
+            self.has_pairs = True
+            cost = self.prices.price((one, other)).cost
+            held = one.cost.static + other.cost.static + cost.transient
+            if memory is None or held <= memory.usable:
+                priced.append((cost.seconds, held, number, (one, other)))
+        priced.sort()
+        best = priced[:PAIRS]
+        smallest = min(priced[PAIRS:], key=lambda item: item[1], default=None)
+        if smallest is not None and smallest[1] < min(held for _, held, *_ in best):
+            best.append(smallest)
+        return [pair for *_, pair in best]
+
+    def _improved(self, state: State) -> tuple[float, State]:
+        """The state with the best candidates of the other calls, found one by one, and its weight."""
+        weight = self.problem.weight(state)
+        for _ in range(PLACING_ROUNDS):
+            before = weight
+            for at in self.others:
+                for candidate in self._options(state, at):
+                    changed = (*state[:at], candidate, *state[at + 1 :])
+                    if (other := self.problem.weight(changed)) < weight * (1 - 1e-9):
+                        weight, state = other, changed
+            if weight == before:
+                break
+        return weight, state
+
+    def _options(self, state: State, at: int) -> list[Candidate]:
+        """The candidates of a call that are tried: the fastest, those with the least memory, and those on the meshes of
+        the state."""
+        fast, small, others = self._sorted_candidates(at)
+        meshes = {candidate.assignment.mesh for candidate in state}
+        return [
+            *self._in_place(state, at),
+            *fast,
+            *small,
+            *(candidate for candidate in others if candidate.assignment.mesh in meshes),
+        ]
+
+    def _sorted_candidates(self, at: int) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
+        """The fastest candidates of a call, of the others those with the least memory, and the rest."""
+        if at not in self._lists:
+            able = [
+                candidate
+                for candidate in self.candidates[self.problem.names[at]]
+                if not self.taken.intersection(candidate.assignment.mesh.devices)
+            ]
+            rest = sorted(able[FASTEST:], key=lambda c: c.cost.static + c.cost.transient)
+            self._lists[at] = able[:FASTEST], rest[:SMALL], rest[SMALL:]
+        return self._lists[at]
+
+    def _in_place(self, state: State, at: int) -> Iterator[Candidate]:
+        """Scoring by the parameters where the fused training has them."""
+        call = self.space.graph.call(self.problem.names[at])
+        trained = self.space.graph.train_call(call.role)
+        if call.kind is not CallKind.FORWARD or trained not in self.fused:
+            return
+        home = state[self.problem.names.index(trained)].assignment
+        strategy = replace(home.strategy, zero_stage=0, micro_batch_tokens=None)
+        assignment = Assignment(home.mesh, strategy, home.engine)
+        if in_place(home, assignment):
+            yield self._scored(call.name, assignment)
+
+    def _scored(self, name: str, assignment: Assignment) -> Candidate:
+        key = name, assignment
+        if key not in self._scoring:
+            self._scoring[key] = self.problem.priced(name, assignment)
+        return self._scoring[key]
+
+
+def _best_of_split(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of each split the fastest candidates, and the one with the least memory."""
+    by_split: dict[tuple[int, ...], list[Candidate]] = defaultdict(list)
+    for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
+        by_split[candidate.assignment.strategy.layout].append(candidate)
+    best: list[Candidate] = []
+    for alike in by_split.values():
+        smallest = min(alike, key=lambda c: c.cost.static + c.cost.transient)
+        best += alike[:SPLIT] if smallest in alike[:SPLIT] else [*alike[: SPLIT - 1], smallest]
+    return best

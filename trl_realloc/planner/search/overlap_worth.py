@@ -1,0 +1,157 @@
+"""The ladder of a decision in words, for `trl-realloc plan --explain`: rows and sentences of the ways of letting calls
+overlap, and the reasons of the choice.
+
+The choice itself is in `choose`; this adds the plans that it had no reason to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...plan.algorithm_graphs import has_host_loop
+from ...plan.dataflow import DataflowGraph
+from ...plan.model_spec import ModelSpec
+from ...plan.streams import early_call
+from .ahead_choice import choose_staleness
+from .choose import choose
+from .decision import Decision
+from .ladder import SAME, STALENESS, Rung, Ways, ages, saving
+from .priced_plan import PricedPlan
+
+
+UNCORRECTED = "the loss is not corrected for old completions: vllm_importance_sampling_correction is false"
+LOOKED_AT = 4  # updates: the least staleness up to which plans are shown, also where fewer are allowed
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way of letting calls overlap.
+
+    Args:
+        plan: the best plan that uses it; `None` where there is none.
+        verdict: that it is chosen, or why it is not.
+    """
+
+    name: str
+    plan: PricedPlan | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class OverlapWorth:
+    """The ladder of a job in words.
+
+    Args:
+        decision: for the job.
+        ways: that were allowed.
+        stale_graph: of a run with a staleness, which may have `actor.forward`.
+        stale_specs: the models that each call of it runs, by the call's name.
+        corrects: the run corrects its loss for old rollouts, or may.
+        time_limit_s: of each further search.
+    """
+
+    decision: Decision
+    ways: Ways
+    stale_graph: DataflowGraph
+    stale_specs: Mapping[str, Sequence[ModelSpec]]
+    corrects: bool = True
+    time_limit_s: float = 5.0
+
+    @property
+    def whole(self) -> PricedPlan:
+        """The best plan without further ways."""
+        return self.decision.ladder[0].whole if self.decision.ladder else self.decision.best
+
+    @cached_property
+    def apart(self) -> PricedPlan:
+        """The best plan in which an iteration begins when the one before has ended."""
+        ways = Ways(barrier=True, deterministic=self.ways.deterministic, fuses=False, streams=False)
+        return choose(self.whole.space, ways, time_limit_s=self.time_limit_s).best
+
+    @cached_property
+    def ladder(self) -> tuple[Rung, ...]:
+        """The decision's, with a staleness of more updates than are allowed."""
+        return (*(rung for rung in self.decision.ladder if rung.way != STALENESS), self._staleness())
+
+    def _staleness(self) -> Rung:
+        known, most = self.decision.rung(STALENESS), max(self.ways.max_staleness, LOOKED_AT)
+        whole = self.decision.best if known is None else known.whole
+        if not self.corrects:
+            return Rung(STALENESS, whole, reason=UNCORRECTED)
+        if known is not None and (self.ways.max_staleness >= most or not known.plans):
+            return known
+        space = replace(self.whole.space, graph=self.stale_graph, specs=self.stale_specs)
+        deterministic, limit_s = self.ways.deterministic, self.time_limit_s
+        found = choose_staleness(space, whole, most, deterministic=deterministic, time_limit_s=limit_s)
+        return replace(found, plans={**found.plans, **(known.plans if known is not None else {})})
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """In the order in which the ways were tried; the first one is what the savings refer to."""
+        rows = [Row("one iteration after the other", self.apart, self._verdict(self.apart))]
+        if not self._in_turn:
+            rows.append(Row("the next generation begins early", self.whole, self._verdict(self.whole)))
+        return (*rows, *(row for rung in self.ladder for row in self._rows_of(rung)))
+
+    def _rows_of(self, rung: Rung) -> Iterator[Row]:
+        if not rung.plans:
+            yield Row(rung.way, None, rung.reason)
+        for name, plan in rung.plans.items():
+            verdict = self._verdict(plan)
+            if rung.refusal and plan.seconds < self.decision.best.seconds:
+                verdict += f"; {rung.refusal}"
+            yield Row(name, plan, f"by a lower bound {verdict}" if plan.is_bound else verdict)
+
+    @property
+    def _in_turn(self) -> bool:
+        """True if the loop of another library asks for the generation, so that none begins early."""
+        return has_host_loop(self.whole.space.graph)
+
+    def _verdict(self, plan: PricedPlan) -> str:
+        best, error = self.decision.best, self.whole.space.pricing.rates.error
+        if plan is best:
+            return "chosen"
+        if self._is_beyond(plan):
+            return f"{_would(plan, best)}; you allow {self.ways.max_staleness} (max_staleness)"
+        slower = plan.seconds / best.seconds - 1
+        if slower >= 0:
+            return "as fast as the chosen plan" if slower < SAME else f"{slower:.0%} slower than the chosen plan"
+        gain = 1 - plan.seconds / best.seconds
+        return f"{gain:.1%} faster than the chosen plan; differences below {error:.0%} do not count"
+
+    def _is_beyond(self, plan: PricedPlan) -> bool:
+        return plan.staleness.versions > self.ways.max_staleness
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The steps in which the plan was chosen."""
+        whole, best, search = self.whole, self.decision.best, self.decision.search
+        early = early_call(whole.space.graph, {name: c.assignment for name, c in whole.calls.items()})
+        cannot = "TRL's loop asks for it" if self._in_turn else "its engine sleeps or is not vLLM's"
+        begins = "begins early" if early and not self._in_turn else f"cannot begin early, because {cannot}"
+        found = "all plans" if search.exhaustive else f"{search.evaluations:,} plans"
+        differs = abs(1 - best.seconds / self.apart.seconds) >= SAME
+        saved = f", which {saving(best, self.apart)}" if differs else ""
+        return (
+            f"Where calls run: the plan {whole.name!r}, {whole.seconds:.3g} s; of {found} the fastest that fits in "
+            f"memory, or a preset as fast as estimates can tell.",
+            f"Iterations: the next generation {begins}, which {saving(whole, self.apart)}.",
+            *(f"{text[0].upper()}{text[1:]}." for text in map(self._sentence_of, self.ladder)),
+            f"Chosen: the plan {best.name!r}, {best.seconds:.3g} s{saved}.",
+        )
+
+    def _sentence_of(self, rung: Rung) -> str:
+        """The saving of a way, and the first of its plans with a larger staleness than is allowed."""
+        allowed = {name: plan for name, plan in rung.plans.items() if not self._is_beyond(plan)}
+        parts = [replace(rung, plans=allowed).sentence] if allowed or not rung.plans else []
+        for name, plan in [item for item in rung.plans.items() if self._is_beyond(item[1])][:1]:
+            would = _would(plan, self.decision.best)
+            parts.append(f"{name} {would} ({ages(plan)}); you allow {self.ways.max_staleness} (max_staleness)")
+        return "; ".join(parts)
+
+
+def _would(plan: PricedPlan, best: PricedPlan) -> str:
+    share = 1 - plan.seconds / best.seconds
+    return f"would save {share:.0%}" if share >= SAME else "would save nothing"

@@ -1,0 +1,166 @@
+"""`PricedPlan`: a combination of assignments with its estimate, and the estimate of how its calls overlap.
+
+The estimate of a combination without streams and staleness is made in `problem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.fused import Fused, joined, parted, together
+from ...plan.staleness import Staleness
+from ...plan.streams import Streams
+from ...plan.timeline import Timeline
+from ..cost.call_cost import CallCost
+from ..iteration.ahead_simulation import AheadIterations, simulate_ahead
+from ..iteration.simulate import Overlap, spans_of, steady_times, tasks_of
+from ..iteration.stream_cost import StreamPrices
+from ..iteration.stream_simulation import StreamedIteration, simulate_streams
+from .fused_cost import FusedCost
+from .space import Candidate, Space
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimate of one combination of candidates.
+
+    Args:
+        seconds: of an iteration after the first ones.
+        moves: seconds of each reallocation, by the call that receives the parameters.
+        memory: bytes that the fullest device holds.
+        fullest: the number of that device.
+        holds: the parts of `memory`: of each call what it holds during the whole iteration, and, each under its name,
+            what the call with the most adds while it runs, the processes' contexts and the communicators.
+        mean_age, oldest: updates from the policy that drew a token to the one that is trained on it: the mean over the
+            tokens, and the most. 0 without a staleness.
+    """
+
+    seconds: float
+    moves: Mapping[str, float]
+    memory: float
+    fullest: int
+    holds: Mapping[str, float] = field(default_factory=dict)
+    mean_age: float = 0.0
+    oldest: int = 0
+
+
+@dataclass(frozen=True)
+class PricedPlan:
+    """A combination of candidates with its estimate.
+
+    Args:
+        calls: the candidate of each call, by the call's name.
+        barrier, streams, staleness, fused: of the plan.
+        fused_cost: of the calls that the plan fuses; `None` if it fuses none.
+    """
+
+    name: str
+    space: Space
+    calls: Mapping[str, Candidate]
+    estimate: Estimate
+    barrier: bool = False
+    streams: Streams | None = None
+    staleness: Staleness = Staleness()
+    fused: Fused = ()
+    fused_cost: FusedCost | None = None
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """Raises `PlanError` where no engine of this package can do an assignment (`Space.deep_generation`)."""
+        assignments = {name: candidate.assignment for name, candidate in self.calls.items()}
+        cluster, graph = self.space.cluster, self.space.graph
+        overlap = self.streams, self.barrier, self.staleness, self.fused
+        return ExecutionPlan(cluster, assignments, graph, self.name, *overlap)
+
+    @property
+    def overlap(self) -> Overlap:
+        """Of its iterations."""
+        return Overlap.of_runs(self.space.graph, barrier=self.barrier)
+
+    @property
+    def costs(self) -> dict[str, CallCost]:
+        """Of each call by itself, also of those that the plan fuses."""
+        return {name: candidate.cost for name, candidate in self.calls.items()}
+
+    @property
+    def run_costs(self) -> dict[str, CallCost]:
+        """Of each call, and under their `joined` name of the two that the plan fuses."""
+        costs = self.costs
+        return {
+            joined(names): costs[names[0]] if len(names) == 1 or self.fused_cost is None else self.fused_cost.cost
+            for names in together(self.fused, self.space.graph.order)
+        }
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.seconds
+
+    @property
+    def is_bound(self) -> bool:
+        """True if the seconds are a lower bound, because the schedule of fused calls was not searched."""
+        return self.fused_cost is not None and self.fused_cost.found is None
+
+    @property
+    def device_seconds(self) -> dict[str, float]:
+        """The calls' seconds by cause, each multiplied by the number of devices of the call's mesh."""
+        spent: dict[str, float] = {}
+        for name, cost in self.run_costs.items():
+            for part, seconds in cost.parts.items():
+                spent[part] = spent.get(part, 0.0) + seconds * self.calls[parted(name)[0]].assignment.mesh.size
+        return spent
+
+    @property
+    def fits(self) -> bool:
+        memory = self.space.pricing.memory
+        return memory is None or self.estimate.memory <= memory.usable
+
+    def streamed(self) -> StreamedIteration:
+        """An iteration sample by sample, of a plan that has streams."""
+        seconds = {name: cost.seconds for name, cost in self.run_costs.items()}
+        prices = StreamPrices.of(self.plan, self.space.specs, self.space.pricing)
+        return simulate_streams(prices, seconds, self.estimate.moves)
+
+    def with_streams(self, streams: Streams | None) -> PricedPlan:
+        """The same assignments with these streams, and the seconds that an iteration takes then. Each device holds as
+        much as without streams, because an engine that sleeps between its calls gives its memory back before its
+        devices score. Raises `PlanError` where the plan cannot have the streams."""
+        assert self.streams is None, "the estimate of a plan without streams"
+        changed = replace(self, streams=streams)
+        if streams is None or not changed.plan.streamed:
+            return changed
+        estimate = replace(self.estimate, seconds=changed.streamed().seconds)
+        return replace(changed, estimate=estimate)
+
+    def ahead(self) -> AheadIterations:
+        """Some iterations of a plan that has a staleness."""
+        return simulate_ahead(self.plan, self.space.specs, self.space.pricing, self.run_costs, self.estimate.moves)
+
+    def with_staleness(self, staleness: Staleness) -> PricedPlan:
+        """The same assignments with this staleness, the seconds that an iteration takes then, and the tokens' ages.
+        Each device holds as much as without. Raises `PlanError` where the plan cannot have it."""
+        assert not self.staleness.versions, "the estimate of a plan without staleness"
+        if not staleness.versions:
+            return self
+        changed = replace(self, staleness=staleness)
+        found = changed.ahead()
+        estimate = replace(self.estimate, seconds=found.seconds, mean_age=found.mean_age, oldest=found.oldest)
+        return replace(changed, estimate=estimate)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The expected timeline of one iteration after the first ones; of several with a staleness. As in a measured
+        one, a span begins when its samples are there."""
+        if self.staleness.versions:
+            return Timeline(self.ahead().spans)
+        if self.streams is not None:
+            return Timeline(self.streamed().spans)
+        costs = self.run_costs
+        seconds = {name: cost.seconds for name, cost in costs.items()}
+        waiting = {name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in costs.items() if cost.seconds}
+        plan, sharing = self.plan, self.space.pricing.rates.sharing
+        tasks, per_node = tasks_of(plan, seconds, self.estimate.moves), plan.cluster.devices_per_node
+        _, times = steady_times(tasks, overlap=Overlap.of(plan), sharing=sharing, devices_per_node=per_node)
+        spans = [span for task, of_task in zip(tasks, times, strict=True) for span in spans_of(task, of_task)]
+        return Timeline(replace(span, start=span.start + waiting.get(span.call, 0.0) * span.seconds) for span in spans)

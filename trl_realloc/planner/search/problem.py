@@ -1,0 +1,207 @@
+"""Estimates a combination of one assignment for each call: seconds of an iteration, reallocations, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...plan.algorithm_graphs import has_host_loop
+from ...plan.assignment import Assignment, in_place
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.fused import Fused
+from ...plan.model_spec import ModelSpec
+from ...plan.streams import early_call
+from ...realloc.layout import layout_of
+from ...realloc.schedule import make_schedule, schedule_seconds
+from ..cost.pricing import Pricing
+from ..cost.reallocation_cost import move_seconds, quick_move_seconds
+from ..iteration.simulate import GraphTasks, Overlap, Task, steady_seconds
+from .fused_cost import FusedCost, fused_prices
+from .plan_memory import PlanMemory
+from .priced_plan import Estimate, PricedPlan
+from .space import Candidate, Space, State
+
+
+# Seconds in which the schedule that a reallocation is priced by has to be made. Others go from a part on each of a
+# thousand devices to each of a thousand: there the bound is within 1 % of the schedule's time.
+MOST_SCHEDULE_S = 2.0
+
+
+@dataclass
+class Problem:
+    """A space with its candidates, and the graph in the form in which `estimate` needs it.
+
+    Args:
+        candidates: the assignments that each call may have, by the call's name.
+        overlap: of iterations.
+        fused: two calls that train together. Their candidates in a state must be such that a plan can fuse them.
+        exact_fused: price them by a schedule that is searched; otherwise by the lower bound of all schedules.
+    """
+
+    space: Space
+    candidates: Mapping[str, Sequence[Candidate]]
+    overlap: Overlap = Overlap.GENERATION
+    fused: Fused = ()
+    exact_fused: bool = False
+    evaluations: int = 0
+    # by ids, with the candidates, so that their ids stay theirs
+    _moves: dict[tuple[int, int, bool], tuple[Candidate, Candidate, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._graph_tasks = GraphTasks(self.space.graph, self.fused)
+        self.names = self._graph_tasks.names
+        self._fused = tuple(map(self.names.index, self.fused))
+        self._fused_costs: dict[tuple[int, ...], tuple[tuple[Candidate, ...], FusedCost]] = {}
+        self._data, self._home = self._graph_tasks.data, self._graph_tasks.home
+        depth: list[int] = []  # the longest chain of calls that each call waits for
+        for producers in self._data:
+            depth.append(1 + max((depth[at] for at in producers), default=-1))
+        self.levels = [
+            [at for at, call_depth in enumerate(depth) if call_depth == level] for level in sorted(set(depth))
+        ]
+        self._memory = PlanMemory(self.space, self.fused)
+        self._edges = self._memory.edges
+
+    def estimate(self, state: State, *, exact_moves: bool = False) -> Estimate:
+        self.evaluations += 1
+        moves = {target: self._move(state, source, target, exact_moves) for source, target in self._edges}
+        stays = {target for target, seconds in moves.items() if seconds < 0}
+        seconds = self._seconds(state, moves)
+        memory, fullest = self.memory(state, stays)
+        named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
+        return Estimate(float(seconds), named, memory, fullest)
+
+    def _seconds(self, state: State, moves: Mapping[int, float]) -> float:
+        """Seconds of an iteration.
+
+        Args:
+            moves: of each reallocation, by the place of the call that receives the parameters.
+        """
+        tasks, sharing = self._tasks(state, moves), self.space.pricing.rates.sharing
+        per_node = self.space.cluster.devices_per_node
+        return steady_seconds(tasks, overlap=self.overlap, sharing=sharing, devices_per_node=per_node)
+
+    def weight(self, state: State) -> float:
+        """What the search minimises: seconds, or for a plan that does not fit in memory 1e9 times the share by which it
+        exceeds the memory, which is more than any plan that fits."""
+        estimate = self.estimate(state)
+        memory = self.space.pricing.memory
+        if memory is not None and estimate.memory > memory.usable:
+            return 1e9 * estimate.memory / memory.usable
+        return estimate.seconds
+
+    def fits(self, state: State) -> bool:
+        """Whether a state fits in memory."""
+        memory = self.space.pricing.memory
+        return memory is None or self.estimate(state).memory <= memory.usable
+
+    def _move(self, state: State, source: int, target: int, exact: bool) -> float:
+        """Seconds of a reallocation; negative where both assignments have the same layout."""
+        home, other = state[source], state[target]
+        key = (id(home), id(other), exact)
+        if key not in self._moves:
+            factor = self.space.pricing.corrections.move(self.names[target])
+            is_reversed = self.names[source] in self.fused[1:]
+            seconds = factor * self._priced_move(
+                home, other, self._sent(source, target), exact, is_reversed=is_reversed
+            )
+            self._moves[key] = home, other, seconds
+        return self._moves[key][2]
+
+    def _sent(self, source: int, target: int) -> Iterator[ModelSpec]:
+        """The parameters that a reallocation sends: the source's, in the target's dtype if that is narrower."""
+        specs = self.space.specs
+        for sent, taken in zip(specs.get(self.names[source], ()), specs.get(self.names[target], ()), strict=False):
+            narrower = min(sent.bytes_per_element, taken.bytes_per_element)
+            yield sent if narrower == sent.bytes_per_element else replace(sent, bytes_per_element=narrower)
+
+    def _priced_move(
+        self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool, *, is_reversed: bool
+    ) -> float:
+        """Args:
+        is_reversed: the home's pipeline stages lie in reverse.
+        """
+        if in_place(home.assignment, other.assignment):
+            return -1.0
+        pricing = self.space.pricing
+        seconds = 0.0
+        for spec in specs:
+            if exact:
+                source = layout_of(home.assignment, spec, is_reversed=is_reversed)
+                layouts = source, layout_of(other.assignment, spec)
+                if schedule_seconds(*layouts) <= MOST_SCHEDULE_S:
+                    seconds += move_seconds(make_schedule(self.space.cluster, *layouts), pricing.rates)
+                    continue
+            seconds += quick_move_seconds(spec, home.assignment, other.assignment, pricing)
+        return seconds
+
+    def _tasks(self, state: State, moves: Mapping[int, float]) -> list[Task]:
+        early = early_call(self.space.graph, {n: c.assignment for n, c in zip(self.names, state, strict=True)})
+        seconds = [
+            state[run[0]].seconds if len(run) == 1 else self.fused_cost(state).cost.seconds
+            for run in self._graph_tasks.runs
+        ]
+        return self._graph_tasks.tasks([candidate.assignment.mesh for candidate in state], seconds, moves, early)
+
+    def fused_cost(self, state: State) -> FusedCost:
+        """Of the two fused calls of a state."""
+        pair = tuple(state[at] for at in self._fused)
+        key = tuple(map(id, pair))
+        if key not in self._fused_costs:
+            cost = fused_prices(self.space, self.fused).price((pair[0], pair[1]), exact=self.exact_fused)
+            self._fused_costs[key] = pair, cost  # the candidates too, so that their ids stay theirs
+        return self._fused_costs[key][1]
+
+    def memory(self, state: State, stays: Collection[int]) -> tuple[float, int]:
+        """As `PlanMemory.fullest`."""
+        return self._memory.fullest(state, stays, self._fused_transient(state))
+
+    def _fused_transient(self, state: State) -> float:
+        return self.fused_cost(state).cost.transient if self._fused else 0.0
+
+    def priced_plan(self, state: State, name: str, *, exact: bool = True) -> PricedPlan:
+        """The state with its estimate. `drop` is removed from calls that run in their role's training layout.
+
+        Args:
+            exact: price reallocations by their transfer schedules where these are made within `MOST_SCHEDULE_S`;
+                otherwise by a bound.
+        """
+        for source, target in self._edges:
+            assignment = state[target].assignment
+            vllm = assignment.engine == "vllm"  # which has weights of its own wherever it runs
+            if assignment.drop and not vllm and in_place(state[source].assignment, assignment):
+                kept = self.priced(self.names[target], replace(assignment, drop=False))
+                state = (*state[:target], kept, *state[target + 1 :])
+        estimate = self.estimate(state, exact_moves=exact)
+        holds = self._memory.holds(state, self._memory.stays(state), estimate.fullest, self._fused_transient(state))
+        estimate = replace(estimate, holds=holds)
+        barrier = self.overlap is Overlap.NONE and not has_host_loop(self.space.graph)
+        calls = dict(zip(self.names, state, strict=True))
+        fused_cost = self.fused_cost(state) if self.fused else None
+        return PricedPlan(name, self.space, calls, estimate, barrier, fused=self.fused, fused_cost=fused_cost)
+
+    def state_of(self, assignments: Mapping[str, Assignment]) -> State:
+        """The state that a written plan's assignments make."""
+        return tuple(self.priced(name, assignments[name]) for name in self.names)
+
+    def priced(self, name: str, assignment: Assignment) -> Candidate:
+        """A call under an assignment."""
+        space = self.space
+        return Candidate(assignment, space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignment))
+
+
+def estimate_plan(
+    plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, *, exact: bool = True
+) -> PricedPlan:
+    """A written plan with its estimate.
+
+    Args:
+        exact: as `Problem.priced_plan`'s.
+
+    Raises:
+        PlanError: the profile has no measurements of a model, or of a split.
+    """
+    space = Space(plan.cluster, plan.graph, specs, pricing)
+    problem = Problem(space, {}, Overlap.of(plan), plan.fused, exact_fused=True)
+    priced = problem.priced_plan(problem.state_of(plan.assignments), plan.name, exact=exact)
+    return priced.with_staleness(plan.staleness).with_streams(plan.streams)

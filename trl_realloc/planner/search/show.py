@@ -1,0 +1,146 @@
+"""Shows what the planner decided: tables of the plan and its alternatives, the cost of a call, a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from ...plan.assignment import between_uses
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.stage_spans import MiniBatchStages
+from ...plan.streams import Streams
+from ..fused.lists import Found, StageList, measured_lists, schedule_timeline, stage_lists, task_names
+from .decision import Decision, explain
+from .ladder import ages
+from .overlap_worth import OverlapWorth
+from .priced_plan import PricedPlan
+
+
+def plan_tables(plan: PricedPlan) -> list[Table]:
+    """All that is printed of a plan: its costs, the schedule of calls that it fuses, and the memory of the fullest
+    device, where it is known."""
+    tables = [plan_cost_table(plan)]
+    if plan.fused_cost is not None and plan.fused_cost.found is not None:
+        tables.append(schedule_table(plan.plan, plan.fused_cost.found))
+    if plan.space.pricing.memory is not None:
+        tables.append(memory_table(plan))
+    return tables
+
+
+def plan_cost_table(plan: PricedPlan) -> Table:
+    """A row for each call: its mesh, engine and strategy, the memory it takes of a device, and its seconds."""
+    table = Table("call", "mesh", "engine", "strategy", "memory", "time", title=plan.name, title_justify="left")
+    for name, candidate in plan.calls.items():
+        assignment, cost = candidate.assignment, candidate.cost
+        share = "" if assignment.memory_share is None else f"share {assignment.memory_share:g}"
+        strategy = " ".join(filter(None, (str(assignment.strategy), between_uses(assignment), share)))
+        memory = f"{(cost.static + cost.transient) / 1e9:.2f} GB"
+        table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, f"{cost.seconds:.3f} s")
+    if plan.fused_cost is not None:
+        both, cost = " + ".join(plan.fused), plan.fused_cost.cost
+        table.add_row(both, "", "", "fused", f"{cost.transient / 1e9:.2f} GB", f"{cost.seconds:.3f} s")
+    for name, seconds in plan.estimate.moves.items():
+        table.add_row(f"parameters to {name}", "", "", "", "", f"{seconds:.3f} s")
+    if plan.streams is not None:
+        table.add_row("streams", "", "", _migration(plan.streams), "", "")
+    if plan.staleness.versions:
+        table.add_row(f"staleness {plan.staleness.versions}", "", "", ages(plan), "", "")
+    table.add_section()
+    fullest_device = f"{plan.estimate.memory / 1e9:.2f} GB"
+    table.add_row("iteration", str(plan.space.cluster.mesh), "", "", fullest_device, f"{plan.seconds:.3f} s")
+    return table
+
+
+def _migration(streams: Streams) -> str:
+    if streams.migration is None:
+        return "no migration"
+    engines = f"{streams.migration.engines} engine{'s' if streams.migration.engines > 1 else ''}"
+    return f"the last {streams.migration.threshold:.0%} to {engines}"
+
+
+def memory_table(plan: PricedPlan) -> Table:
+    """What the fullest device holds, the largest part first, and what is left of its memory."""
+    title = f"memory of device {plan.estimate.fullest}, the fullest"
+    table = Table("part", "GB", title=title, title_justify="left")
+    for name, size in sorted(plan.estimate.holds.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{size / 1e9:.2f}")
+    memory = plan.space.pricing.memory
+    if memory is not None:
+        table.add_section()
+        free = memory.total - plan.estimate.memory
+        table.add_row(f"free ({memory.headroom:.0%} of {memory.total / 1e9:.0f} GB at least)", f"{free / 1e9:.2f}")
+    return table
+
+
+def alternatives_table(decision: Decision) -> Table:
+    """A row for each plan that was not chosen, with the reason."""
+    table = Table("instead", "time", "why not", title="alternatives", title_justify="left")
+    for alternative in decision.alternatives:
+        time = f"{alternative.plan.seconds:.3f} s" if alternative.plan else "does not fit"
+        table.add_row(alternative.name, time, alternative.reason)
+    return table
+
+
+def overlap_table(worth: OverlapWorth) -> Table:
+    """A row for each rung of the ladder, and each plan of it."""
+    table = Table("overlap", "iteration", "saves", "age of tokens", "", title="ways to overlap", title_justify="left")
+    base = worth.apart.seconds
+    for row in worth.rows:
+        if row.plan is None:
+            table.add_row(row.name, "", "", "", row.verdict)
+            continue
+        age = f"{row.plan.estimate.mean_age:.1f}" if row.plan.staleness.versions else ""
+        saves = "" if row.plan is worth.apart else f"{1 - row.plan.seconds / base:.0%}"
+        table.add_row(row.name, f"{row.plan.seconds:.3f} s", saves, age, row.verdict)
+    return table
+
+
+def schedule_table(plan: ExecutionPlan, found: Found, *, is_example: bool = False) -> Table:
+    """A row for each stage of the two calls that a plan fuses: its devices, which stage of each call it is, and its
+    list of forwards and backwards.
+
+    Args:
+        is_example: the schedule is that of `lists.example`.
+    """
+    table = _stage_table(plan, stage_lists(plan, found))
+    if is_example:
+        example_of = "An example: all stages alike, backwards of two forwards. A run chooses the order by its times."
+        table.caption = f"{table.caption} {example_of}"
+    return table
+
+
+def measured_schedule_table(plan: ExecutionPlan, ran: MiniBatchStages) -> Table:
+    """As `schedule_table`, of a mini-batch that a run has measured."""
+    return _stage_table(plan, measured_lists(plan, ran))
+
+
+def _stage_table(plan: ExecutionPlan, stages: Sequence[StageList]) -> Table:
+    title = f"{' (A) and '.join(plan.fused)} (B) in fused pipelines"
+    table = Table("device", "stage of A, B", "order", "busy", title=title, title_justify="left")
+    for stage in stages:
+        table.add_row(stage.devices, f"{stage.holds[0]}, {stage.holds[1]}", stage.tasks, f"{stage.busy:.0%}")
+    table.caption = "A1 is the forward of A's first micro-batch in a pipeline, a1 its backward."
+    table.caption_justify = "left"
+    return table
+
+
+def explained(plan: PricedPlan, call: str) -> str:
+    """What a call's seconds are spent on. Raises `PlanError` where the graph has no such call."""
+    name = plan.space.graph.call(call).name
+    return f"{name}, {plan.costs[name].seconds:.3g} s: {explain(plan.costs[name])}"
+
+
+def draw_estimate(plan: PricedPlan, stem: str | Path) -> list[Path]:
+    """Writes the expected iteration as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`); of a
+    plan that fuses two calls also one mini-batch of theirs, stage by stage (`stem.schedule.png`)."""
+    picture, trace = Path(f"{stem}.png"), Path(f"{stem}.trace.json")
+    plan.timeline.draw(picture)
+    trace.write_text(json.dumps(plan.timeline.to_chrome_trace()), encoding="utf-8")
+    if plan.fused_cost is None or plan.fused_cost.found is None:
+        return [picture, trace]
+    schedule = Path(f"{stem}.schedule.png")
+    schedule_timeline(plan.plan, plan.fused_cost.found).draw(schedule, task_names(plan.plan))
+    return [picture, trace, schedule]

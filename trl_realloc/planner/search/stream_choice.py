@@ -1,0 +1,157 @@
+"""Whether a plan's samples should stream, and which unfinished ones should move: the threshold, the number of engines
+and the fewest tokens of `Migration` are swept in the simulation (RLHFuse, arXiv 2409.13221, section 4).
+
+Which plans are tried is in `choose`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ...common.errors import PlanError
+from ...plan.dataflow import CallKind
+from ...plan.streams import Migration, Streams
+from ..iteration.stream_cost import StreamPrices
+from ..iteration.stream_simulation import MESSAGE
+from .ladder import STREAMING, Rung
+from .priced_plan import PricedPlan
+
+
+MOST_DEVICES = 1024  # on more, a simulation takes several seconds
+WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
+THRESHOLDS = tuple(number / 20 for number in range(1, 20))  # shares of the batch
+FLAT = 1.25  # times the seconds of a decode step of one sample, below which more samples cost next to nothing
+
+
+def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, deterministic: bool = False) -> Rung:
+    """Streams of the plan that is fastest with its best streams. An earlier plan is preferred if the difference is
+    within the error of the estimates.
+
+    Args:
+        plans: without streams and without a staleness.
+        deadline: of `time.perf_counter`, after which no further simulation begins.
+        deterministic: only streams that give the same bits in two runs; so no sample moves.
+    """
+    space = plans[0].space
+    if space.cluster.size > MOST_DEVICES:
+        return Rung(STREAMING, plans[0], reason="not simulated for so large a cluster")
+    best = streams_of(plans[0], deadline, deterministic=deterministic)
+    known = [plans[0].calls]
+    for plan in plans[1:] if space.is_small else ():  # others have been estimated without a transfer schedule
+        too_slow = plan.seconds > plans[0].seconds * (1 + WORSE)
+        if plan.calls in known or too_slow or time.perf_counter() >= deadline:
+            continue
+        known.append(plan.calls)
+        rung = streams_of(plan, deadline, deterministic=deterministic)
+        if rung.is_chosen and rung.fastest.seconds * (1 + space.pricing.rates.error) < best.fastest.seconds:
+            best = rung
+    return best
+
+
+def streams_of(whole: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> Rung:
+    """The streams of a plan, by simulation: without migration, and with the best one that was found.
+
+    Args:
+        whole: a plan without streams and without a staleness.
+        deadline, deterministic: as of `choose_streams`.
+    """
+    try:
+        streamed = replace(whole, streams=Streams()).plan.streamed
+    except PlanError:  # no call can stream
+        return Rung(STREAMING, whole, reason="no scoring call can begin while others generate")
+    if not _can_gain(whole, streamed):
+        reason = "scoring while others generate could save no more than estimates are good for"
+        return Rung(STREAMING, whole, reason=reason)
+    if time.perf_counter() >= deadline:
+        return Rung(STREAMING, whole, reason="no time was left to simulate scoring while others generate")
+    found = {STREAMING: whole.with_streams(Streams(deterministic=deterministic))}
+    sweep = MigrationSweep(whole, streamed, deadline)
+    if not deterministic and sweep.engines > 1 and (moved := sweep.best()) is not None:
+        found[f"{STREAMING} with {_moves(moved)}"] = moved
+    return Rung(STREAMING, whole, found)
+
+
+def _moves(plan: PricedPlan) -> str:
+    assert plan.streams is not None and plan.streams.migration is not None, "a plan of the sweep"
+    migration = plan.streams.migration
+    to = "one engine" if migration.engines == 1 else f"{migration.engines} engines"
+    return f"the last {migration.threshold:.0%} moved to {to}"
+
+
+def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
+    """Whether an iteration without the streamed scoring calls would be faster by more than the estimates' error."""
+    graph, error = plan.space.graph, plan.space.pricing.rates.error
+    scored = [name for name in streamed if graph.call(name).kind is CallKind.FORWARD]
+    return sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored) > error * plan.seconds
+
+
+class MigrationSweep:
+    """Tries migrations: a few thresholds, their neighbours around the best, then other numbers of engines."""
+
+    def __init__(self, whole: PricedPlan, streamed: tuple[str, ...], deadline: float = math.inf) -> None:
+        self.whole, self.deadline = whole, deadline
+        plan = replace(whole, streams=Streams()).plan
+        self.generation = next(name for name in streamed if plan.graph.call(name).kind is CallKind.GENERATE)
+        self.prices = StreamPrices(plan, whole.space.specs, whole.space.pricing)
+        assignment = plan[self.generation]
+        self.engines = assignment.strategy.dp if assignment.engine == "vllm" else 1
+        self.found: dict[tuple[float, int], PricedPlan] = {}
+
+    def best(self) -> PricedPlan | None:
+        for threshold in THRESHOLDS[::3]:
+            self.try_(threshold, self.engines_of(threshold))
+        for _ in range(2):
+            if self.found:
+                threshold, engines = min(self.found, key=lambda key: self.found[key].seconds)
+                for key in self._neighbours(threshold, engines):
+                    self.try_(*key)
+        return min(self.found.values(), key=lambda plan: plan.seconds, default=None)
+
+    def _neighbours(self, threshold: float, engines: int) -> Iterator[tuple[float, int]]:
+        at = THRESHOLDS.index(threshold)
+        for other in THRESHOLDS[max(0, at - 2) : at + 3]:
+            yield other, self.engines_of(other)
+        for number in (engines - 1, engines + 1, engines // 2, 2 * engines):
+            yield threshold, number
+
+    def try_(self, threshold: float, engines: int) -> None:
+        key = threshold, engines
+        if not 0 < engines < self.engines or key in self.found or time.perf_counter() >= self.deadline:
+            return
+        migration = Migration(threshold, engines, self.least_tokens(threshold, engines))
+        self.found[key] = self.whole.with_streams(Streams(migration=migration))
+
+    def engines_of(self, threshold: float) -> int:
+        """RLHFuse's number of engines for the samples that are left: so few samples in each that a decode step takes
+        hardly longer than that of one, and no more than its cache has room for."""
+        samples = math.ceil(threshold * self.whole.space.pricing.workload.episodes)
+        most = min(self.flat_batch, self.room)
+        return min(self.engines - 1, max(1, math.ceil(samples / most)))
+
+    @cached_property
+    def room(self) -> int:
+        """The number of samples of maximum length for which an engine's cache has room."""
+        pricing, assignment = self.whole.space.pricing, self.prices.plan[self.generation]
+        specs = self.whole.space.specs[self.generation]
+        return max(1, min(pricing.slots(spec, assignment, pricing.workload.episodes) for spec in specs))
+
+    @cached_property
+    def flat_batch(self) -> int:
+        """The batch from which a decode step takes `FLAT` times as long as that of one sample, or longer."""
+        work = self.whole.space.pricing.workload
+        cached = work.longest - work.mean_response / 2
+        batch, most = 1, self.prices.step(self.generation, 1, cached) * FLAT
+        while batch < work.episodes and self.prices.step(self.generation, batch + 1, cached) <= most:
+            batch += 1
+        return batch
+
+    def least_tokens(self, threshold: float, engines: int) -> int:
+        """The number of decode steps that reading a sample again takes: one that ends before then had better stay."""
+        work = self.whole.space.pricing.workload
+        batch = max(1, round(threshold * work.episodes / engines))
+        again = self.prices.prefill(self.generation, [round(work.longest)]) + 3 * MESSAGE
+        return 1 + math.floor(again / self.prices.step(self.generation, batch, work.longest))

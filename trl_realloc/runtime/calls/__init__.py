@@ -1,0 +1,1 @@
+"""Running one call on one rank."""

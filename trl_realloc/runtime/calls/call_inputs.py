@@ -1,0 +1,158 @@
+"""`CallInputs`: the samples that each call of an iteration reads, collected from the calls that make them and divided
+among the ranks that run it.
+
+Sending is in `exchange`, the arithmetic of the division in `shares`, running a call in `executor`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+from transformers.utils import logging
+
+from ...algorithms.base import Algorithm
+from ...algorithms.nonfinite import NonFiniteError, problem_of, with_text
+from ...algorithms.rollout import Rollouts
+from ...plan.dataflow import Call
+from ..failures.alarm import Alarm
+from ..samples.exchange import CallFailure, CallOutput, CallsFailed, Exchange
+from ..samples.routes import RESULTS, columns_read, is_divided_by_each, replica
+from ..samples.shares import Share, shares_of_samples, shares_of_training
+from .generate_and_score import CallSettings
+
+
+logger = logging.get_logger(__name__)
+
+
+class CallInputs:
+    """The inputs of one rank's calls in one iteration.
+
+    Args:
+        step: the number of the iteration.
+        name: of the iteration in messages.
+    """
+
+    def __init__(
+        self, exchange: Exchange, algorithm: Algorithm, settings: CallSettings, alarm: Alarm, step: int, name: str
+    ) -> None:
+        self.exchange, self.algorithm, self.settings, self.alarm = exchange, algorithm, settings, alarm
+        self.plan, self.rank = exchange.plan, exchange.rank
+        self.step, self.name = step, name
+        self.reports = self.rank == RESULTS  # a batch that is skipped
+        self._prepared: Rollouts | None = None
+        # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
+        self.skips_training = False
+
+    def share(self, call: Call, batch: Rollouts) -> Share | CallsFailed:
+        """This rank's share of a call's inputs; why there is none, if a call that it needs has failed.
+
+        Args:
+            batch: the data set's columns of the global batch.
+        """
+        if is_divided_by_each(self.plan, call.name):
+            own = replica(self.plan, call.name, self.rank)
+            return shares_of_samples(self.plan, call, batch, [own])[0]
+        if self.rank != self.plan.mesh(call.name).leader:
+            self.alarm.at(f"waiting for its samples of {call.name} of {self.name}")
+            try:
+                return self.exchange.receive_share(call.name).with_columns_of(batch)
+            except CallsFailed as failed:
+                return failed
+        return self._distributed(call, lambda: self._inputs(call, batch), self.plan.graph.sources)
+
+    def share_of_gathered(self, call: Call, samples: Rollouts | None) -> Share | CallsFailed:
+        """This rank's share of samples that the leader of the call's mesh has.
+
+        Args:
+            samples: on the leader, with every column that the call reads.
+        """
+        if samples is not None:
+            return self._distributed(call, lambda: samples, ())
+        try:
+            return self.exchange.receive_share(call.name)
+        except CallsFailed as failed:
+            return failed
+
+    def _distributed(self, call: Call, inputs: Callable[[], Rollouts], known: Collection[str]) -> Share | CallsFailed:
+        """Divide a call's inputs on the leader of its mesh, and send the shares.
+
+        Args:
+            known: the columns that every rank has.
+        """
+        try:
+            shares = self.divide(call, inputs())
+        except CallsFailed as failed:
+            self.exchange.distribute(call.name, failed)
+            return failed
+        except NonFiniteError as error:  # rank 0 raises it on every rank
+            refused = CallsFailed((CallFailure(self.rank, call.name, str(error), True, error.sample),))
+            self.exchange.distribute(call.name, refused)
+            return refused
+        self.exchange.distribute(call.name, [share.without(known) for share in shares])
+        return shares[replica(self.plan, call.name, self.rank)]
+
+    def _inputs(self, call: Call, samples: Rollouts) -> Rollouts:
+        """The global batch with every column that the call reads. Only on the leader of the call's mesh.
+
+        Raises:
+            CallsFailed: a call whose outputs it reads failed, after the outputs of all of them have arrived.
+        """
+        failures: list[CallFailure] = []
+        columns = columns_read(self.plan, call.name)
+        for producer in dict.fromkeys(map(self.plan.graph.producer, columns)):
+            if producer is not None:
+                try:
+                    samples = samples.plus(**self.collect(producer).samples)
+                except CallsFailed as failed:
+                    failures += failed.failures
+        if failures:
+            raise CallsFailed(tuple(dict.fromkeys(failures)))
+        return samples
+
+    def collect(self, producer: str) -> CallOutput:
+        """A call's outputs from all ranks. Raises `CallsFailed` where there are none."""
+        if not self.exchange.has(producer):
+            self.alarm.at(f"waiting for the samples of {producer} of {self.name}")
+        return self.exchange.collect(producer)
+
+    def divide(self, call: Call, samples: Rollouts, replicas: Collection[int] | None = None) -> list[Share]:
+        """The shares of a call's replicas.
+
+        Args:
+            samples: the global batch with every column that the call reads.
+            replicas: whose shares are wanted; by default all.
+
+        Raises:
+            NonFiniteError: the call trains, and a number of the samples is not finite.
+        """
+        attention_at = self.settings.attention_at.get(call.role, math.inf)
+        if not call.trains:
+            return shares_of_samples(self.plan, call, samples, replicas, attention_at=attention_at)
+        prepared = self.prepare(samples)
+        if self.skips_training:
+            count = self.plan[call.name].strategy.dp if replicas is None else len(replicas)
+            return [Share(Rollouts(), is_skipped=True)] * count
+        return shares_of_training(
+            self.plan, call, self.algorithm, prepared, self.step, replicas, attention_at=attention_at
+        )
+
+    def prepare(self, samples: Rollouts) -> Rollouts:
+        """The samples with the columns that the algorithm computes before training. The leaders of the meshes that
+        train and rank 0 compute them from the same data, once for all training calls of the iteration.
+
+        Raises:
+            NonFiniteError: a number of a sample is not finite, or too large to be trained on.
+        """
+        if self._prepared is None:
+            self._prepared = self.algorithm.prepare(samples)
+            error = problem_of(self._prepared)
+            if error is not None:
+                error = with_text(error, self._prepared, self.settings.processing_class)
+                if not self.settings.skip_nonfinite:
+                    self._prepared = None
+                    raise NonFiniteError(f"{error}. Nothing was trained on this batch.", error.sample)
+                self.skips_training = True
+                if self.reports:
+                    logger.warning(f"{error}. Nothing is trained on this batch.")
+        return self._prepared

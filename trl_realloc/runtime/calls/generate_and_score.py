@@ -1,0 +1,288 @@
+"""One rank's part of calls that generate and score: `generate` and `forward` take the rank's share of the samples and
+return the call's output columns.
+
+Calls that train are in `training_calls`, the loop over the calls in `executor`, the division of the samples in
+`shares`. Only the engines communicate here.
+The functions read a call's kind and columns from the graph, never its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from ...algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
+from ...algorithms.rollout import Ragged, Rollouts
+from ...engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, ScoringEngine, Unfinished
+from ...engines.training.replicated import ReplicatedEngine
+from ...plan.dataflow import Call, Role
+from ..placement.placement import Placement
+from ..samples.context_limit import ContextLimit
+from ..samples.routes import sources
+from ..samples.shares import as_responses
+
+
+logger = logging.get_logger(__name__)
+FAILURE_POLL_S = 1.0  # most time without a look for another rank's failure
+TEXTS = "texts"  # column of bytes, from which `CallSettings.reward_tokens` makes what reward models read
+TOKENS_READ = "tokens/"  # begins the name of a column of what a reward model has read of each sample
+EVALUATION_STEP = 1 << 40  # steps from here on are evaluations, which draw from seeds of their own
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """Settings of a run's calls that are not in the plan, the placement or the algorithm; the same on every rank.
+
+    Args:
+        sampling: how tokens are drawn.
+        seed: of the draws of tokens.
+        eos_token_id: ends a response, for the column `has_eos`.
+        processing_class: the tokenizer that decodes samples for reward functions and reward models that read text.
+        functions: the reward functions. Reward models are in the placement.
+        reward_weights: by the name of each reward model and function.
+        skip_nonfinite: skip an update that is not finite; otherwise it ends the run.
+        sampling_of: by call name, the sampling of calls that do not use `sampling`.
+        reward_tokens: from samples with the column `TEXTS` to what each reward model reads of them, by its name: token
+            ids, int64; `None` where reward models read prompts and responses.
+        finished: called on the rank that generates, with samples as they end and the columns generated of them.
+        attention_at: by role, as of `plan.batching.work`; without one, samples are divided by their tokens.
+        context: of the engines; `None` where every prompt leaves room for the sampling's `max_tokens`.
+    """
+
+    sampling: Sampling
+    seed: int
+    eos_token_id: int | None
+    processing_class: Any
+    functions: Sequence[FunctionReward]
+    reward_weights: dict[str, float]
+    skip_nonfinite: bool = False
+    sampling_of: Mapping[str, Sampling] = field(default_factory=dict)
+    attention_at: Mapping[Role, float] = field(default_factory=dict)
+    context: ContextLimit | None = None
+    reward_tokens: Callable[[Rollouts], Mapping[str, Ragged]] | None = None
+    finished: Callable[[Rollouts], None] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration of a run.
+
+    Args:
+        number: of the iteration, from 0. It seeds the draws of tokens and of mini-batches.
+        rows: the data set's rows of the global batch, for reward functions that read other columns.
+        learning_rates: of each role that is trained.
+        sampling: replaces the run's sampling in this iteration.
+        draw: which of the iteration's generations by the same call this is, where there are several.
+        model: the reward model that is run; empty for all.
+        first: the place of the batch's first sample in the data set of an evaluation, which seeds its draws.
+    """
+
+    number: int
+    rows: Sequence[Mapping[str, Any]] = ()
+    learning_rates: Mapping[Role, Rate] = field(default_factory=dict)
+    sampling: Sampling | None = None
+    draw: int = 0
+    model: str = ""
+    first: int = 0
+
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return f"update {self.number + 1}" if self.number < EVALUATION_STEP else "an evaluation"
+
+
+def sample_seed(seed: int, step: int, index: int, label: str = "", draw: int = 0) -> int:
+    """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
+    in the batch (of an evaluation, in the data set), the call's label, and the number of the generation in the step."""
+    further = (draw,) if draw else ()
+    # numpy takes a large number for two, of which the second would stand where an update has its samples' index
+    apart = (1,) if step >= EVALUATION_STEP else ()
+    entropy = (seed, step, index, *label.encode(), *further)
+    return int(np.random.SeedSequence(entropy, spawn_key=apart).generate_state(1)[0])
+
+
+def requests_of(
+    settings: CallSettings,
+    call: Call,
+    samples: Rollouts,
+    step: Step,
+    begun: Mapping[int, Unfinished] | None = None,
+) -> list[GenerationRequest]:
+    """The requests of a call that generates.
+
+    Args:
+        samples: with the columns `index` and the call's first input.
+        begun: by sample, what another engine has generated of it.
+
+    Raises:
+        EngineError: the context has no room for a response to some prompt.
+    """
+    begun = begun or {}
+    most = sampling_of(settings, call, step).max_tokens
+    return [
+        GenerationRequest(
+            index,
+            tuple(row.tolist()),
+            sample_seed(settings.seed, step.number, step.first + index, call.label, step.draw),
+            begun.get(index),
+            None if settings.context is None else settings.context.response(len(row), most),
+        )
+        for index, row in zip(samples.tensor("index").tolist(), samples.ragged(call.inputs[0]).rows(), strict=True)
+    ]
+
+
+def sampling_of(settings: CallSettings, call: Call, step: Step) -> Sampling:
+    """Sampling of a call in an iteration: the iteration's own if it has one, then that set for the call, then that of
+    the run."""
+    return step.sampling or settings.sampling_of.get(call.name, settings.sampling)
+
+
+def completions(
+    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step
+) -> Iterator[Completion]:
+    """Generate responses to this rank's prompts. None on a rank without a generation engine.
+
+    To be called without prompts too: where the parameters are sharded, generating in place is a collective of the mesh.
+    """
+    generator = placement.generators.get(call.name)
+    if generator is None:
+        return iter(())
+    return generator.generate(requests_of(settings, call, samples, step), sampling_of(settings, call, step))
+
+
+def generate(
+    placement: Placement,
+    settings: CallSettings,
+    call: Call,
+    samples: Rollouts,
+    step: Step,
+    poll: Callable[[], None],
+    begun: Generation | None = None,
+) -> Rollouts:
+    """Generate responses to this rank's prompts.
+
+    Args:
+        poll: called after each finished sample.
+        begun: a generation of these prompts that runs already.
+
+    Returns:
+        The call's two output columns (token ids int64 and log-probabilities float32, ragged) and `has_eos`.
+    """
+    if placement.generators.get(call.name) is None:
+        return Rollouts()
+    made = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun, poll)
+    tells = settings.finished if placement.rank in sources(placement.plan, call.name) else None
+    ended: list[Completion] = []
+    for completion in _polled(made, poll):
+        ended.append(completion)
+        if tells is not None:
+            tells(completed([completion], settings.eos_token_id, call.outputs))
+    return completed(ended, settings.eos_token_id, call.outputs)
+
+
+def _rest_of(generation: Generation, poll: Callable[[], None]) -> Iterator[Completion]:
+    try:
+        while generation.unfinished:
+            poll()
+            yield from generation.poll(FAILURE_POLL_S)
+    finally:
+        generation.close()
+
+
+def _polled(completions: Iterator[Completion], poll: Callable[[], None]) -> Iterator[Completion]:
+    for completion in completions:
+        poll()
+        yield completion
+
+
+def completed(
+    completions: Sequence[Completion],
+    eos_token_id: int | None,
+    names: Sequence[str] = ("responses", "logprobs"),
+) -> Rollouts:
+    """The columns of finished completions.
+
+    Args:
+        names: of the columns of token ids and of log-probabilities.
+    """
+    tokens, logprobs = names[:2]
+    columns: dict[str, Any] = {
+        tokens: Ragged.of([c.token_ids for c in completions], torch.long),
+        logprobs: Ragged.of([c.logprobs for c in completions], torch.float32),
+        "has_eos" if tokens == "responses" else f"has_eos_{tokens}": torch.tensor(
+            [eos_token_id in c.token_ids for c in completions], dtype=torch.bool
+        ),
+    }
+    return Rollouts(index=torch.tensor([c.index for c in completions], dtype=torch.long), **columns)
+
+
+def forward(
+    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step, *, keeps: bool = True
+) -> Rollouts:
+    """Compute the call's outputs for this rank's samples: a number per token from a policy or a value model, a number
+    per sample from a role of the kind `score`. The second output of a policy is the entropy at each token.
+
+    Args:
+        keeps: a model that will be trained on the samples may keep their graphs. Where samples come as they are
+            generated, their order would decide in which order gradients are added, and the run would not be repeatable.
+    """
+    samples = as_responses(call, samples)
+    if placement.roles[call.role].kind == "score":
+        return score(placement, settings, call, samples, step)
+    with placement.scoring(call.name) as (engine,):
+        out = _outputs(placement, engine, call, samples, keeps=keeps and step.number < EVALUATION_STEP)
+    if not out:
+        return Rollouts()
+    columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)
+    made = {name: out[column] for name, column in zip(call.outputs, columns, strict=False)}
+    return Rollouts(index=samples.tensor("index"), **made)
+
+
+def _outputs(
+    placement: Placement, engine: ScoringEngine, call: Call, samples: Rollouts, *, keeps: bool
+) -> Mapping[str, Ragged]:
+    """The engine's outputs. A model that will be trained on the samples, as it is, keeps their graphs if `keeps`."""
+    home = placement.plan.graph.train_call(call.role)
+    if keeps and home is not None and isinstance(engine, ReplicatedEngine) and engine is placement.trained(call.role):
+        return engine.forward_to_train(samples, placement.budget(home), placement.most_kept(home))
+    return engine.forward(samples, placement.budget(call.name))
+
+
+def score(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:
+    """Score this rank's samples by the reward models and functions.
+
+    Returns:
+        The call's first output column, the weighted sum of all scores, (n,) float32. Where there are several scores,
+        also `reward/<name>` for each. Where models read other tokens than the samples', these too (`TOKENS_READ`).
+    """
+    budget, roles, rows = placement.budget(call.name), placement.roles[call.role], step.rows
+    tokens = settings.reward_tokens(samples) if settings.reward_tokens is not None and TEXTS in samples else {}
+    models = [
+        ModelReward(name, partial(engine.forward, micro_batch_tokens=budget), processing_class, tokens.get(name))
+        for name, engine, processing_class in zip(
+            roles.names, placement.engines.get(call.name, ()), roles.processing_classes, strict=True
+        )
+        if step.model in ("", name)
+    ]
+    # the ranks of a replica have the same samples, so only the first calls the functions, which may cost money
+    is_source = placement.rank in sources(placement.plan, call.name)
+    index = samples.tensor("index").tolist()
+    scores, table = weighted_scores(
+        models,
+        settings.functions if is_source else (),
+        settings.reward_weights,
+        samples,
+        lambda: decode(samples, [rows[at] if rows else {} for at in index], settings.processing_class),
+        refuse=not settings.skip_nonfinite,
+    )
+    if not len(samples) or not is_source:
+        return Rollouts()
+    parts = {f"reward/{name}": scores for name, scores in table.items()} if len(table) > 1 else {}
+    read = {f"{TOKENS_READ}{name}": of_model for name, of_model in tokens.items()}
+    return Rollouts(index=samples.tensor("index"), **{call.outputs[0]: scores}, **parts, **read)

@@ -1,0 +1,178 @@
+"""One rank's part of calls that train, `train` for one call and `train_together` for two that the plan fuses, and the
+checks of trained weights.
+
+Other kinds of call are in `generate_and_score`, the division of the samples in `shares`. Only the engines communicate
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from transformers.utils import logging
+
+from ...algorithms.base import TokenLoss
+from ...algorithms.nonfinite import NonFiniteError, all_finite, check_rates, with_text
+from ...algorithms.rollout import Rollouts
+from ...engines.training.fused_training import FusedShare
+from ...plan.dataflow import Call
+from ..parameters.replica_check import check_replicas, is_due
+from ..placement.placement import Placement
+from ..process_groups import from_every_rank
+from ..samples.routes import sources
+from .generate_and_score import CallSettings, Step
+
+
+logger = logging.get_logger(__name__)
+GRAD_NORM = "grad_norm"  # column of what a call that trains returns: the norm of the step's gradient before clipping
+
+
+def train(
+    placement: Placement,
+    settings: CallSettings,
+    loss: TokenLoss,
+    call: Call,
+    mini_batches: Iterable[Rollouts],
+    step: Step,
+) -> Rollouts:
+    """Train one role for all epochs and mini-batches.
+
+    Args:
+        mini_batches: this rank's share of the samples of each optimizer step.
+
+    Returns:
+        A row for each sample of each optimizer step: `index` (the sample), `update` (the step), the loss's statistics,
+            and `grad_norm`, the step's (`base.TrainingEngine`), which is the same in all its rows. Steps that were
+            skipped have no rows.
+
+    Raises:
+        NonFiniteError: on every rank of the mesh, before an optimizer step that is not finite, or after steps that left
+            weights that are not finite.
+    """
+    engine, log = placement.trained(call.role), _TrainingLog(placement, settings, call, step)
+    assert engine is not None, "only the ranks of a call's mesh run it"
+    for update, samples in enumerate(mini_batches):
+        try:
+            statistics = engine.train(samples, loss, placement.budget(call.name), step.learning_rates[call.role])
+        except NonFiniteError as error:
+            log.skip(update, samples, error)
+        else:
+            log.add(update, samples, statistics)
+    return log.end()
+
+
+def train_together(
+    placement: Placement,
+    settings: CallSettings,
+    losses: tuple[TokenLoss, TokenLoss],
+    pair: tuple[Call, Call],
+    mini_batches: tuple[Iterable[Rollouts], Iterable[Rollouts]],
+    step: Step,
+) -> tuple[Rollouts, Rollouts]:
+    """Train the two roles that the plan fuses, one mini-batch of each after the other.
+
+    Args:
+        losses, mini_batches: of each role, as of `train`.
+
+    Returns:
+        What `train` returns, of each role.
+
+    Raises:
+        NonFiniteError: as `train`, for either role. The other role's step of this mini-batch has been taken.
+    """
+    assert placement.fused is not None, "only the ranks of the calls' mesh run them"
+    logs = tuple(_TrainingLog(placement, settings, call, step) for call in pair)
+    for update, samples in enumerate(zip(*mini_batches, strict=True)):
+        first, second = (
+            FusedShare(own, loss, placement.budget(call.name), step.learning_rates[call.role])
+            for call, own, loss in zip(pair, samples, losses, strict=True)
+        )
+        outcomes = placement.fused.train((first, second))
+        for log, own, outcome in zip(logs, samples, outcomes, strict=True):
+            if isinstance(outcome, NonFiniteError):
+                log.skip(update, own, outcome)
+            else:
+                log.add(update, own, outcome)
+    return logs[0].end(), logs[1].end()
+
+
+class _TrainingLog:
+    """Collects what the optimizer steps of one call return on this rank."""
+
+    def __init__(self, placement: Placement, settings: CallSettings, call: Call, step: Step) -> None:
+        self.placement, self.settings, self.call, self.step = placement, settings, call, step
+        self.learning_rate = step.learning_rates[call.role]
+        engine = placement.trained(call.role)
+        assert engine is not None, "only the ranks of a call's mesh run it"
+        self._engine = engine
+        self._parts: list[Rollouts] = []
+        check_rates({call.name: self.learning_rate})
+
+    def add(self, update: int, samples: Rollouts, statistics: Mapping[str, torch.Tensor]) -> None:
+        if statistics:
+            order = torch.full((len(samples),), update)
+            columns = {**statistics, GRAD_NORM: torch.full((len(samples),), self._engine.grad_norm)}
+            self._parts.append(Rollouts(index=samples.tensor("index"), update=order, **columns))
+
+    def skip(self, update: int, samples: Rollouts, error: NonFiniteError) -> None:
+        """Note an optimizer step that was refused. Raises `NonFiniteError` unless the run skips such steps."""
+        what = f"optimizer step {update + 1} of {self.call.name} in update {self.step.number + 1}"
+        if not self.settings.skip_nonfinite:
+            raise NonFiniteError(f"{what} was refused before it was taken: {error}", error.sample) from None
+        if _reports(self.placement, self.call.name, error, samples):
+            logger.warning(f"{what} was left out: {with_text(error, samples, self.settings.processing_class)}.")
+
+    def end(self) -> Rollouts:
+        """Check the weights. Returns what `train` returns."""
+        rate, name, number = self.learning_rate, self.call.name, self.step.number
+        rates = [rate] if isinstance(rate, (int, float)) else [group["lr"] for group in rate]
+        when = f"after update {number + 1}, at learning rate {', '.join(map(str, rates))}"
+        check_weights(self.placement, name, when)
+        if is_due(number):
+            check_replicas(self._engine, self.placement.group(name), str(self.call.role))
+        return Rollouts.cat(self._parts) if self._parts else Rollouts()
+
+
+def _reports(placement: Placement, call: str, error: NonFiniteError, samples: Rollouts) -> bool:
+    """True if this rank, of all ranks of the mesh, reports the error: the one that has its sample."""
+    if error.sample < 0:
+        return placement.group(call).is_leader
+    return placement.rank in sources(placement.plan, call) and error.sample in samples.tensor("index").tolist()
+
+
+def check_weights(placement: Placement, call: str, when: str) -> None:
+    """Check the weights of a call's role. Collective over the mesh of the call, which trains the role.
+
+    Args:
+        when: the end of the message.
+
+    Raises:
+        NonFiniteError: the weights are not finite on this or another rank of the mesh.
+    """
+    if placement.group(call).max(int(not _is_finite(placement, call))):
+        role = placement.role_of(call)
+        raise NonFiniteError(f"the {role}'s weights are not finite {when}; nothing of them is saved")
+
+
+def check_first_weights(placement: Placement, origin: str) -> None:
+    """Check the weights of all trained roles before the first update. Collective over the job.
+
+    Args:
+        origin: the end of the message.
+
+    Raises:
+        NonFiniteError: on every rank, if a trained role's weights are not finite.
+    """
+    trainings = [name for name in placement.plan.order if placement.plan.graph.call(name).trains]
+    broken = [n for n in trainings if placement.rank in placement.plan.mesh(n) and not _is_finite(placement, n)]
+    roles = {str(placement.role_of(n)) for calls in from_every_rank(broken, placement.control) for n in calls}
+    if roles:
+        raise NonFiniteError(f"the {' and the '.join(sorted(roles))}'s weights are not finite as {origin}")
+
+
+def _is_finite(placement: Placement, call: str) -> bool:
+    """True if this rank's part of a trained role is finite."""
+    engine = placement.engine(call)
+    assert engine is not None, "only ranks that train have weights to look at"
+    return all_finite(tensor for parts in engine.parts().values() for _, tensor in parts)

@@ -1,0 +1,1 @@
+"""Two models that train in fused pipelines."""

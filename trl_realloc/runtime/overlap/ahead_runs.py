@@ -1,0 +1,164 @@
+"""`AheadRuns`: iterations of a plan with a staleness, on one rank. Ranks that train run their calls one after another.
+The other ranks generate for later iterations all the time, score, and take new parameters while they generate.
+
+Which call a rank runs next is decided by `planner.iteration.ahead_order` on rank 0 (`ahead_leader`). The batches on
+their way and the engine are in `batches_ahead`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...algorithms.prompt_batches import PromptBatch
+from ...plan.staleness import calls_ahead, devices_ahead
+from ...planner.iteration.ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
+from ..calls import generate_and_score as calls
+from ..calls.call_runner import CallRunner
+from ..calls.generate_and_score import Step
+from ..failures.alarm import Alarm
+from ..placement.placement import Placement
+from ..samples.drawn_samples import DrawnSamples
+from ..samples.exchange import CallsFailed, Exchange
+from ..samples.routes import RESULTS, sources
+from ..samples.shares import Share
+from .ahead_leader import AheadLeader, AheadLink, Done
+from .batches_ahead import POLL_S, BatchesAhead
+from .in_flight import BatchInFlight
+from .leader_link import Left
+
+
+WAIT_S = 1.0  # time between two looks for another rank's failure
+
+
+class AheadRuns:
+    """One rank of a run with a staleness.
+
+    Args:
+        runner: runs the calls of this rank.
+        exchange: of the executor; its messages' tags are not used.
+    """
+
+    def __init__(self, placement: Placement, alarm: Alarm, runner: CallRunner, exchange: Exchange) -> None:
+        self.placement, self.alarm, self.runner = placement, alarm, runner
+        self.plan, self.rank = placement.plan, placement.rank
+        self.versions = self.plan.staleness.versions
+        graph = self.plan.graph
+        self.batches = BatchesAhead(placement, alarm, runner, exchange, self.plan.order, self._report_generated)
+        self.generate, self.ahead = self.batches.generate, frozenset(calls_ahead(graph))
+        self.train = graph.train_call(self.generate.role)
+        self._ranks_ahead = devices_ahead(graph, self.plan.assignments)
+        self._order: AheadOrder | None = None
+        self._restarts = 0  # of the batches, when the order was made
+        self._link: AheadLink | None = None
+
+    # --- one iteration ------------------------------------------------------------------------------------------------
+
+    def run(self, step: Step, batch: PromptBatch, following: Sequence[PromptBatch]) -> BatchInFlight:
+        """Run one iteration.
+
+        Args:
+            following: the batches of the next iterations, `versions + 1` of them unless the run ends before.
+
+        Returns:
+            The batch of the iteration. The outputs of its calls have been published.
+
+        Raises:
+            JobFailed: another rank failed outside a call.
+        """
+        self.batches.messages.flush()
+        sampling = calls.sampling_of(self.runner.settings, self.generate, step)
+        current = self.batches.open(step, [batch, *following[: self.versions + 1]], sampling)
+        leader = self._leader(step.number) if self.rank == RESULTS else None
+        is_ahead = self.rank in self._ranks_ahead
+        self._link = AheadLink(
+            self.batches.messages, self.batches.first_tag, leader, EndIteration, takes_tasks=is_ahead
+        )
+        self.batches.begin(step.number)
+        if is_ahead:
+            self.batches.admit()
+            self._work(step.number)
+        else:
+            self._train(step.number)
+        self._link.report(Left())
+        if leader is not None:
+            leader.wait()
+        return current
+
+    def _leader(self, number: int) -> AheadLeader:
+        if self._order is None or self._restarts != self.batches.restarts:
+            self._order = AheadOrder(self.plan, {n: sources(self.plan, n) for n in self.plan.order}, number)
+            self._restarts = self.batches.restarts
+        messages, world = self.batches.messages, self.plan.cluster.size
+        return AheadLeader(messages, self.batches.first_tag, self._order, self._ranks_ahead, world, number)
+
+    # --- ranks that train ---------------------------------------------------------------------------------------------
+
+    def _train(self, number: int) -> None:
+        """Run this rank's calls of the iteration, in the plan's order."""
+        of_rank = [n for n in self.plan.order if n not in self.ahead and self.placement.takes_part(n)]
+        for names, following in pairwise([*self.plan.runs_of(of_rank), ()]):
+            shares = [self._share(number, name) for name in names]
+            for name in following:
+                self.placement.prefetch(name, beside=names)
+            is_done = self._run_calls(number, names, shares)
+            if self.train in names and is_done:
+                self.batches.take_update(number + 1)
+
+    def _share(self, number: int, name: str) -> Share | CallsFailed | None:
+        if not self.placement.has(name):
+            return None
+        of_batch = self.batches.in_flight[number]
+        return of_batch.running.inputs.share(self.plan.graph.call(name), of_batch.batch.prompts)
+
+    def _run_calls(self, number: int, names: Sequence[str], shares: Sequence[Share | CallsFailed | None]) -> bool:
+        running = [self.plan.graph.call(name) for name in names]
+        is_done = self.runner.run_calls(self.batches.in_flight[number].running, running, shares)
+        for name in names:
+            self._report(number, name, failed=not is_done)
+        return is_done
+
+    def _report(self, number: int, name: str, *, failed: bool = False) -> None:
+        assert self._link is not None, "an iteration runs"
+        if self.rank in sources(self.plan, name):
+            self._link.report(Done(number, name, self.rank, failed))
+
+    def _report_generated(self, number: int, failed: bool) -> None:
+        self._report(number, self.generate.name, failed=failed)
+
+    # --- ranks that run ahead -----------------------------------------------------------------------------------------
+
+    def _work(self, number: int) -> None:
+        """Do what rank 0 orders until it ends the iteration, and publish what the engine has finished."""
+        assert self._link is not None
+        task: AheadTask | None = None
+        while not isinstance(task, EndIteration):
+            self.alarm.at(f"running ahead of update {number + 1}")
+            self.alarm.check()
+            is_generating = self.batches.poll(POLL_S if task is None else 0.0)
+            self.batches.publish()
+            task = self._link.next_task(0.0 if is_generating else WAIT_S)
+            if task is not None:
+                self._do(task)
+
+    def _do(self, task: AheadTask) -> None:
+        match task:
+            case RunCall(iteration, call):
+                self._run_calls(iteration, [call], [self._share(iteration, call)])
+            case TakeUpdate(iteration):
+                self.batches.take_update(iteration + 1)
+                self.batches.admit()
+
+    # --- between iterations -------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """As `BatchesAhead.stop`."""
+        self.batches.stop()
+
+    def drawn(self, first: int) -> DrawnSamples | None:
+        """As `BatchesAhead.drawn`."""
+        return self.batches.drawn(first)
+
+    def restore(self, drawn: DrawnSamples) -> None:
+        """As `BatchesAhead.restore`."""
+        self.batches.restore(drawn)

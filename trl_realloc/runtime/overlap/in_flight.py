@@ -1,0 +1,183 @@
+"""`BatchInFlight`: one rank's part of a batch that is generated and scored ahead of its training. What checkpoints keep
+of its samples is in `drawn_samples`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ...algorithms.prompt_batches import PromptBatch
+from ...algorithms.rollout import Ragged, Rollouts
+from ...engines.base import Completion, EngineError, GenerationRequest, Unfinished
+from ...plan.dataflow import Call
+from ...plan.generation_spans import GenerationSpans
+from ...plan.timeline import Span
+from ..calls import generate_and_score as calls
+from ..calls.call_runner import RunningIteration
+from ..calls.generate_and_score import CallSettings
+from ..samples.drawn_samples import Drawn
+from ..samples.results import GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
+
+
+_SAMPLE_BITS = 32  # of a request's number; the iteration is in the bits above
+
+
+@dataclass
+class BatchInFlight:
+    """A batch on this rank.
+
+    Args:
+        running: the iteration that will train on it.
+        samples: the prompts that this rank's engine generates for; empty on a rank without one.
+
+    Attributes:
+        is_admitted: whether its generation has begun.
+        is_published: whether its responses have been sent.
+        completions: by sample.
+        begun: by sample, what had been drawn when the engine was last stopped.
+    """
+
+    running: RunningIteration
+    batch: PromptBatch
+    samples: Rollouts
+    is_admitted: bool = False
+    is_published: bool = False
+    completions: dict[int, Completion] = field(default_factory=dict)
+    begun: dict[int, Unfinished] = field(default_factory=dict)
+    _spans: GenerationSpans | None = None
+    _since: float = 0.0  # when its generation began or went on
+    _seconds: dict[int, float] = field(default_factory=dict)  # of each sample in generation, before `_since`
+    _ended_at: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return self.running.step.number
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The samples that are being generated."""
+        index = self.samples.tensor("index").tolist() if self.is_admitted else []
+        return [sample for sample in index if sample not in self.completions]
+
+    @property
+    def is_generated(self) -> bool:
+        return len(self.completions) == len(self.samples)
+
+    def restore(self, drawn: Mapping[int, Drawn]) -> None:
+        """Take what has been drawn before, of the samples that are this rank's."""
+        for index in self.samples.tensor("index").tolist():
+            of_sample = drawn.get(index)
+            if of_sample is None:
+                continue
+            self._seconds[index] = of_sample.seconds
+            content = (of_sample.token_ids, of_sample.logprobs)
+            if of_sample.stopped is None:
+                self.begun[index] = Unfinished(index, *content, versions=of_sample.versions)
+            else:
+                self.completions[index] = Completion(index, *content, of_sample.stopped, versions=of_sample.versions)
+                self._ended_at[index] = time.time()
+
+    def admit(self, settings: CallSettings, call: Call) -> list[GenerationRequest]:
+        """The requests of the samples that have not ended."""
+        self.is_admitted, self._since = True, time.time()
+        if self._spans is None:
+            self._spans = GenerationSpans(call.name, self.running.exchange.rank, self.number, self._since)
+        left = [at for at, i in enumerate(self.samples.tensor("index").tolist()) if i not in self.completions]
+        requests = calls.requests_of(settings, call, self.samples.select(left), self.running.step, self.begun)
+        return [
+            replace(
+                request,
+                index=request_number(self.number, request.index),
+                begun=request.begun and replace(request.begun, index=request_number(self.number, request.index)),
+            )
+            for request in requests
+        ]
+
+    def end(self, index: int, completion: Completion, at: float) -> None:
+        """A sample has ended."""
+        self.completions[index] = replace(completion, index=index)
+        self.begun.pop(index, None)
+        self._ended_at[index] = at
+        self._seconds[index] = self._seconds.get(index, 0.0) + at - self._since
+        assert self._spans is not None, "its generation has begun"
+        self._spans.finished(at, 1, len(completion.token_ids))
+
+    def stop(self, index: int, unfinished: Unfinished, at: float) -> None:
+        """A sample was stopped, and goes on later."""
+        self.begun[index] = replace(unfinished, index=index)
+        self._seconds[index] = self._seconds.get(index, 0.0) + at - self._since
+
+    def drawn(self, peeked: Mapping[int, Unfinished]) -> dict[int, Drawn]:
+        """What has been drawn of each sample of which anything has been.
+
+        Args:
+            peeked: of the samples that are being generated.
+        """
+        now = time.time()
+        result = {}
+        for index, unfinished in {**self.begun, **peeked}.items():
+            seconds = self._seconds.get(index, 0.0) + (now - self._since if index in peeked else 0.0)
+            result[index] = Drawn(unfinished.token_ids, unfinished.logprobs, unfinished.versions, None, seconds)
+        for index, done in self.completions.items():
+            seconds = self._seconds.get(index, 0.0)
+            result[index] = Drawn(done.token_ids, done.logprobs, done.versions, done.stopped, seconds)
+        return {index: of_sample for index, of_sample in result.items() if of_sample.token_ids}
+
+    def outputs(self, settings: CallSettings, call: Call, update_of: Mapping[int, int]) -> Rollouts:
+        """The outputs of the generation.
+
+        Args:
+            update_of: by the engine's version of the parameters, the number of updates that had made them.
+        """
+        ended = [self.completions[index] for index in sorted(self.completions)]
+        made = calls.completed(ended, settings.eos_token_id, call.outputs)
+        versions: list[list[int]] = [[update_of[version] for version in completion.versions] for completion in ended]
+        at = [self._ended_at[completion.index] for completion in ended]
+        seconds = [self._seconds[completion.index] for completion in ended]
+        columns: dict[str, Any] = {
+            POLICY_VERSIONS: Ragged.of(versions, torch.long),
+            IN_FLIGHT_S: torch.tensor(seconds, dtype=torch.float32),
+            GENERATED_AT: torch.tensor(at, dtype=torch.float64),
+        }
+        return made.plus(**columns)
+
+    def all_spans(self) -> list[Span]:
+        """The spans of the generation, which has ended."""
+        if self._spans is None:  # of a rank without prompts, or restored as a whole
+            return []
+        return self._spans.end(max(self._ended_at.values(), default=self._since))
+
+
+def request_number(iteration: int, sample: int) -> int:
+    """The number of a sample's request among those of all iterations."""
+    return (iteration << _SAMPLE_BITS) + sample
+
+
+def sample_of(number: int) -> tuple[int, int]:
+    """(iteration, sample) of a request's number."""
+    return number >> _SAMPLE_BITS, number & ((1 << _SAMPLE_BITS) - 1)
+
+
+def in_words(error: Exception, numbers: Iterable[int]) -> Exception:
+    """An engine's error about a request, with the sample and the batch in place of the request's number."""
+    message = str(error)
+    if type(error) is not EngineError:
+        return error
+    for number in numbers:
+        iteration, sample = sample_of(number)
+        message = message.replace(f"request {number}", f"sample {sample} of batch {iteration + 1}")
+    return EngineError(message)
+
+
+def by_iteration(numbers: Iterable[Unfinished]) -> dict[int, dict[int, Unfinished]]:
+    """Requests' states by iteration and sample."""
+    result: dict[int, dict[int, Unfinished]] = {}
+    for unfinished in numbers:
+        iteration, sample = sample_of(unfinished.index)
+        result.setdefault(iteration, {})[sample] = unfinished
+    return result

@@ -1,0 +1,143 @@
+"""What ranks do while samples are generated is ordered by rank 0. `Leader`: rank 0's side of the connection.
+`LeaderLink`: a rank's.
+
+What is reported and ordered is in `stream_leader`, and for calls that run ahead of the training in `ahead_leader`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ..messages import Messages
+from ..samples.routes import RESULTS
+
+
+Event = TypeVar("Event")
+Task = TypeVar("Task")
+
+
+@dataclass(frozen=True)
+class Left:
+    """A rank has ended its part, and reports nothing more."""
+
+
+class Leader(ABC, Generic[Event, Task]):
+    """Answers the ranks in a thread, because rank 0's main thread generates and scores itself.
+
+    Args:
+        messages: of rank 0.
+        tag: of the events; the tasks have `tag + 1`.
+        ranks: that get tasks.
+
+    Attributes:
+        local: the tasks of rank 0 itself, and what receiving events raised.
+    """
+
+    def __init__(self, messages: Messages, tag: int, ranks: Collection[int]) -> None:
+        self.messages, self.tag, self.ranks = messages, tag, sorted(ranks)
+        self.local: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def listen(self, remote: int, name: str) -> None:
+        """Begin to receive the events of the other ranks, of each until it has `Left`.
+
+        Args:
+            remote: how many other ranks send events.
+            name: of the thread.
+        """
+        self._thread = threading.Thread(target=self._receive, args=(remote,), daemon=True, name=name)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all other ranks have ended their part. Raises what receiving their messages raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    @abstractmethod
+    def report(self, event: Event) -> None:
+        """Something has happened on a rank."""
+
+    def send(self, rank: int, task: Task) -> None:
+        """Give a rank a task. Does not wait."""
+        if rank == RESULTS:
+            self.local.put(task)
+        else:
+            self.messages.send(pickle.dumps(task), rank, self.tag + 1)
+
+    def _receive(self, remote: int) -> None:
+        try:
+            while remote:
+                _, content = self.messages.receive_any(self.tag)
+                event: Event = pickle.loads(content)  # safe: from another rank of this job
+                remote -= isinstance(event, Left)
+                self.report(event)
+        except BaseException as error:  # raised again by `wait`, and by the links of the ranks that wait for tasks
+            self._error = error
+            self.local.put(error)
+            problem = RuntimeError(f"rank 0 cannot order what is run next: {type(error).__name__}: {error}")
+            for rank in self.ranks:
+                if rank != RESULTS:
+                    self.messages.send(pickle.dumps(problem), rank, self.tag + 1)
+
+
+class LeaderLink(Generic[Event, Task]):
+    """Sends events to the leader and receives its tasks. A thread receives them, so that the leader never waits.
+
+    Args:
+        messages: of this rank.
+        tag: of the events, as the leader's; the tasks have `tag + 1`.
+        leader: on rank 0; `None` on the others.
+        last: the type of the task after which no other comes.
+        takes_tasks: whether this rank gets any.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        tag: int,
+        leader: Leader[Event, Task] | None,
+        last: type[Any],
+        *,
+        takes_tasks: bool = True,
+    ) -> None:
+        self.messages, self.tag, self.leader, self._last = messages, tag, leader, last
+        self._tasks: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
+        if leader is not None:
+            self._tasks = leader.local
+        elif takes_tasks:
+            threading.Thread(target=self._receive, daemon=True, name="leader-tasks").start()
+
+    def _receive(self) -> None:
+        try:
+            task: Task | BaseException | None = None
+            while not isinstance(task, (self._last, BaseException)):
+                task = pickle.loads(self.messages.receive(RESULTS, self.tag + 1))  # safe: from a rank of this job
+                self._tasks.put(task)
+        except BaseException as error:  # raised by `next_task`
+            self._tasks.put(error)
+
+    def report(self, event: Event) -> None:
+        """Tell the leader. Does not wait."""
+        if self.leader is not None:
+            self.leader.report(event)
+        else:
+            self.messages.send(pickle.dumps(event), RESULTS, self.tag)
+
+    def next_task(self, timeout_s: float) -> Task | None:
+        """The next task, in the order in which they were given; `None` if none comes in time. Raises what receiving
+        raised, here or on rank 0."""
+        try:
+            task = self._tasks.get(timeout=timeout_s) if timeout_s else self._tasks.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(task, BaseException):
+            raise task
+        return task

@@ -1,0 +1,171 @@
+"""Forwards of scoring calls on a few samples of a batch: `ForwardRunner` runs them on a rank, `ForwardSamples` has what
+they read on rank 0.
+
+Which samples are scored where and when is decided by `planner.iteration.dispatcher`; who asks it is in `stream_leader`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...algorithms.prompt_batches import PromptBatch
+from ...algorithms.rollout import Rollouts
+from ...plan.dataflow import CallKind, Role
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.timeline import Span
+from ...planner.iteration.dispatcher import Score
+from ...planner.iteration.stream import Stream, stream_of
+from ..calls import generate_and_score as calls
+from ..calls.generate_and_score import CallSettings, Step
+from ..failures.alarm import Alarm
+from ..messages import Messages
+from ..placement.placement import Placement
+from ..samples.routes import replica_ranks
+from ..samples.shares import deal, rows_of
+from .stream_messages import Forward, Rows
+
+
+def stream_of_batch(placement: Placement, settings: CallSettings, step: Step, batch: PromptBatch) -> Stream:
+    """The streamed calls of a batch."""
+    plan = placement.plan
+    forwards = [n for n in plan.streamed if plan.graph.call(n).kind is CallKind.FORWARD]
+    generate = plan.graph.call(plan.streamed[0])
+    prompts = batch.prompts.ragged(generate.inputs[0])
+    dealt = deal(prompts, plan[generate.name].strategy.dp)
+    limit = calls.sampling_of(settings, generate, step).max_tokens
+    budgets = {name: placement.budget(name) for name in forwards}
+    lengths = prompts.lengths.tolist()
+    return stream_of(plan, lengths, limit, budgets, dealt)
+
+
+class ForwardSamples:
+    """The columns of one batch's samples that streamed calls read, on rank 0.
+
+    Args:
+        stream: of the batch.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._scorings = {s.name: s for s in stream.scorings}
+        self._rows: dict[str, dict[int, bytes]] = defaultdict(dict)  # by call
+        self._left: dict[int, tuple[str, int]] = {}  # number of a forward -> (call, replicas that have not run it)
+
+    def add(self, call: str, rows: Rows) -> None:
+        """A call has made outputs of these samples."""
+        self._rows[call].update(rows)
+
+    def forwards(self, order: Score) -> Iterator[tuple[int, Forward]]:
+        """What each rank of a team is told of a forward."""
+        scoring = self._scorings[order.call]
+        team = scoring.teams[order.team]
+        self._left[order.number] = order.call, len(team)
+        template = next(index for part in order.parts for index in part)
+        for ranks, part in zip(team, order.parts, strict=True):
+            rows = {
+                producer: {index: self._rows[producer][index] for index in part or (template,)}
+                for producer in scoring.producers
+            }
+            for rank in ranks:
+                given: Mapping[str, Rows] = rows if rank == ranks[0] else {}
+                yield rank, Forward(order.number, order.call, order.team, part, given)
+
+    def scored(self, number: int, rows: Rows) -> bool:
+        """A replica has run its part of a forward. Returns whether all have."""
+        call, left = self._left.pop(number)
+        self.add(call, rows)
+        if left > 1:
+            self._left[number] = call, left - 1
+        return left == 1
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """What a rank has made of a forward.
+
+    Args:
+        outputs: the call's columns of this rank's samples.
+        rows: those of them that streamed calls read.
+    """
+
+    outputs: Rollouts
+    span: Span
+    rows: Rows
+
+
+class ForwardRunner:
+    """Runs forwards on one rank. The parameters of a call stay on the device until another call is run, or `close`.
+
+    Args:
+        messages: of this rank.
+        tag: of the samples that the first rank of a replica passes on.
+    """
+
+    def __init__(self, placement: Placement, alarm: Alarm, messages: Messages, tag: int) -> None:
+        self.placement, self.alarm, self.messages, self.tag = placement, alarm, messages, tag
+        self.plan, self.rank = placement.plan, placement.rank
+        self._columns = _columns_read(self.plan)
+        self._resident = contextlib.ExitStack()
+        self._call = ""  # whose parameters are on the device
+
+    def close(self) -> None:
+        """Let the parameters leave the device. May be called at any time."""
+        self._resident.close()
+        self._call = ""
+
+    def run(self, task: Forward, settings: CallSettings, step: Step, batch: PromptBatch) -> Forwarded:
+        """Run one forward on this rank's replica.
+
+        Args:
+            step, batch: of the samples.
+        """
+        call, name = self.plan.graph.call(task.call), task.call
+        samples = self._samples_of(task, batch)
+        self.alarm.at(f"{name} of {step.name}")
+        start = time.time()
+        if self._call != name:  # its parameters may come back from host memory, as in the planner's span
+            self.close()
+            self.placement.check_fresh(name)
+            self._resident.enter_context(self.placement.resident(name))
+            self._call = name
+        outputs = calls.forward(self.placement, settings, call, samples, step, keeps=False)
+        span = Span(name, self.rank, start, max(start, time.time()), step.number, samples=len(task.samples))
+        return Forwarded(outputs, span, self.rows(name, outputs))
+
+    def rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:
+        """The columns of a call's outputs that streamed calls read, by sample."""
+        if not self._columns[name] or not len(outputs):
+            return {}
+        read = outputs.only(("index", *self._columns[name]))
+        index = outputs.tensor("index").tolist()
+        return {sample: read.select([at]).to_bytes() for at, sample in enumerate(index)}
+
+    def _samples_of(self, task: Forward, batch: PromptBatch) -> Rollouts:
+        """The samples of a forward with the columns that the call reads."""
+        first, *others = replica_ranks(self.plan, task.call, self.rank)
+        rows = task.rows
+        if self.rank == first:
+            for rank in others:
+                self.messages.send(pickle.dumps(rows), rank, self.tag)
+        else:
+            rows = pickle.loads(self.messages.receive(first, self.tag))  # safe: from another rank of this job
+        columns: dict[str, Any] = {}
+        for of_call in rows.values():
+            made = Rollouts.cat([Rollouts.from_bytes(of_call[index]) for index in sorted(of_call)])
+            columns |= made if task.samples else made.select([])
+        call = self.plan.graph.call(task.call)
+        of_data = rows_of(batch.prompts, task.samples)
+        texts = (calls.TEXTS,) if call.role is Role.REWARD and calls.TEXTS in of_data else ()
+        return of_data.plus(**columns).only(("index", *call.inputs, *texts))
+
+
+def _columns_read(plan: ExecutionPlan) -> dict[str, list[str]]:
+    """Of each streamed call, the columns that other streamed calls read."""
+    read = [column for name in plan.streamed[1:] for column in plan.graph.call(name).inputs]
+    outputs = {name: plan.graph.call(name).outputs for name in plan.streamed}
+    return {name: [column for column in dict.fromkeys(read) if column in made] for name, made in outputs.items()}

@@ -1,0 +1,107 @@
+"""The messages of a streamed phase: what ranks report to rank 0 (`Event`), and what it orders them to do (`Task`).
+
+They are the events and orders of `planner.iteration.dispatcher` with the samples that belong to them. A sample's
+columns from one call are bytes (`Rollouts.to_bytes` of one row), which only the ranks that read them decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...engines.base import Unfinished
+from ...planner.iteration.dispatcher import Release, Withdraw
+from ..samples.exchange import Failures
+from .leader_link import Left
+
+
+Rows = Mapping[int, bytes]  # by sample, its columns from one call
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A rank has begun its part of the phase."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An engine has finished samples.
+
+    Args:
+        tokens: of the response of each sample.
+        rows: the columns that streamed calls read.
+    """
+
+    engine: int
+    tokens: Mapping[int, int]
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """An engine has stopped samples."""
+
+    engine: int
+    samples: tuple[Unfinished, ...]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A replica of a team has run the forward of this number.
+
+    Args:
+        rows: the columns that streamed calls read; empty if none does.
+    """
+
+    number: int
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call failed on a rank."""
+
+    failures: Failures
+
+
+Event = Joined | Finished | Withdrawn | Scored | Failed | Left
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Run one forward.
+
+    Args:
+        samples: of this rank's replica, ascending.
+        rows: by call, the columns of these samples; of another sample if there are none. Only for the first rank of a
+            replica, which passes them on.
+    """
+
+    number: int
+    call: str
+    team: int
+    samples: tuple[int, ...]
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Go on generating samples that another engine has begun."""
+
+    samples: tuple[Unfinished, ...]
+
+
+@dataclass(frozen=True)
+class End:
+    """The phase has ended.
+
+    Args:
+        failures: of calls; empty if every sample was generated and scored.
+    """
+
+    failures: Failures = ()
+
+
+Task = Forward | GoOn | Withdraw | Release | End

@@ -1,0 +1,1 @@
+"""Parameters on their way: reallocation, and where they rest."""

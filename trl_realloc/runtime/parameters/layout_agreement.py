@@ -1,0 +1,112 @@
+"""`agree_on_parts`: which rank of a reallocation holds which boxes of the parameters, known to all of its ranks.
+
+Ranks with equal parts, such as replicas, are described together, and the partitions of ZeRO-3 by their number. So a
+rank sends and receives three messages, whose size depends on the model and the number of different parts: a rank more
+adds some bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from ...realloc.layout import Box, flat_boxes
+from ..messages import Messages, combined
+
+
+@dataclass(frozen=True)
+class HeldParts:
+    """Parts of parameters that one rank holds.
+
+    Args:
+        boxes: by parameter name; parameters of which it holds nothing may be left out.
+        dtypes: of these parameters.
+        flat_partition: (number, count) if the rank has one of `count` equal ranges of every flattened parameter, as in
+            ZeRO-3.
+        shapes: of the whole parameters; needed with `flat_partition`.
+    """
+
+    boxes: Mapping[str, Sequence[Box]]
+    dtypes: Mapping[str, torch.dtype]
+    flat_partition: tuple[int, int] | None = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """Parts as they are: name, dtype and boxes of each parameter."""
+
+    parts: tuple[tuple[str, torch.dtype, tuple[Box, ...]], ...]
+
+    def boxes(self, number: int) -> dict[str, list[Box]]:
+        return {name: list(boxes) for name, _, boxes in self.parts}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: dtype for name, dtype, _ in self.parts}
+
+
+@dataclass(frozen=True)
+class _FlatPartitions:
+    """Equal ranges of flattened parameters: name, dtype and shape of each, and the number of ranges."""
+
+    parameters: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+    count: int
+
+    def boxes(self, number: int) -> dict[str, list[Box]]:
+        ranges = {name: _range_boxes(shape, number, self.count) for name, _, shape in self.parameters}
+        return {name: boxes for name, boxes in ranges.items() if boxes}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: dtype for name, dtype, _ in self.parameters}
+
+
+_Description = _Boxes | _FlatPartitions
+_Ranks = dict[int, int]  # rank -> number of its partition, 0 where there are none
+
+
+def _range_boxes(shape: tuple[int, ...], number: int, count: int) -> list[Box]:
+    elements = prod(shape)
+    size = -(-elements // count)
+    start, stop = min(number * size, elements), min((number + 1) * size, elements)
+    return list(flat_boxes(shape, start, stop))
+
+
+def _described(held: HeldParts) -> tuple[_Description, int]:
+    """A description, and the number of the rank's partition in it."""
+    boxes = {name: list(parts) for name, parts in held.boxes.items() if parts}
+    if held.flat_partition is not None and held.shapes is not None and held.dtypes.keys() <= held.shapes.keys():
+        number, count = held.flat_partition
+        flat = _FlatPartitions(tuple((name, held.dtypes[name], held.shapes[name]) for name in held.dtypes), count)
+        if flat.boxes(number) == boxes:
+            return flat, number
+    return _Boxes(tuple((name, held.dtypes[name], tuple(parts)) for name, parts in boxes.items())), 0
+
+
+def _merged(one: dict[_Description, _Ranks], other: dict[_Description, _Ranks]) -> dict[_Description, _Ranks]:
+    return {key: {**one.get(key, {}), **other.get(key, {})} for key in (*one, *other)}
+
+
+def agree_on_parts(
+    messages: Messages, ranks: Sequence[int], rank: int, held: HeldParts | None, tag: int
+) -> tuple[dict[int, dict[str, list[Box]]], dict[str, torch.dtype]]:
+    """The boxes of every rank that has parts, by parameter name, and the dtypes of the parameters. All ranks call this
+    together, and get the same.
+
+    Args:
+        ranks: that take part; in the same order on each.
+        held: what this rank has; `None` on a rank that is not in the layout. A rank of the layout may have no boxes.
+        tag: of the messages; `tag + 1` is used too.
+    """
+    own: dict[_Description, _Ranks] = {}
+    if held is not None:
+        description, number = _described(held)
+        own = {description: {rank: number}}
+    all_ranks: dict[_Description, _Ranks] = combined(messages, ranks, rank, own, _merged, tag)
+    boxes = {of: key.boxes(number) for key, numbers in all_ranks.items() for of, number in numbers.items()}
+    dtypes: dict[str, torch.dtype] = {}
+    for _, key in sorted((min(numbers), key) for key, numbers in all_ranks.items()):
+        dtypes |= {name: dtype for name, dtype in key.dtypes().items() if name not in dtypes}
+    return dict(sorted(boxes.items())), dtypes

@@ -1,0 +1,206 @@
+"""`Reallocation`: moves a trained role's parameters from the layout of their training to that of another call.
+
+It decides when parameters move, and makes sure that all ranks accept an update or none does. Which rank sends what is
+in `realloc.schedule`, sending it in `realloc.transfer`, what receives it in `parameter_sinks`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ...engines.base import EngineError
+from ...plan.cluster import Cluster
+from ...plan.model_spec import ModelSpec
+from ...realloc.layout import Box, Layout
+from ...realloc.schedule import TransferSchedule, make_schedule
+from ...realloc.transfer import Parts, Transfer, TransferError, TransferOptions
+from ..messages import GlooMessages, combined
+from ..process_groups import ReallocationGroups
+from .layout_agreement import HeldParts, agree_on_parts
+from .parameter_sinks import STALE, Holder, Sink
+
+
+AGREEMENT_TAG = 1 << 28  # above the tags of a transfer's messages, which may use the same group
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One reallocation that was done: bytes that all ranks sent, and this rank's start and end in seconds since the
+    epoch."""
+
+    name: str
+    bytes: int
+    start: float
+    end: float
+
+
+class _Versions(NamedTuple):
+    """The versions that ranks have: of the source, each with one rank that has it, and of the target."""
+
+    of_source: dict[int, int]
+    of_target: set[int]
+
+    def plus(self, other: _Versions) -> _Versions:
+        return _Versions({**other.of_source, **self.of_source}, self.of_target | other.of_target)
+
+
+class _Outcome(NamedTuple):
+    """Result of a transfer on some ranks: why it was not accepted, and the bytes that they sent."""
+
+    problems: tuple[str, ...]
+    sent_bytes: int
+
+    def plus(self, other: _Outcome) -> _Outcome:
+        return _Outcome(self.problems + other.problems, self.sent_bytes + other.sent_bytes)
+
+
+class Reallocation:
+    """One rank's side of one reallocation. Making it and `refresh` are collective over `groups.ranks`.
+
+    Args:
+        groups: the calls, ranks and process groups of the reallocation.
+        rank: this process.
+        holder: the engine of the training on this rank; `None` on a rank that does not train the role.
+        sink: receives this rank's parts of the target layout; `None` on a rank that has none.
+        options: how messages are sent; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        groups: ReallocationGroups,
+        cluster: Cluster,
+        rank: int,
+        *,
+        holder: Holder | None,
+        sink: Sink | None,
+        options: TransferOptions,
+    ) -> None:
+        self.name, self.rank = f"{groups.source} -> {groups.target}", rank
+        self.ranks, self.control = groups.ranks, groups.control
+        self._messages = GlooMessages(groups.control)
+        self.holder, self.sink = holder, sink
+        self.version = STALE  # the one that all ranks have agreed on
+        self._is_complete = False  # whether this rank has sent and received everything of the latest transfer
+        self.schedule, self._dtypes = self._agree_on_layouts(cluster)
+        self.transfer = Transfer(self.name, self.schedule, rank, groups.tensors, groups.device, self._dtypes, options)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters that it moves."""
+        return tuple(self._dtypes)
+
+    def refresh(self) -> Moved | None:
+        """Move the parameters, if the target does not hold the source's version. Returns what was moved, or `None`.
+
+        Raises:
+            TransferError: a message of the transfer failed, or ranks of the source hold different versions.
+            EngineError: a rank's engine did not accept its parameters; on every rank, with that rank's reason.
+                After either error the target holds no version, and nothing can be generated or scored with it.
+        """
+        wanted, current = self._agree_on_versions()
+        self.version = wanted
+        if current == wanted:
+            return None
+        start, problem = time.time(), ""
+        self._is_complete = False
+        stream = self._stream()
+        try:
+            if self.sink is None:
+                for _ in stream:
+                    pass
+            else:
+                self.sink.receive(stream, wanted)
+        except Exception as error:
+            if not self._is_complete:  # the others wait for messages of this rank, so only the job's alarm reaches them
+                self.version = STALE
+                raise
+            # sent to all ranks below: none may use an update that not all have accepted
+            problem = f"rank {self.rank}: {error}"
+        outcome = self._combined(_Outcome((problem,) if problem else (), self.transfer.sent_bytes), _Outcome.plus)
+        if outcome.problems:
+            self.version = STALE
+            reasons = "; ".join(outcome.problems)
+            raise EngineError(f"{self.name}: the update to version {wanted} was not taken: {reasons}")
+        return Moved(self.name, outcome.sent_bytes, start, time.time())
+
+    def _stream(self) -> Iterator[Parts]:
+        """The transfer's buckets. Sets `_is_complete` when this rank has sent and received everything."""
+        yield from self.transfer.run(self.holder.parts() if self.holder else {}, self._target_parts)
+        self._is_complete = True
+
+    def check(self) -> None:
+        """Raise `EngineError` where this rank's copy is not of the version that all ranks have agreed on."""
+        if self.sink is not None and (self.version == STALE or self.sink.version != self.version):
+            raise EngineError(
+                f"{self.name}: rank {self.rank} holds version {self.sink.version} of the parameters, not "
+                f"{self.version}; they were not refreshed, or the last update failed."
+            )
+
+    def _target_parts(self, names: Sequence[str]) -> Parts:
+        return self.sink.tensors(names, self._dtypes) if self.sink else {}
+
+    # --- agreement between the ranks --------------------------------------------------------------------------------
+
+    def _agree_on_versions(self) -> tuple[int, int]:
+        """(the source's version, the target's): the latter `STALE` where any rank's differs from the source's."""
+        own = _Versions(
+            {self.holder.version: self.rank} if self.holder else {}, {self.sink.version} if self.sink else set()
+        )
+        versions = self._combined(own, _Versions.plus)
+        if len(versions.of_source) != 1:
+            which = {rank: version for version, rank in versions.of_source.items()}
+            raise TransferError(f"{self.name}: the ranks of the source hold different versions: {which}.")
+        (wanted,) = versions.of_source
+        return wanted, wanted if versions.of_target == {wanted} else STALE
+
+    def _combined(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        result = combined(self._messages, self.ranks, self.rank, value, combine, AGREEMENT_TAG)
+        self._messages.flush()
+        return result
+
+    def _agree_on_layouts(self, cluster: Cluster) -> tuple[TransferSchedule, dict[str, torch.dtype]]:
+        """The schedule, and the dtype in which every parameter is sent, which all ranks derive from the parts that each
+        of them holds. So families that no table describes, and a user's adapters, can be moved too."""
+        parts = self.holder.parts() if self.holder else {}
+        own_dtypes = {name: cells[0][1].dtype for name, cells in parts.items() if cells}
+        own_boxes = {name: [box for box, _ in parts[name]] for name in own_dtypes}
+        source, dtypes = self._agree_on_parts(self.holder, own_boxes, own_dtypes)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in dtypes:
+            boxes = [box for rank_boxes in source.values() for box in rank_boxes.get(name, ())]
+            shapes[name] = tuple(max(stop for _, stop in ranges) for ranges in zip(*boxes, strict=True))
+        wanted = None if self.sink is None else self.sink.boxes(shapes)
+        narrower = {} if self.sink is None else self.sink.narrower(dtypes)
+        target, taken = self._agree_on_parts(self.sink, wanted, {**dtypes, **narrower})
+        dtypes = {**dtypes, **taken}
+        spec = ModelSpec.of_shapes(
+            list(shapes.items()), bytes_per_element=max((dtype.itemsize for dtype in dtypes.values()), default=1)
+        )
+        return make_schedule(cluster, Layout.of_parts(spec, source), Layout.of_parts(spec, target)), dtypes
+
+    def _agree_on_parts(
+        self, side: Holder | Sink | None, boxes: Mapping[str, Sequence[Box]] | None, dtypes: Mapping[str, torch.dtype]
+    ) -> tuple[dict[int, dict[str, list[Box]]], dict[str, torch.dtype]]:
+        """Exchanges what every rank holds in one of the layouts, and the dtypes.
+
+        Args:
+            side: this rank's side of it; `None` on a rank that is not in the layout, which has no boxes.
+        """
+        held = None
+        if side is not None and boxes is not None:
+            engine: Any = getattr(side, "engine", side)
+            specs = getattr(engine, "parameter_specs", {})
+            held = HeldParts(
+                boxes,
+                {name: dtypes[name] for name in boxes},
+                getattr(engine, "flat_partition", None),
+                {name: tuple(spec.shape) for name, spec in specs.items()},
+            )
+        agreed = agree_on_parts(self._messages, self.ranks, self.rank, held, AGREEMENT_TAG)
+        self._messages.flush()
+        return agreed

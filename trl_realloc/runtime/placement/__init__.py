@@ -1,0 +1,1 @@
+"""A rank's engines and groups under a plan."""

@@ -1,0 +1,85 @@
+"""`RoleModels`: how each role's models are loaded. The placement builds engines of them (`engine_builder`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
+
+from torch import nn
+
+from ...plan.dataflow import DataflowGraph, Role
+
+
+ModelKind = Literal["policy", "value", "score"]
+
+
+@dataclass(frozen=True)
+class RoleModels:
+    """One role's models. The callables are called on the ranks of the role's meshes only.
+
+    Args:
+        kind: what the models compute: a `policy` a log-probability and an entropy per response token, a `value` model a
+            value per state of a response, a `score` model a number per sample.
+        load: one callable per model. Only a role of the kind `score` may have several models or none.
+        names: of each model; of the kind `score` only.
+        processing_classes: each model's tokenizer, or `None`; of the kind `score` only.
+        config: the Transformers config, for engines that build the model themselves.
+        shell: makes the model's structure without weights and without adapters.
+        adapted: the role trains only adapters.
+        copy_of: the role whose parameters, without adapters, this role's are a copy of before training.
+        inside: for a role without a model: a context in which the module of the role `copy_of` computes as this role.
+    """
+
+    kind: ModelKind
+    load: Sequence[Callable[[], Any]]
+    names: Sequence[str] = ()
+    processing_classes: Sequence[Any] = ()
+    config: Any = None
+    shell: Callable[[], Any] | None = None
+    adapted: bool = False
+    copy_of: Role | None = None
+    inside: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of every role of a graph.
+
+    Args:
+        filled_later: the models' parameters are uninitialized; the caller fills the engines.
+    """
+
+    models: Mapping[Role, RoleModels] = field(default_factory=dict)
+    filled_later: bool = False
+
+    def __getitem__(self, role: Role) -> RoleModels:
+        return self.models[role]
+
+    def loaded(self) -> Roles:
+        """The roles after their models have been loaded, without references to models that the user passed. A rank
+        without a part of such a model would keep it in memory."""
+        return replace(self, models={r: replace(m, load=[_loaded] * len(m.load)) for r, m in self.models.items()})
+
+    def check(self, graph: DataflowGraph) -> None:
+        """Raises:
+        ValueError: a role copies or uses the model of a role that no call of the graph trains.
+        """
+        for role in graph.roles:
+            source = self.models[role].copy_of if role in self.models else None
+            if source is not None and source not in graph.trained_roles:
+                raise ValueError(
+                    f"the {role}'s model is a copy of the {source}'s (RoleModels.copy_of), and no call trains the "
+                    f"{source}; give the {role} a function of its own that loads its model, and no copy_of."
+                )
+
+    def copies_of(self, role: Role, graph: DataflowGraph) -> Iterator[Role]:
+        """The roles of the graph whose model is a copy of this role's model."""
+        for other in graph.roles:
+            if other in self.models and self[other].copy_of is role and self[other].inside is None:
+                yield other
+
+
+def _loaded() -> NoReturn:
+    raise AssertionError("a placement loads its models once")

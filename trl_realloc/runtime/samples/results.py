@@ -1,0 +1,164 @@
+"""`Iteration`: the results of one iteration, and the metrics in it. Rank 0 computes them from the outputs of all calls
+(`executor`)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...algorithms.base import Algorithm
+from ...algorithms.rollout import Rollouts
+from ...plan.stage_spans import StageSpan
+from ...plan.timeline import Span
+
+
+POLICY_VERSIONS = "policy_versions"  # column: of each response token, updates of the policy that drew it
+IN_FLIGHT_S = "in_flight_s"  # column: seconds of a sample's generation
+GENERATED_AT = "generated_at"  # column: when a sample's generation ended, seconds since the epoch
+OF_GENERATION = (POLICY_VERSIONS, IN_FLIGHT_S, GENERATED_AT)  # of a plan with a staleness; no call reads them
+
+# by optimizer step and by name: (n,) float32 by position in the global batch
+Statistics = dict[int, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The results of one iteration.
+
+    Args:
+        metrics: of the algorithm, by TRL's names. On every rank.
+        observed: of samples and calls: mean length, score of every reward, seconds of every call, bytes and seconds of
+            every reallocation. On every rank.
+        tokens: prompt and response tokens of all samples. On every rank.
+        samples: the global batch with every column; on rank 0, without samples on the others.
+        spans: when each rank ran each call; on rank 0, empty on the others.
+        stages: of two calls that train together, when each stage ran each task of the last mini-batch; on rank 0, empty
+            on the others.
+    """
+
+    metrics: dict[str, float]
+    observed: dict[str, float]
+    tokens: int
+    samples: Rollouts
+    spans: tuple[Span, ...] = ()
+    stages: tuple[StageSpan, ...] = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the responses, in tokens; on rank 0, empty on the others."""
+        return self.samples.ragged("responses").lengths.tolist() if "responses" in self.samples else []
+
+    def for_other_ranks(self) -> Iteration:
+        """Copy for the other ranks, without samples, spans and stages."""
+        return replace(self, samples=Rollouts(), spans=(), stages=())
+
+
+def add_statistics(outputs: Rollouts, n: int, statistics: Statistics) -> None:
+    """Add what the ranks of a training call returned for each sample of each optimizer step to `statistics`.
+
+    Args:
+        outputs: with the columns `index` and `update`; without columns if every step was skipped.
+        n: samples of the global batch.
+    """
+    if "update" not in outputs:
+        return
+    which, index = outputs.tensor("update"), outputs.tensor("index")
+    for update in which.unique().tolist():
+        selected = which == update
+        for name in set(outputs) - {"index", "update"}:
+            sums = statistics.setdefault(update, {}).setdefault(name, torch.zeros(n))
+            sums[index[selected]] = outputs.tensor(name)[selected]
+
+
+def update_metrics(
+    algorithm: Algorithm,
+    trainings: Sequence[str],
+    samples: Rollouts,
+    step: int,
+    statistics: Statistics,
+    *,
+    counts_skipped: bool,
+) -> dict[str, float]:
+    """The algorithm's metrics of the optimizer steps.
+
+    Args:
+        trainings: the calls that train.
+        samples: the global batch after `Algorithm.prepare`.
+        step: the number of the iteration.
+        counts_skipped: add the number of skipped steps of each loss.
+    """
+    steps = []
+    for update, mini_batch in enumerate(algorithm.mini_batches(samples, step)):
+        at = mini_batch.tensor("index")
+        steps.append((mini_batch, {name: sums[at] for name, sums in statistics.get(update, {}).items()}))
+    metrics = algorithm.update_metrics(steps)
+    if counts_skipped:
+        for loss in map(algorithm.loss, trainings):
+            skipped = sum(loss.statistic not in step_statistics for _, step_statistics in steps)
+            metrics[f"skipped_updates/{loss.name}"] = float(skipped)
+    return metrics
+
+
+def sample_metrics(algorithm: Algorithm, samples: Rollouts, *, only_finite: bool) -> dict[str, float]:
+    """The algorithm's metrics of a global batch after `Algorithm.prepare`."""
+    metrics = algorithm.sample_metrics(samples)
+    return {name: value for name, value in metrics.items() if not only_finite or math.isfinite(value)}
+
+
+def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[str, float]:
+    """`Iteration.observed` of a global batch and of the spans of its calls: `completions/mean_length`,
+    `rewards/<name>`, `time/<call>` (seconds of the slowest rank), and `realloc/bytes/<call>` and
+    `realloc/seconds/<call>`, where the call is the one that received the parameters. With a staleness also
+    `ages`.
+
+    Args:
+        step: the number of the iteration.
+    """
+    busy: dict[tuple[str, int], float] = defaultdict(float)  # a streamed call has several spans on a device
+    metrics: dict[str, float] = {}
+    for name in samples:
+        if name.startswith("reward/"):
+            metrics[f"rewards/{name.removeprefix('reward/')}"] = float(samples.tensor(name).nanmean())
+    if "responses" in samples:
+        metrics["completions/mean_length"] = float(samples.ragged("responses").lengths.float().mean())
+    metrics |= ages(samples, step)
+    for span in spans:
+        busy[span.call, span.device] += span.seconds
+        if " -> " in span.call:
+            metrics[f"realloc/bytes/{span.call.partition(' -> ')[2]}"] = float(span.bytes)
+    longest: dict[str, float] = {}
+    for (call, _), seconds in busy.items():
+        longest[call] = max(longest.get(call, 0.0), seconds)
+    for call, seconds in longest.items():
+        source, _, target = call.partition(" -> ")
+        metrics[f"realloc/seconds/{target}" if target else f"time/{source}"] = seconds
+    return metrics
+
+
+def ages(samples: Rollouts, step: int) -> dict[str, float]:
+    """Ages of samples when they are trained, under a plan with a staleness; empty for other samples.
+
+    Args:
+        step: the number of the iteration, which is the number of updates that its policy has had.
+
+    Returns:
+        `staleness/mean` and `staleness/oldest`: updates between the policy that drew a token and the one that is
+        trained, over all tokens. `staleness/in_flight_s` and `staleness/in_queue_s`: seconds that a sample was
+        generated, and that it then waited until the iteration's end; means over the samples.
+    """
+    if POLICY_VERSIONS not in samples or not len(samples):
+        return {}
+    age = step - samples.ragged(POLICY_VERSIONS).values.double()
+    waited = (time.time() - samples.tensor(GENERATED_AT)).clamp(min=0.0)
+    return {
+        "staleness/mean": float(age.mean()),
+        "staleness/oldest": float(age.max()),
+        "staleness/in_flight_s": float(samples.tensor(IN_FLIGHT_S).mean()),
+        "staleness/in_queue_s": float(waited.mean()),
+    }

@@ -1,0 +1,1 @@
+"""Refusals of what a user passed, before anything expensive begins."""

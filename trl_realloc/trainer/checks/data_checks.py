@@ -1,0 +1,88 @@
+"""Checks the data sets of GRPO and RLOO before engines start.
+
+TRL reads them when a batch is made, and trains on nothing if they do not fill one generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import is_peft_available
+
+from ...algorithms.prompts import DataError
+
+
+def check_types(inputs: Mapping[str, Any]) -> None:
+    """Refuse a model, a tokenizer or an adapter's config of another type.
+
+    Args:
+        inputs: the arguments of the trainer's constructor, by name.
+
+    Raises:
+        TypeError: names the argument and the type.
+    """
+    kinds: dict[str, tuple[tuple[type, ...], str]] = {
+        "model": ((str, nn.Module), "a loaded model, or a name or path"),
+        "processing_class": ((PreTrainedTokenizerBase, ProcessorMixin, NoneType), "a tokenizer or a processor"),
+    }
+    if is_peft_available():
+        from peft import PeftConfig
+
+        kinds["peft_config"] = (PeftConfig, NoneType), "a peft.PeftConfig, such as LoraConfig(r=16)"
+    for name, (types, words) in kinds.items():
+        given = inputs.get(name)
+        if not isinstance(given, types):
+            raise TypeError(f"{name} must be {words}, not {type(given).__name__}.")
+
+
+def check_columns(inputs: Mapping[str, Any]) -> None:
+    """Refuse data sets without prompts, unless environments are given.
+
+    Args:
+        inputs: the arguments of the trainer's constructor, by name.
+
+    Raises:
+        DataError: names the data set and its columns.
+    """
+    if inputs.get("environment_factory"):
+        return  # an environment may make the prompts
+    for what, dataset in _datasets(inputs):
+        columns = getattr(dataset, "column_names", None)  # a stream may have none
+        if isinstance(columns, list) and columns and "prompt" not in columns:
+            raise DataError(
+                f"{what} has no `prompt` column (text or a conversation); it has {', '.join(map(repr, columns))}. "
+                f"Rename one, e.g. dataset.rename_column({columns[0]!r}, 'prompt')."
+            )
+
+
+def _datasets(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "train_dataset", inputs.get("train_dataset")
+    evaluation = inputs.get("eval_dataset")
+    if isinstance(evaluation, Mapping) and not hasattr(evaluation, "column_names"):
+        yield from ((f"eval_dataset {name!r}", dataset) for name, dataset in evaluation.items())
+    else:
+        yield "eval_dataset", evaluation
+
+
+def check_rows(args: Any, dataset: Any, processes: int) -> None:
+    """Refuse a training data set that does not fill one generation, of which nothing would be trained.
+
+    Args:
+        args: TRL's `GRPOConfig` or `RLOOConfig`.
+        dataset: that the run trains on.
+
+    Raises:
+        DataError: says how many rows there are and how many a generation has.
+    """
+    needed = args.generation_batch_size // args.num_generations
+    if hasattr(dataset, "__len__") and len(dataset) < needed:
+        raise DataError(
+            f"train_dataset has {len(dataset)} rows, fewer than the {needed} prompts of one generation ({processes} "
+            f"processes x per_device_train_batch_size {args.per_device_train_batch_size} x steps_per_generation "
+            f"{args.steps_per_generation} / num_generations {args.num_generations}), so nothing would be trained; "
+            f"lower one of the first three, or give more prompts."
+        )

@@ -1,0 +1,139 @@
+"""Checks the type of the training arguments, the tokenizers, the data collator and the optimizers that the user passed,
+before anything is tokenized or loaded.
+
+Models are checked in `model_checks`, settings in `config_checks`, datasets in `algorithms.prompts`, plans in
+`plan_checks`, reward functions in `algorithms.rewards`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...common.errors import shown
+from ...engines.model_configs import ModelError
+from ...plan.dataflow import Role
+from ..config_checks import ConfigError
+from ..ppo_config import PPOConfig
+
+
+def check_config(args: object) -> None:
+    """Check the type of the training arguments.
+
+    Raises:
+        ConfigError: `args` is not a `PPOConfig` of this package.
+    """
+    if not isinstance(args, PPOConfig):
+        kind = f"{type(args).__module__}.{type(args).__name__}"
+        raise ConfigError(f"args must be a trl_realloc.PPOConfig, not a {kind}; import PPOConfig from trl_realloc.")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids of the policy's tokenizer.
+
+    Args:
+        eos: `None` of a tokenizer without one.
+        stop: the token that ends a response; `None` where every response has `response_length` tokens.
+    """
+
+    pad: int
+    eos: int | None
+    stop: int | None
+
+
+def special_tokens(args: PPOConfig, processing_class: Any) -> SpecialTokens:
+    """The special tokens of a run.
+
+    Raises:
+        ValueError: there is no tokenizer, or it has no pad token.
+        ConfigError: `stop_token` is `eos`, and the tokenizer has no eos token.
+    """
+    if processing_class is None:
+        raise ValueError("processing_class is missing: the policy's tokenizer.")
+    if getattr(processing_class, "pad_token_id", None) is None:
+        raise ValueError(
+            "the tokenizer has no pad token; set one before making the trainer, e.g. "
+            "tokenizer.add_special_tokens({'pad_token': '[PAD]'}), or tokenizer.pad_token = tokenizer.eos_token."
+        )
+    pad, eos = processing_class.pad_token_id, processing_class.eos_token_id
+    if args.stop_token == "eos" and eos is None:
+        raise ConfigError("stop_token is 'eos', but the tokenizer has no eos token; set stop_token_id.")
+    return SpecialTokens(pad, eos, eos if args.stop_token == "eos" else args.stop_token_id)
+
+
+def check_parts(processing_class: Any, reward_processing_classes: Any, data_collator: Any, optimizers: Any) -> None:
+    """Check the types of tokenizers, data collator and optimizers.
+
+    Raises:
+        ConfigError: a tokenizer by name, a collator that is not callable, or optimizers that are not a pair.
+    """
+    rewards = reward_processing_classes
+    tokenizers = [("processing_class", processing_class)]
+    tokenizers += [
+        ("reward_processing_classes", tokenizer)
+        for tokenizer in (rewards if isinstance(rewards, list | tuple) else [rewards])
+    ]
+    for argument, tokenizer in tokenizers:
+        if isinstance(tokenizer, str | os.PathLike):
+            name = shown(os.fspath(tokenizer))
+            raise ConfigError(
+                f"{argument} must be a tokenizer, not the name {name}; give AutoTokenizer.from_pretrained({name})."
+            )
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "batch_decode")):
+            raise ConfigError(f"{argument} must be a tokenizer, not {shown(tokenizer)}.")
+    if data_collator is not None and not callable(data_collator):
+        raise ConfigError(f"data_collator must be a function or None, not {shown(data_collator)}.")
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        raise ConfigError(
+            f"optimizers must be a pair, an optimizer or None and a scheduler or None, not {shown(optimizers)}."
+        )
+
+
+def check_positions(configs: Mapping[Role, Sequence[Any]], longest: int) -> None:
+    """Refuse rotary embeddings whose factors depend on the longest sample of a forward, if a sample can be that long.
+    The result of a sample would depend on which samples share its micro-batch.
+
+    Args:
+        configs: the Transformers config of every model of every role.
+        longest: tokens of the longest prompt with the longest response.
+
+    Raises:
+        ModelError: names the role and the length from which on the factors change.
+    """
+    for role, role_configs in configs.items():
+        for config in role_configs:
+            kind, limit = _position_limit(config.get_text_config())
+            if limit is not None and longest > limit:
+                raise ModelError(
+                    f"{role}: its rotary embedding ({kind}) has other factors in a forward with a sample of more than "
+                    f"{limit} tokens, and samples here have up to {longest}: the result of a sample would depend on "
+                    f"its neighbours. Shorten prompts or response_length, or set another rope_type in its config."
+                )
+
+
+def _position_limit(config: Any) -> tuple[str, int | None]:
+    """The type of a rotary embedding whose factors change with the longest sample of a forward, and the longest sample
+    for which they do not; `None` for other embeddings."""
+    settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in settings.values() if isinstance(value, Mapping)]  # one for each type of layer
+    for rope in nested or [settings]:
+        kind = str(rope.get("rope_type", rope.get("type", "")))
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings")
+            return kind, limit or getattr(config, "original_max_position_embeddings", None)
+        if kind == "dynamic":
+            return kind, getattr(config, "max_position_embeddings", None)
+    return "", None
+
+
+def check_stop_token(stop_token_id: int | None, vocabulary: int) -> None:
+    """Check that the policy can generate the stop token.
+
+    Raises:
+        ConfigError: the stop token is not in the vocabulary.
+    """
+    if stop_token_id is not None and not 0 <= stop_token_id < vocabulary:
+        raise ConfigError(f"stop_token_id {stop_token_id} is outside the model's vocabulary of {vocabulary}.")

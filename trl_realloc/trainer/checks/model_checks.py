@@ -1,0 +1,382 @@
+"""Checks the models that the user passed, and how they fit together, before weights are read.
+
+Every model either works under any plan, or is refused in a sentence. Which models a plan can split is checked in
+`plan_checks`, the other arguments in `input_checks`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.utils import logging
+
+from ...algorithms.rewards import Rewards
+from ...common.errors import shown
+from ...engines.device import is_accelerator
+from ...engines.generation.vllm_support import why_not_served
+from ...engines.model_configs import ModelError
+from ...engines.models import adapted_policy, generated_config
+from ...engines.training.weight_export import why_not_merged
+from ...plan.dataflow import Role
+from ..config_checks import ConfigError, by_transformers
+from ..ppo_config import PPOConfig
+from .input_checks import check_stop_token
+
+
+logger = logging.get_logger(__name__)
+
+CLASSIFIER = "ForSequenceClassification"
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+# PEFT's kinds of adapters that cannot be merged into the weights, beside those that add tokens to the prompt
+UNMERGED = ("ADAPTION_PROMPT", "CARTRIDGE", "HIRA", "LILY", "LN_TUNING", "POLY", "SHADOW", "XLORA")
+
+
+def check_models(model: Any, ref_model: Any, value_model: Any, reward_models: Sequence[Any]) -> None:
+    """Refuse arguments that are not models, one object for two roles, models that no engine can run, and models without
+    the head of their role. The config of a model by path is checked later, in `check_config_of`.
+
+    Raises:
+        ModelError: names the argument.
+    """
+    if model is None:
+        raise ModelError("model is missing; give the policy, or its name or path.")
+    if value_model is None:
+        raise ModelError("value_model is missing; give a sequence classifier with one output, or its name or path.")
+    models = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]
+    models += [("reward_model", reward) for reward in reward_models if isinstance(reward, str | nn.Module)]
+    for position, (argument, candidate) in enumerate(models):
+        for other, other_model in models[:position]:
+            trained = {argument, other} & {"model", "value_model"}
+            if candidate is other_model and isinstance(candidate, nn.Module) and trained:
+                raise ModelError(
+                    f"`{other}` and `{argument}` are the same object, so training one would change the other too; "
+                    f"pass a copy{', or None for one to be made' if argument == 'ref_model' else ''}."
+                )
+        if candidate is not None:
+            _check_model(candidate, argument)
+
+
+def check_policy(model: Any) -> None:
+    """Refuse a policy that no engine can run. The config of a model by path is checked later, in `check_config_of`.
+
+    Raises:
+        ModelError: says why.
+    """
+    if model is None:
+        raise ModelError("model is missing; give the policy, or its name or path.")
+    _check_model(model, "model")
+
+
+def _check_model(model: Any, argument: str) -> None:
+    if isinstance(model, str):
+        if os.path.isdir(model):
+            _check_weights(Path(model), argument)
+        return
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ModelError(f"{argument} must be a Transformers model, or its name or path, not {shown(model)}.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            f"{argument} has parameters on the meta device, which hold no values; load it with its weights, on the CPU."
+        )
+    if getattr(model, "is_quantized", False):
+        _refuse_quantized(argument)
+    _check_placement(model, argument)
+    base = _base(model)
+    if type(base).__module__.startswith("transformers_modules"):
+        raise ModelError(_custom_code(argument, type(base).__name__))
+    has_lm_head = base.get_output_embeddings() is not None if hasattr(base, "get_output_embeddings") else None
+    if argument in ("model", "ref_model") and has_lm_head is False:
+        raise ModelError(f"{argument} ({type(base).__name__}) has no language head; load an AutoModelForCausalLM.")
+    if argument in ("value_model", "reward_model") and has_lm_head:
+        raise ModelError(
+            f"{argument} ({type(base).__name__}) is a language model; load it with "
+            f"AutoModelForSequenceClassification.from_pretrained(…, num_labels=1)."
+        )
+    if argument in ("value_model", "reward_model"):
+        labels = getattr(model.config, "num_labels", 1)
+        if labels != 1:
+            raise ModelError(
+                f"{argument} has {labels} outputs (num_labels), but a value or a reward is one number; load it with "
+                f"AutoModelForSequenceClassification.from_pretrained(…, num_labels=1)."
+            )
+        if argument == "value_model" and not hasattr(base, "score"):
+            raise ModelError(
+                f"value_model ({type(base).__name__}) has no `score` layer to read a value at every token with; use a "
+                f"decoder's AutoModelForSequenceClassification."
+            )
+
+
+def _check_placement(model: Any, argument: str) -> None:
+    """Raises `ModelError` for a loaded model that is divided, spread over devices or compiled already."""
+    if hasattr(model, "_orig_mod"):
+        raise ModelError(f"{argument} is compiled (torch.compile); pass the model itself: ragged batches change shape.")
+    devices = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if len(devices) > 1:
+        raise ModelError(
+            f"{argument} is spread over {', '.join(sorted(devices))} (device_map); load it without device_map: the "
+            f"execution plan says which device holds which part."
+        )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ModelError(
+            f"{argument} is split already (tp_plan or a device mesh); load it whole, or give its name or path: the "
+            f"execution plan splits it."
+        )
+
+
+def check_adapter_kind(peft_config: Any, argument: str) -> None:
+    """Check that a PEFT config is of adapters that can be merged into the weights, as generation engines and copies of
+    the role need them.
+
+    Raises:
+        ModelError: it is not.
+    """
+    kind = str(getattr(peft_config, "peft_type", "")).rpartition(".")[2]
+    if getattr(peft_config, "is_prompt_learning", False):
+        why = "adds tokens or keys to every prompt, which packed samples and generation engines do not have"
+    elif kind in UNMERGED or getattr(peft_config, "alora_invocation_tokens", None):
+        why = "cannot be merged into the weights that generation engines get"
+    else:
+        return
+    raise ModelError(f"{argument} has an adapter of the kind {kind}, which {why}; use LoRA.")
+
+
+def check_trained_adapter(peft_config: Any, argument: str) -> None:
+    """Check that a PEFT config is of adapters that the training engines can train.
+
+    Raises:
+        ModelError: see `check_adapter_kind`; or its parameters are not in memory of their own.
+    """
+    check_adapter_kind(peft_config, argument)
+    if getattr(peft_config, "layer_replication", None):
+        what = "layer_replication adds layers that share the weights of others"
+    elif _ties_matrices(peft_config):
+        what = "with ensure_weight_tying the matrices of LoRA on the embedding and on the head share their memory"
+    else:
+        return
+    raise ModelError(f"{argument}: {what}, and the engines move and train each parameter by itself; leave it out.")
+
+
+def _ties_matrices(peft_config: Any) -> bool:
+    """Whether PEFT makes the matrices of LoRA on the head of those on the embedding. Modules to save are tied as whole
+    parameters, which come once."""
+    if not getattr(peft_config, "ensure_weight_tying", False):
+        return False
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    targets = getattr(peft_config, "target_modules", None) or ()
+    if isinstance(targets, str):
+        targets = [name for name in EMBEDDING_LAYER_NAMES if re.fullmatch(targets, name)]
+    saved, adapted = (
+        any(name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for name in names)
+        for names in (getattr(peft_config, "modules_to_save", None) or (), targets)
+    )
+    return adapted and not saved
+
+
+def check_generated(args: Any, model: Any, config: Any, peft_config: Any) -> None:
+    """Check that vLLM engines can generate with the policy whose adapters are merged.
+
+    Args:
+        args: training arguments of any trainer.
+        model, config, peft_config: as of `adapted_policy`.
+
+    Raises:
+        ConfigError: says why not.
+    """
+    adapted = adapted_policy(model, config, peft_config)
+    if adapted is not None and (problem := why_adapted_not_generated(adapted, config, args.device)) is not None:
+        raise ConfigError(f"vLLM cannot generate with these adapters: {problem}; {by_transformers(args)}.")
+
+
+def why_adapted_not_generated(adapted: Any, config: Any, device: torch.device) -> str | None:
+    """Why vLLM engines on such devices cannot generate with a policy with adapters; `None` if they can.
+
+    Args:
+        adapted: the policy; may be on the meta device.
+        config: its Transformers config.
+    """
+    generated = generated_config(config, adapted)
+    if (problem := why_not_merged(adapted)) is not None or generated is config:  # without adapters it has been checked
+        return problem
+    return why_not_served(generated, on_cpu=not is_accelerator(device))
+
+
+def _base(model: Any) -> Any:
+    """The model under its adapters, if it has any."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _refuse_quantized(argument: str) -> None:
+    raise ModelError(
+        f"{argument} is quantized: no engine trains, scores with or moves packed parameters, not even under an "
+        f"adapter; load it without quantization_config (memory: LoRA over a bfloat16 model, or zero_stage 3)."
+    )
+
+
+def _custom_code(argument: str, name: str) -> str:
+    return (
+        f"{argument}: {name!r} needs code of its own (trust_remote_code), which the engines cannot load; use a model "
+        f"whose family Transformers itself has."
+    )
+
+
+def _check_weights(folder: Path, argument: str) -> None:
+    """Raises `ModelError` for a folder without weights, or with an incomplete safetensors file."""
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            indexed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{argument}: {index} is not whole; copy or download the model again.") from None
+        missing = sorted(str(name) for name in indexed if not (folder / str(name)).is_file())
+        if missing:
+            raise ModelError(f"{argument}: {folder} lacks {missing[0]}; copy or download the model again.")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{argument}: {file} is not whole ({error}); copy or download the model again.") from None
+    if not files and not any(folder.glob("*.bin")) and (folder / "config.json").is_file():
+        raise ModelError(f"{argument}: there are no weights (*.safetensors) in {folder}, only a config.")
+
+
+def check_config_of(config: Any, model: Any, argument: str) -> None:
+    """Check a model's config against its role.
+
+    Args:
+        model: the model, or its name or path.
+
+    Raises:
+        ModelError: the model is quantized, is an encoder-decoder, or has the head of another role.
+    """
+    if getattr(config, "quantization_config", None):
+        _refuse_quantized(argument)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{argument} is an encoder-decoder ({config.model_type}); PPO here is for decoders.")
+    if not isinstance(model, str):
+        return
+    kinds = [str(kind) for kind in getattr(config, "architectures", None) or ()]
+    classifies = any(kind.endswith(CLASSIFIER) for kind in kinds)
+    has_lm_head = any(kind.endswith(LANGUAGE_MODELS) for kind in kinds)
+    if argument in ("model", "ref_model"):
+        if classifies and not has_lm_head:
+            raise ModelError(f"{argument}: {model!r} is a {kinds[0]}, which has no language head; give a causal LM.")
+        return
+    if classifies and config.num_labels != 1:
+        raise ModelError(
+            f"{argument}: {model!r} has {config.num_labels} outputs (num_labels), but a value or a reward is one "
+            f"number."
+        )
+    if has_lm_head and not classifies and argument in ("reward_model", "reward_funcs"):
+        raise ModelError(
+            f"{argument}: {model!r} is a {kinds[0]}, so its score layer would be random; give a sequence classifier "
+            f"with one output, or a reward function."
+        )
+    if has_lm_head and not classifies:
+        logger.warning(f"value_model: {model!r} is a {kinds[0]}; the critic begins with a new, random score layer.")
+
+
+def check_roles(
+    configs: Mapping[Role, Sequence[Any]],
+    model: Any,
+    ref_model: Any,
+    value_model: Any,
+    reward_models: Sequence[Any],
+    rewards: Rewards,
+    processing_class: Any,
+    stop_token_id: int | None,
+) -> None:
+    """Check every model's config against its role and the policy's vocabulary, and the stop token against the
+    vocabulary.
+
+    Args:
+        configs: the Transformers config of every model of every role.
+        reward_models: loaded or by name, without the reward functions.
+
+    Raises:
+        ConfigError: see `check_stop_token`.
+        ModelError: see `check_config_of` and `check_vocabularies`.
+    """
+    vocabulary = _vocabulary(configs[Role.ACTOR][0])
+    readers = [("value_model", configs[Role.CRITIC][0])]
+    if ref_model is not None:
+        readers.append(("ref_model", configs[Role.REFERENCE][0]))
+        check_config_of(configs[Role.REFERENCE][0], ref_model, "ref_model")
+    check_config_of(configs[Role.ACTOR][0], model, "model")
+    check_config_of(configs[Role.CRITIC][0], value_model, "value_model")
+    for config, reward_model, source in zip(configs[Role.REWARD], reward_models, rewards.models, strict=True):
+        check_config_of(config, reward_model, "reward_model")
+        if source.processing_class is None:
+            readers.append(("reward_model", config))
+    check_vocabularies(vocabulary, [(what, _vocabulary(config)) for what, config in readers], processing_class)
+    check_stop_token(stop_token_id, vocabulary)
+
+
+def _vocabulary(config: Any) -> int:
+    return int(config.get_text_config().vocab_size)
+
+
+def check_vocabularies(policy: int, others: Sequence[tuple[str, int]], processing_class: Any) -> None:
+    """Refuse models that read the policy's token ids and have a smaller vocabulary.
+
+    Args:
+        policy: size of the policy's vocabulary.
+        others: argument name and vocabulary size of the reference, the critic, and the reward models that have no
+            tokenizer of their own.
+
+    Raises:
+        ModelError: a vocabulary is too small.
+    """
+    try:
+        needed = min(policy, len(processing_class))
+    except TypeError:  # a processor without a length
+        needed = policy
+    for argument, size in others:
+        if size < needed:
+            raise ModelError(
+                f"{argument} has a vocabulary of {size}, but reads the policy's tokens, of which there are {needed}; "
+                f"give one with the policy's vocabulary"
+                f"{', or its own tokenizer in reward_processing_classes' if argument == 'reward_model' else ''}."
+            )
+
+
+def check_adapter_kinds(model: Any, peft_config: Any) -> None:
+    """Check the kinds of the policy's adapters, and of those that are added to it.
+
+    Raises:
+        ModelError: see `check_trained_adapter`.
+    """
+    if peft_config is not None:
+        check_trained_adapter(peft_config, "peft_config")
+    if not isinstance(model, str):
+        for config in dict(getattr(model, "peft_config", None) or {}).values():
+            check_trained_adapter(config, "model")
+
+
+def check_adapters(args: PPOConfig, model: Any, peft_config: Any) -> None:
+    """Check the kinds of adapters, and the adapter names of the training arguments.
+
+    Raises:
+        ConfigError: the model does not have an adapter of that name.
+        ModelError: see `check_adapter_kind`.
+    """
+    check_adapter_kinds(model, peft_config)
+    if isinstance(model, str):
+        return
+    known = set(getattr(model, "peft_config", None) or ()) | ({"default"} if peft_config is not None else set())
+    for setting in ("model_adapter_name", "ref_adapter_name"):
+        name = getattr(args, setting)
+        if name is not None and name not in known:
+            adapters = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise ConfigError(f"{setting} is {name!r}, but the model has no such adapter; {adapters}.")

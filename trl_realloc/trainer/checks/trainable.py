@@ -1,0 +1,161 @@
+"""`why_not_trained`: why this package's training engines cannot train a run of a TRL trainer, so that Accelerate must.
+
+Generation can be planned in both cases. What planned generation itself refuses is in `plug`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
+
+from ...engines.model_configs import ModelError
+from ...engines.models import dropout_rates
+from .model_checks import check_trained_adapter
+
+
+_QUANTIZED = "the model is quantized, and the engines do not train packed weights, not even under an adapter"
+
+
+def why_not_trained(
+    args: Any,
+    model: Any,
+    peft_config: Any = None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    quantization_config: Any = None,
+    trainer: type = Trainer,
+) -> str | None:
+    """The first reason, as a sentence; `None` if the engines train what TRL would train.
+
+    Args:
+        args: the training arguments, such as a `GRPOConfig`.
+        model: the policy, with adapters or without; or its Transformers config, before it is loaded.
+        peft_config: of the adapter that is added to it.
+        environment: the launcher's variables.
+        quantization_config: with which the model is to be loaded.
+        trainer: the trainer's class, maybe the user's.
+    """
+    reason = next(_reasons(args, model, peft_config, environment), None)
+    if quantization_config is not None:
+        reason = reason or _QUANTIZED
+    if reason is None and (method := own_optimizer(trainer)) is not None:
+        reason = (
+            f"{method} makes the optimizer, and each engine makes its part of one; the argument `optimizers` can be "
+            f"divided"
+        )
+    return None if reason is None else f"Accelerate trains, because {reason}."
+
+
+_OPTIMIZER_METHODS = (
+    "create_optimizer",
+    "create_optimizer_and_scheduler",
+    "get_decay_parameter_names",
+    "get_optimizer_cls_and_kwargs",
+)
+_LIBRARIES = ("trl.", "transformers.", __name__.partition(".")[0] + ".")
+
+
+def own_optimizer(kind: type) -> str | None:
+    """The method by which a user's subclass makes the optimizer, which no engine calls; `None` if there is none."""
+    for name in _OPTIMIZER_METHODS:
+        owner = next(base for base in kind.__mro__ if name in vars(base))
+        if not owner.__module__.startswith(_LIBRARIES):
+            return f"{owner.__name__}.{name}"
+    return None
+
+
+def _reasons(args: Any, model: Any, peft_config: Any, environment: Mapping[str, str]) -> Iterator[str]:
+    is_loaded = isinstance(model, nn.Module)
+    config = model.config if is_loaded else model
+    yield from _launch_reasons(args, environment)
+    yield from _setting_reasons(args)
+    yield from _config_reasons(args, config)
+    if is_loaded:
+        yield from _class_reasons(model)
+    adapters = [*dict(getattr(model, "peft_config", None) or {}).values(), *([peft_config] if peft_config else [])]
+    for adapter in adapters:
+        try:
+            check_trained_adapter(adapter, "the model")
+        except ModelError as error:
+            yield str(error).partition("; ")[0]
+    if not getattr(args, "disable_dropout", False):
+        yield from _dropout_reasons(config, model if is_loaded else None, adapters)
+
+
+def _launch_reasons(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on") or getattr(args, "fsdp", None):
+        yield "the job is launched with FSDP, which shards what the plan's engines would hold"
+
+
+def _setting_reasons(args: Any) -> Iterator[str]:
+    if getattr(args, "use_liger_kernel", False):
+        yield "use_liger_kernel computes the loss inside Liger's kernel, and the engines need it outside of the model"
+    if getattr(args, "sync_ref_model", False):
+        yield "sync_ref_model changes the reference while the run goes on, and the plan's reference stays as it is"
+    if (alpha := getattr(args, "neftune_noise_alpha", None)) is not None:
+        yield f"neftune_noise_alpha {alpha:g} adds noise to embeddings while the model trains, and the engines add none"
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        yield "cast_lm_head_to_fp32 gives the language head another dtype than the engines compute in"
+
+
+def _config_reasons(args: Any, config: Any) -> Iterator[str]:
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "auto_map", None) and not type(config).__module__.startswith("transformers."):
+        yield f"{kind} has code of its own (trust_remote_code), which the engines do not load"
+    if any(getattr(config, f"{sense}_config", None) is not None for sense in ("vision", "audio")):
+        yield f"{kind} reads images or sounds, and the engines train on text alone"
+    if getattr(config, "is_encoder_decoder", False):
+        yield f"{kind} is an encoder-decoder, and the engines train decoders"
+    if getattr(config, "quantization_config", None):
+        yield _QUANTIZED
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    coefficient = getattr(args, "router_aux_loss_coef", 0.0)
+    if coefficient is None:  # TRL takes the model's own
+        coefficient = getattr(text, "router_aux_loss_coef", 0.0)
+    if getattr(text, "output_router_logits", None) is not None and coefficient:
+        yield (
+            f"{kind} is a mixture of experts with router_aux_loss_coef {coefficient:g}, and the engines have no "
+            f"auxiliary loss; router_aux_loss_coef 0 trains without it"
+        )
+
+
+def _class_reasons(model: Any) -> Iterator[str]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = type(base).__name__
+    if getattr(base, "is_quantized", False):
+        yield _QUANTIZED
+    if hasattr(base, "_orig_mod"):
+        yield "the model is compiled (torch.compile), and packed samples change the shape of every forward"
+        return
+    if not type(base).__module__.startswith("transformers."):
+        yield f"{name} of {type(base).__module__} is not a class of Transformers, which the engines know how to divide"
+    elif base.get_output_embeddings() is None:
+        yield f"{name} has no language head"
+    if any(isinstance(parameter, DTensor) for parameter in base.parameters()):
+        yield "the model is split already (tp_plan or a device mesh), and a plan splits whole models"
+    if len(set(map(str, (getattr(base, "hf_device_map", None) or {}).values()))) > 1:
+        yield "the model is spread over several devices (device_map), and a plan places whole models"
+
+
+def _dropout_reasons(config: Any, model: Any, adapters: list[Any]) -> Iterator[str]:
+    """Reasons of a policy with dropout. TRL's forward for the old log-probabilities draws other masks than its training
+    forward does, and the engines compute without."""
+    way_out = "and the engines train without dropout; disable_dropout: true lets them"
+    for adapter in adapters:
+        if getattr(adapter, "lora_dropout", 0.0):
+            yield f"lora_dropout is {adapter.lora_dropout:g}, {way_out}"
+    if model is not None:
+        rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+        rates += [rate for module in model.modules() for rate in dropout_rates(vars(module)).values()]
+        if any(rates):
+            yield f"the model has dropout {max(rates):g}, {way_out}"
+        return
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rates = list(dropout_rates(vars(text)).values())
+    if any(rates):
+        yield f"the model's config has dropout {max(rates):g}, {way_out}"

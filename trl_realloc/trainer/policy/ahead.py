@@ -1,0 +1,191 @@
+"""`PolicyAheadMixin`: under a plan with a staleness, tells the generation which prompts come next (`UpcomingBatches`),
+and logs how old the tokens are that it gets.
+
+What is generated when is in `runtime.overlap.host_ahead`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ...runtime.host_calls import HostCalls
+
+
+class UpcomingBatches(Iterator[Any]):
+    """An iterator over the micro-batches of an epoch that can be looked at ahead of the one that is trained, also over
+    the end of the epoch.
+
+    Args:
+        source: the iterator of the epoch. It is read no further than is asked for.
+        next_epoch: begins the epoch after it, when this one has been read to its end; `None` if it cannot be read
+            before its training begins.
+
+    Attributes:
+        following: the epoch after it, as soon as it has been begun.
+    """
+
+    def __init__(self, source: Iterator[Any], next_epoch: Callable[[], UpcomingBatches | None] = lambda: None) -> None:
+        self.source, self._next_epoch = source, next_epoch
+        self.following: UpcomingBatches | None = None
+        self._read: deque[Any] = deque()  # from the one that is trained on
+        self._given = 0  # of these, how many have been given to Trainer's loop
+
+    def __next__(self) -> Any:
+        if self._given == len(self._read):
+            self._read.append(next(self.source))
+        self._given += 1
+        return self._read[self._given - 1]
+
+    def advance(self) -> None:
+        """The training has ended on the current micro-batch, and begins on the next one that was given."""
+        if self._given > 1:
+            self._read.popleft()
+            self._given -= 1
+
+    def after(self, places: int) -> Any:
+        """The micro-batch so many places after the current one; `None` where it cannot be read yet."""
+        while len(self._read) <= places:
+            try:
+                self._read.append(next(self.source))
+            except StopIteration:
+                self.following = self.following or self._next_epoch()
+                return None if self.following is None else self.following.after(places - len(self._read))
+        return self._read[places]
+
+    def updates_until(self, places: int, accumulated: int, place: int) -> int:
+        """How many optimizer steps after the current one the micro-batch of `after` is trained in.
+
+        Args:
+            accumulated: micro-batches of an optimizer step. The last one of an epoch may have fewer.
+            place: of the current micro-batch in its optimizer step.
+        """
+        if places < len(self._read) or self.following is None:
+            return (place + places) // accumulated
+        updates = -(-(place + len(self._read)) // accumulated)
+        return updates + self.following.updates_until(places - len(self._read), accumulated, 0)
+
+
+class PolicyAheadMixin:
+    """Announces prompts. The attributes are those of the trainer that the class is mixed into."""
+
+    args: Any
+    num_iterations: int  # TRL's
+    state: Any
+    model: Any
+    callback_handler: Any
+    calls: HostCalls
+    _metrics: Any  # TRL's
+    _tokenize_prompts: Callable[..., Any]
+
+    run: Any  # `None` where Accelerate trains: nothing is generated ahead then
+    _epoch: Iterator[Any] | None = None  # Trainer's iterator
+    _upcoming: UpcomingBatches | None = None
+    _sampler: Any = None  # of the training prompts; `None` if their data set has no length
+    _step_place = 0  # of the current micro-batch in its optimizer step
+    _updates_before = -1  # optimizer steps before the previous micro-batch
+    _has_begun = False  # the training has asked for the first micro-batch of those that `_upcoming` has given
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._epoch = self._upcoming = None
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+        return self._sampler
+
+    @property
+    def _runs_ahead(self) -> bool:
+        return self.run is not None and self.calls.ahead is not None and self.model.training
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        if self.run is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc, no-any-return]
+        if self._epoch is not epoch_iterator:
+            self._begin_epoch(epoch_iterator)
+        return super().get_batch_samples(self._upcoming, num_batches, device)  # type: ignore[misc, no-any-return]
+
+    def _begin_epoch(self, epoch_iterator: Iterator[Any]) -> None:
+        """Read an epoch from now on: what of it has been read ahead, or else Trainer's iterator."""
+        epoch = int(self.state.epoch or 0)
+        if self._upcoming is None and not self.args.ignore_data_skip:
+            random = torch.get_rng_state()  # which a sampler of the user's may draw its seeds from
+            for _ in range(epoch if self._sampler is not None else 0):
+                next(iter(self._sampler), None)  # a run that resumes goes on in the order that the sampler had reached
+            torch.set_rng_state(random)
+        begun = None if self._upcoming is None else self._upcoming.following
+        if begun is None:
+            begun = UpcomingBatches(epoch_iterator, lambda: self._open_epoch(epoch + 1))
+        elif self._draws_seed:
+            _draw_seed()
+        self._epoch, self._upcoming, self._has_begun = epoch_iterator, begun, False
+
+    _draws_seed = False  # the iterator of an epoch has drawn a random number when it began
+
+    def _open_epoch(self, epoch: int) -> UpcomingBatches | None:
+        """Begin to read an epoch before Trainer does, in the order that Trainer would get. All ranks together.
+
+        Trainer's own iterator of this epoch is then never read. That is possible where it is a generator, as those of
+        Accelerate's data loaders are, which does nothing before it is read.
+        """
+        loader = self.callback_handler.train_dataloader
+        if not inspect.isgenerator(self._epoch):
+            return None
+        for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
+            if part is not None and hasattr(part, "set_epoch"):  # as Trainer does
+                part.set_epoch(epoch)
+        source, random = iter(loader), torch.get_rng_state()
+        try:
+            first = [next(source)]
+        except StopIteration:
+            return None
+        # the number that the data loader draws is drawn again where Trainer would have begun, so that the responses are
+        # shuffled as in a run that reads nothing ahead
+        self._draws_seed = not torch.equal(random, torch.get_rng_state())
+        torch.set_rng_state(random)
+        return UpcomingBatches(chain(first, source), lambda: self._open_epoch(epoch + 1))
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if self.run is not None and self.model.training and self._upcoming is not None:
+            if self._has_begun:
+                self._upcoming.advance()
+            is_first = not self._has_begun or self._updates_before != self.state.global_step
+            self._step_place = 0 if is_first else self._step_place + 1
+            self._has_begun, self._updates_before = True, self.state.global_step
+        return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+
+    def _generate(self, prompts: Any) -> Any:
+        if self._runs_ahead:
+            self.calls.announce(list(self._next_prompts()))
+        made = super()._generate(prompts)  # type: ignore[misc]
+        if self._runs_ahead:
+            for name, value in self.calls.take_ages().items():
+                self._metrics["train"][name].append(value)
+        return made
+
+    def _next_prompts(self) -> Iterator[list[list[int]]]:
+        """The token ids of this rank's prompts in each of the next generations, as far as the run has them. TRL's loop
+        gives a generation's batch once for each micro-batch that is trained on it."""
+        ahead, every = self.calls.ahead, self.args.steps_per_generation * self.num_iterations
+        assert ahead is not None, "the plan has a staleness"
+        accumulated, left = self.args.gradient_accumulation_steps, self.state.max_steps - self.state.global_step
+        for number in range(1, ahead.versions + 1):
+            places = number * every
+            if self._upcoming is None or (self._step_place + places) // accumulated >= left:
+                return
+            rows = self._upcoming.after(places)
+            if rows is None or self._upcoming.updates_until(places, accumulated, self._step_place) >= left:
+                return
+            yield self._tokenize_prompts([row["prompt"] for row in rows])[0]
+
+
+def _draw_seed() -> None:
+    """What an iterator of PyTorch's data loader draws when it begins."""
+    torch.empty((), dtype=torch.int64).random_()

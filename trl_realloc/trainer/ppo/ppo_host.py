@@ -1,0 +1,63 @@
+"""`PPOHost`: a trainer of PPO, whose loop runs whole iterations, as the host of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...plan.dataflow import Role
+from ...runtime.executor import Executor
+from ...runtime.samples.drawn_samples import DrawnSamples
+from ..checkpoint.identity import Identity, data_checksum
+from ..checkpoint.write_errors import WriteErrors
+
+
+class PPOHost:
+    """The trainer's side of a run of PPO (`placed_plan.Host`).
+
+    Args:
+        trainer: a `PPOTrainer`.
+    """
+
+    iteration = "update"
+    calls_on_save = True
+    counters: tuple[str, ...] = ("global_step", "episode")
+    executor: Executor
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def hold(self, models: Mapping[Role, Any]) -> None:
+        self.trainer.model.hold(models[Role.ACTOR], models[Role.CRITIC])
+        self.trainer._ref_model = None  # as the user passed it
+
+    def follow(self, executor: Executor) -> None:
+        self.executor = executor
+
+    def stop_early(self) -> None:
+        self.executor.cancel_early()
+
+    def samples_under_way(self) -> DrawnSamples | None:
+        return self.executor.samples_under_way(self.trainer.state.global_step)
+
+    def go_on_with(self, drawn: DrawnSamples | None) -> None:
+        self.executor.go_on_with(drawn)
+
+    def forget_step(self) -> None:
+        """Does nothing: an iteration is trained whole."""
+
+    def identity(self, optimizer: str) -> Identity:
+        args, data = self.trainer.args, self.trainer.setup.train_dataset
+        return Identity(
+            optimizer, args.batch_size, len(data), data_checksum(data), {"data_seed": self.trainer.data_seed}
+        )
+
+    def about_checkpoint(self) -> dict[str, Any]:
+        return {"data_begins": self.trainer._data_begins}
+
+    def write_state(self, folder: Path, problems: WriteErrors) -> None:
+        """Does nothing: PPO has no state beyond that of other trainers."""
+
+
+__all__ = ["PPOHost"]

@@ -1,0 +1,166 @@
+"""The attributes of TRL 1.12's `PPOTrainer` that scripts and callbacks use, under TRL's names.
+
+The attributes of `trainer.model` are in `policy_and_value`. An attribute without a meaning under a plan raises an
+`AttributeError` that names the alternative.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch.utils.data import DataLoader
+from transformers import TrainerState
+
+from ...algorithms.prompt_batches import PromptBatch
+from ...engines.models import adapters_off, has_adapters
+from ...plan.dataflow import CallKind, Role
+from ...runtime.placement.placement import Placement
+
+
+@dataclass
+class OnlineTrainerState(TrainerState):
+    """`TrainerState` with the number of episodes so far, as in TRL."""
+
+    episode: int = 0
+
+
+class TrlAttributes:
+    """TRL's attributes of `PPOTrainer`. Annotated attributes without a value are those of the trainer that the class is
+    mixed into."""
+
+    args: Any
+    setup: Any
+    model: Any
+    train_dataset: Any
+    eval_dataset: Any
+    callback_handler: Any
+    placement: Placement
+    get_train_dataloader: Callable[[], DataLoader[PromptBatch]]
+    get_eval_dataloader: Callable[..., DataLoader[PromptBatch]]
+
+    _ref_model: Any = None  # as the user passed it
+
+    @property
+    def policy_model(self) -> Any:
+        """This rank's module of the policy."""
+        return self.model.policy
+
+    @property
+    def value_model(self) -> Any:
+        """This rank's module of the critic."""
+        return self.model.value_model
+
+    @property
+    def ref_model(self) -> Any:
+        """This rank's module of the reference. Before the first `train()`, `evaluate()` or `save_model()` it is the
+        constructor's argument. `None` if the policy without its adapters is the reference, and on ranks without a part
+        of it."""
+        if not self.placement.started:
+            return self._ref_model
+        calls = self.placement.plan.graph.calls_of(CallKind.FORWARD, Role.REFERENCE)
+        engines = map(self.placement.engine, calls)
+        return next((engine.head.model for engine in engines if engine is not None), None)
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> NoReturn:
+        raise AttributeError("ref_model cannot be replaced, the plan has placed it; give another to the constructor.")
+
+    @property
+    def is_peft_model(self) -> bool:
+        """Whether the policy trains adapters."""
+        return bool(self.setup.roles[Role.ACTOR].adapted)
+
+    @property
+    def model_adapter_name(self) -> str | None:
+        name: str | None = self.args.model_adapter_name
+        return name
+
+    @property
+    def stop_token_id(self) -> int | None:
+        """The token that ends a response; `None` where every response has `response_length` tokens."""
+        token: int | None = self.setup.stop_token_id
+        return token
+
+    @stop_token_id.setter
+    def stop_token_id(self, token: Any) -> NoReturn:
+        raise AttributeError("stop_token_id cannot be changed, the engines end responses by it; give it to the config.")
+
+    @property
+    def ref_adapter_name(self) -> str | None:
+        name: str | None = self.args.ref_adapter_name
+        return name
+
+    @contextlib.contextmanager
+    def null_ref_context(self) -> Iterator[None]:
+        """Inside, this rank's module of the policy computes the reference: its adapters are disabled, or those of
+        `ref_adapter_name` are enabled. Does nothing for a policy without adapters."""
+        policy = self.model.policy
+        if not has_adapters(policy):
+            yield
+            return
+        with adapters_off(self.ref_adapter_name, self.model_adapter_name)(policy):
+            yield
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """All callbacks: Transformers' defaults, those of the reporters, and the user's."""
+        callbacks: list[Any] = self.callback_handler.callbacks
+        return callbacks
+
+    @property
+    def train_dataset_len(self) -> int:
+        """Number of prompts in a pass over the data."""
+        return len(self.train_dataset)
+
+    @property
+    def dataloader(self) -> DataLoader[PromptBatch]:
+        """A new loader of the global batches of the first pass over the data, the same on every rank. Its length is the
+        number of updates in a pass."""
+        return self.get_train_dataloader()
+
+    @dataloader.setter
+    def dataloader(self, loader: Any) -> NoReturn:
+        raise AttributeError(
+            "dataloader cannot be replaced; give the constructor another train_dataset or data_collator, or override "
+            "get_train_dataloader."
+        )
+
+    @property
+    def eval_dataloader(self) -> DataLoader[PromptBatch] | None:
+        """A loader of the global batches of evaluation prompts, the same on every rank; of the first dataset if there
+        are several, `None` if there is none."""
+        rows = self.eval_dataset
+        if isinstance(rows, dict):
+            rows = next(iter(rows.values()), None)
+        return None if rows is None else self.get_eval_dataloader(rows)
+
+    @property
+    def sample_generations_freq(self) -> int:
+        """Number of updates between two tables of completions.
+
+        Raises:
+            AttributeError: no tables are shown.
+        """
+        if self.args.num_sample_generations <= 0:
+            raise AttributeError("sample_generations_freq: no completions are shown, num_sample_generations is 0.")
+        return max(1, self.args.num_total_batches // self.args.num_sample_generations)
+
+    @property
+    def local_seed(self) -> NoReturn:
+        raise AttributeError(
+            "local_seed: no process has a seed of its own here; every sample is drawn from args.seed, the update and "
+            "its place in the batch."
+        )
+
+    @property
+    def local_dataloader_batch_size(self) -> NoReturn:
+        raise AttributeError(
+            "local_dataloader_batch_size: every process reads the whole batch and the plan deals it out; use "
+            "args.batch_size, or args.local_batch_size for a process's share of it."
+        )
+
+
+__all__ = ["OnlineTrainerState", "TrlAttributes"]

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, its record and its report."""

@@ -1,0 +1,122 @@
+"""The part of a run's report that compares it with the plan's estimate: seconds by call, and ages of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pydantic import FiniteFloat
+from rich.table import Table
+from typing_extensions import TypedDict
+
+from ...common.files import MOST_RECORD_BYTES, exists, read_json
+from ...common.schema import checked
+from ...plan.timeline import Timeline
+
+
+AGES = {"staleness/mean": "mean_age", "staleness/oldest": "oldest"}  # metric -> field of an estimate
+AGES_FILE, ESTIMATE_FILE = "ages.json", "estimate.json"
+FIRST_ESTIMATE_FILE = "first_estimate.json"  # by which the plan was chosen, if the run has corrected it
+
+
+def estimate_table(estimate: Timeline, measured: Timeline, first: Timeline | None = None) -> Table:
+    """The estimated and the measured seconds of every call and of the iteration. The first update, which is slower
+    because kernels are compiled in it, is left out if there are more.
+
+    Args:
+        first: the estimate by which the plan was chosen, if `estimate` has been corrected by the run.
+    """
+    steps = measured.steps[1:] or measured.steps
+    warm = Timeline(span for span in measured.spans if span.step in steps)
+    columns = ["estimated"] if first is None else ["when chosen", "error", "corrected"]
+    table = Table("call", *columns, "measured", "error", title="estimate against measurement", title_justify="left")
+
+    def add_row(name: str, estimated_s: float | None, measured_s: float | None, chosen_s: float | None) -> None:
+        chosen = [] if first is None else [_seconds(chosen_s), _error(chosen_s, measured_s)]
+        table.add_row(name, *chosen, *map(_seconds, (estimated_s, measured_s)), _error(estimated_s, measured_s))
+
+    of_first = {} if first is None else first.by_call()
+    for call, estimated_s, measured_s, _ in estimate.compare(warm):
+        add_row(call, estimated_s, measured_s, of_first.get(call))
+    if estimate.runs_ahead or warm.runs_ahead:  # a step's spans are as long as several iterations
+        chosen_s = None if first is None else first.seconds_between_ends
+        add_row("iteration", estimate.seconds_between_ends, warm.seconds_between_ends, chosen_s)
+        return table
+    whole = fmean(warm.of_step(step).seconds_per_step for step in steps) if steps else None
+    add_row("iteration", estimate.seconds_per_step, whole, None if first is None else first.seconds_per_step)
+    return table
+
+
+def _error(estimated_s: float | None, measured_s: float | None) -> str:
+    return f"{estimated_s / measured_s - 1:+.0%}" if estimated_s and measured_s else ""
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3f} s"
+
+
+class _Ages(TypedDict):
+    """The content of `ages.json`: `Estimate.mean_age` and `Estimate.oldest`."""
+
+    mean_age: FiniteFloat
+    oldest: FiniteFloat
+
+
+def age_table(expected: Mapping[str, float] | None, rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """The estimated and the measured ages of tokens when they are trained on; `None` for a run without a staleness.
+
+    Args:
+        expected: `mean_age` and `oldest`; `None` without an estimate, and the table then has the measured ages alone.
+        rows: of updates. Those of the first fifth are left out, in which the first batches arrive.
+    """
+    known = [row for row in rows if all(name in row for name in AGES)]
+    if not known:
+        return None
+    settled = known[len(known) // 5 :]
+    columns = ["measured"] if expected is None else ["estimated", "measured"]
+    table = Table("age of tokens", *columns, title="age, in versions of the policy", title_justify="left")
+    measured = fmean(row["staleness/mean"] for row in settled), max(row["staleness/oldest"] for row in known)
+    for name, value in zip(AGES, measured, strict=True):
+        values = [value] if expected is None else [expected[AGES[name]], value]
+        table.add_row(name.removeprefix("staleness/"), *(f"{each:.2f}" for each in values))
+    return table
+
+
+def age_lines(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of the tokens' ages; empty for a run without a staleness."""
+    file = folder / AGES_FILE
+    expected = None
+    if exists(file):
+        ages = checked(_Ages, read_json(file, "the ages", MOST_RECORD_BYTES), str(file))
+        expected = {"mean_age": ages["mean_age"], "oldest": ages["oldest"]}
+    table = age_table(expected, rows)
+    return [] if table is None else ["### Age of the tokens", "", *markdown(table), ""]
+
+
+def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
+    """A table and a picture of the estimate in the run's folder; empty without one."""
+    file = folder / ESTIMATE_FILE
+    if not exists(file):
+        return []
+    estimate, first = Timeline.load(file), folder / FIRST_ESTIMATE_FILE
+    estimate.draw(folder / "estimate.png")
+    return [
+        "### Estimated and measured",
+        "",
+        *markdown(estimate_table(estimate, measured, Timeline.load(first) if exists(first) else None)),
+        "",
+        "![the iteration as it was expected](estimate.png)",
+        "",
+    ]
+
+
+def markdown(table: Table) -> list[str]:
+    """A rich table as Markdown, so that the terminal and the file show the same cells."""
+    rows = zip(*(list(column.cells) for column in table.columns), strict=True)
+    return [
+        "| " + " | ".join(str(column.header) for column in table.columns) + " |",
+        "|" + " --- |" * len(table.columns),
+        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
+    ]

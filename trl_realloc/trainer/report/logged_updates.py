@@ -1,0 +1,100 @@
+"""`logged_updates`: the metrics of a run's updates, from `metrics.jsonl` or from Trainer's `trainer_state.json`.
+
+`metrics.jsonl` is written by `callbacks.MetricsWriter`. The report of them is in `run_report`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import PlanError, shown
+from ...common.files import MOST_RECORD_BYTES, exists, parse_json, read_json_mapping, read_text
+from ..checkpoint.manifest import step_of
+
+
+SCORES = "objective/scores"
+TRL_REWARD = "reward"  # what TRL's GRPO and RLOO log for it
+REPORTED = ("time/step", "tokens/s")  # what a report needs of every update under a plan, besides the score
+METRICS, STATE = "metrics.jsonl", "trainer_state.json"
+
+
+def logged_updates(folder: str | Path) -> list[dict[str, Any]]:
+    """The rows of a run's log that belong to updates, sorted by step.
+
+    Reads `metrics.jsonl`, or if there is none `trainer_state.json`: of the folder, or of its newest checkpoint. Updates
+    in a `trainer_state.json` may have no times: those of a trainer without a plan.
+
+    Raises:
+        PlanError: there is neither file, or a row is as `load_metrics` refuses it.
+    """
+    folder = Path(folder)
+    if exists(folder / METRICS):
+        return load_metrics(folder / METRICS, REPORTED)
+    state = _trainer_state(folder)
+    if state is None:
+        raise PlanError(
+            f"{folder} holds no {METRICS}, and no {STATE} in it or in a checkpoint; train with "
+            f"callbacks=[MetricsWriter({str(folder / METRICS)!r})] (from trl_realloc.trainer.report.callbacks import "
+            f"MetricsWriter) and logging_steps=1."
+        )
+    history = read_json_mapping(state, "the trainer's state", MOST_RECORD_BYTES).get("log_history")
+    if not isinstance(history, list):
+        raise PlanError(f"{state}: log_history is a list of logs, not {shown(history)}.")
+    numbered = ((f"{state}, log {number}", row) for number, row in enumerate(history, start=1))
+    return _updates(numbered, ())
+
+
+def _trainer_state(folder: Path) -> Path | None:
+    """The newest `trainer_state.json` of a run: in its newest checkpoint, or in its folder, where `save_state` has
+    written one, if that has gone on for longer."""
+    # in this order a checkpoint comes after one of the same name that it replaces
+    paths = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ()
+    states = {step: path / STATE for path in paths if (step := step_of(path)) is not None and exists(path / STATE)}
+    newest = max(states, default=0)
+    if exists(folder / STATE):
+        last = read_json_mapping(folder / STATE, "the trainer's state", MOST_RECORD_BYTES).get("global_step")
+        if not isinstance(last, int) or last >= newest:
+            return folder / STATE
+    return states.get(newest)
+
+
+def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The rows of a metrics file that belong to updates, sorted by step. GRPO's and RLOO's `reward` is their score.
+
+    Args:
+        needed: metrics that every update must have, besides the step and the score.
+
+    Raises:
+        PlanError: a line is not a JSON object, or an update lacks one of the metrics.
+    """
+    lines = enumerate(read_text(path, "the metrics", MOST_RECORD_BYTES).splitlines(), start=1)
+    places = ((f"{path}, line {number}", line) for number, line in lines)
+    return _updates(((where, parse_json(line, where)) for where, line in places), needed)
+
+
+def _updates(logs: Iterable[tuple[str, Any]], needed: Sequence[str]) -> list[dict[str, Any]]:
+    """The logs of updates among all, each with where it is written, sorted by step."""
+    rows = []
+    for where, row in logs:
+        if not isinstance(row, dict):
+            raise PlanError(f"{where}: a line of metrics is a JSON object, not {shown(row)}.")
+        if TRL_REWARD in row:
+            row.setdefault(SCORES, row[TRL_REWARD])
+        if SCORES in row:
+            _check_update(row, ("step", SCORES, *needed), where)
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def _check_update(row: Mapping[str, Any], needed: Sequence[str], where: str) -> None:
+    """Raises `PlanError` for the first metric that is missing, or that is not a finite number."""
+    for name in needed:
+        if name not in row:
+            raise PlanError(f"{where}: there is no {name!r}; were these metrics written by MetricsWriter?")
+    for name, value in row.items():
+        if name in ("step", "episode", SCORES, "tokens/s") or name.startswith(("time/", "realloc/", "staleness/")):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
+            if not number or (name == "time/step" and value <= 0):
+                raise PlanError(f"{where}: {name!r} is {shown(value)}, and must be a finite number.")

@@ -1,0 +1,57 @@
+"""`save_record`: the files that a run leaves at its end, for its report. The report itself is in `run_report`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.stage_spans import MiniBatchStages, StageSpan
+from ...plan.timeline import Timeline
+from ...planner.search.priced_plan import PricedPlan
+from .estimate_part import AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE, estimate_table
+from .stage_part import STAGES_FILE
+
+
+def save_record(
+    plan: ExecutionPlan,
+    timeline: Timeline,
+    expected: PricedPlan | None,
+    folder: Path,
+    *,
+    when_chosen: PricedPlan | None = None,
+    of_update: bool = True,
+    stages: Sequence[StageSpan] = (),
+) -> None:
+    """Save what `report.report_run` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`; with
+    one of a plan that has a staleness also `ages.json`; with stages of calls that train together `stages.json`. Also
+    prints the estimate next to the measured times. Does nothing if no call was run.
+
+    Args:
+        expected: the plan's estimate, corrected by the run's own times.
+        when_chosen: the estimate by which the plan was chosen, if it is another; saved as `first_estimate.json`.
+        of_update: the times of the estimate can be compared with those of an update. They cannot where a generation of
+            another library's loop has more or less than one update; the ages can.
+        stages: of the last mini-batch, where the plan fuses two calls.
+    """
+    if not timeline.spans:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.save(folder / "plan.yaml")
+    timeline.save(folder / "timeline.json")
+    for of_earlier_run in (STAGES_FILE, AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
+        (folder / of_earlier_run).unlink(missing_ok=True)
+    if stages and plan.fused:
+        MiniBatchStages(stages).save(folder / STAGES_FILE)
+    if expected is not None and expected.staleness.versions:
+        ages = {"mean_age": expected.estimate.mean_age, "oldest": expected.estimate.oldest}
+        (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
+    if expected is not None and of_update:
+        expected.timeline.save(folder / ESTIMATE_FILE)
+        first = None if when_chosen is None else when_chosen.timeline
+        if first is not None:
+            first.save(folder / FIRST_ESTIMATE_FILE)
+        Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused), first))

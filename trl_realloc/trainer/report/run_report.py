@@ -1,0 +1,365 @@
+"""The report of a run: the rise of the reward, the time by call, and completions before and after training.
+
+Which metrics a run has written is in `logged_updates`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from pydantic import FiniteFloat
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import TypedDict
+
+from ...common.errors import PlanError
+from ...common.files import MOST_RECORD_BYTES, exists, read_json, read_text
+from ...common.schema import checked
+from ...plan.dataflow import CallKind
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.fused import Fused
+from ...plan.timeline import Timeline
+from ...planner.iteration.simulate import iteration_seconds
+from .estimate_part import age_lines, estimate_lines, markdown
+from .logged_updates import SCORES, logged_updates
+from .stage_part import makespans, stage_lines, stages_of
+
+
+WINDOW = 5  # updates at each end of a run that are compared
+CLEARLY = 3.0  # standard errors of the difference
+
+
+_Completion = TypedDict("_Completion", {"query": str, "model response": str, "score": FiniteFloat})
+
+
+class _Completions(TypedDict):
+    """The content of `completions.json`: completions of the same prompts before and after training."""
+
+    before: list[_Completion]
+    after: list[_Completion]
+
+
+@dataclass(frozen=True)
+class RewardSummary:
+    """The mean score and its standard error over the first and over the last `window` updates. The error of one update
+    is NaN."""
+
+    updates: int
+    window: int
+    first: float
+    first_error: float
+    last: float
+    last_error: float
+
+    @property
+    def rise(self) -> float:
+        return self.last - self.first
+
+    @property
+    def verdict(self) -> str:
+        """What the updates say of the rise."""
+        return "clear" if self.rose_clearly else "not clear" if self.window == WINDOW else "too few updates to tell"
+
+    @property
+    def rose_clearly(self) -> bool:
+        """The rise is more than three standard errors of the difference. Errors of fewer than `WINDOW` updates are not
+        used: they are too uncertain themselves."""
+        return self.window == WINDOW and self.rise > CLEARLY * math.hypot(self.first_error, self.last_error)
+
+
+def reward_summary(rows: Sequence[Mapping[str, Any]], key: str = SCORES) -> RewardSummary:
+    """The first against the last `WINDOW` updates, or the first against the second half of fewer.
+
+    Raises:
+        ValueError: fewer than two updates.
+    """
+    scores = [float(row[key]) for row in rows]
+    if len(scores) < 2:
+        raise ValueError(
+            f"a report compares updates, of which the log has {len(scores)}; train longer, or with logging_steps=1."
+        )
+    window = min(WINDOW, len(scores) // 2)
+    (first, first_error), (last, last_error) = _mean(scores[:window]), _mean(scores[-window:])
+    return RewardSummary(len(scores), window, first, first_error, last, last_error)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """The mean seconds per update of each call, and its share of the update. Shares add up to more than 1 where calls
+    overlap."""
+    whole = fmean(row["time/step"] for row in rows)
+    keys = dict.fromkeys(key for row in rows for key in row)  # a change of the plan brings new reallocations
+    names = [key for key in keys if key.startswith("time/") and key != "time/step"]
+    means = {name.removeprefix("time/"): fmean(row.get(name, 0.0) for row in rows) for name in names}
+    return {name: (seconds, seconds / whole) for name, seconds in means.items()}
+
+
+def reward_curve(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw the score of every update and its running mean to `path`, in the image format of its suffix."""
+    from matplotlib.figure import Figure
+
+    steps = [row["step"] for row in rows]
+    scores = [float(row[SCORES]) for row in rows]
+    running = [fmean(scores[max(0, end - WINDOW) : end]) for end in range(1, len(scores) + 1)]
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, scores, "o", markersize=3, color="#9db4c8", label="mean score of the update")
+    axes.plot(steps, running, color="#1f5c99", linewidth=2, label=f"mean of {WINDOW} updates")
+    axes.set_xlabel("update")
+    axes.set_ylabel("score")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def reward_table(summary: RewardSummary) -> Table:
+    table = Table("updates", "mean score", "standard error", title="reward", title_justify="left")
+    ends = [("first", summary.first, summary.first_error), ("last", summary.last, summary.last_error)]
+    for name, mean, error in ends:
+        table.add_row(f"{name} {summary.window}", f"{mean:.3f}", "" if math.isnan(error) else f"{error:.3f}")
+    table.add_row("rise", f"{summary.rise:+.3f}", summary.verdict)
+    return table
+
+
+def has_times(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the updates have the times of their calls. Those of a trainer without a plan have none."""
+    return all("time/step" in row for row in rows)
+
+
+def time_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("call", "seconds per update", "share", title="time by call", title_justify="left")
+    for name, (seconds, share) in call_times(rows).items():
+        table.add_row(name, f"{seconds:.3f}", f"{share:.0%}")
+    whole = fmean(row["time/step"] for row in rows)
+    tokens = fmean(row["tokens/s"] for row in rows)
+    table.add_row("whole update", f"{whole:.3f}", f"{tokens:,.0f} tokens/s")
+    return table
+
+
+def realloc_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """The bytes that each reallocation sent between devices, summed over all devices; `None` if the plan has none."""
+    calls = [key.removeprefix("realloc/bytes/") for key in rows[-1] if key.startswith("realloc/bytes/")]
+    if not calls:
+        return None
+    table = Table("parameters for", "MB per update", "seconds", title="reallocation", title_justify="left")
+    for call in calls:
+        moved = fmean(row.get(f"realloc/bytes/{call}", 0.0) for row in rows)
+        seconds = fmean(row.get(f"realloc/seconds/{call}", 0.0) for row in rows)
+        table.add_row(call, f"{moved / 1e6:,.1f}", f"{seconds:.3f}")
+    return table
+
+
+def print_summary(rows: Sequence[Mapping[str, Any]], folder: Path | None = None) -> RewardSummary:
+    """Print all tables to the terminal.
+
+    Args:
+        folder: of the run. *optional*. What its files say of calls that train together is printed too.
+    """
+    summary = reward_summary(rows)
+    console = Console()
+    console.print(reward_table(summary))
+    if has_times(rows):
+        console.print(time_table(rows))
+    if (moved := realloc_table(rows)) is not None:
+        console.print(moved)
+    if folder is not None and (found := stages_of(folder)) is not None:
+        console.print(makespans(found[1]), highlight=False)
+    return summary
+
+
+def write_report(
+    folder: str | Path,
+    rows: Sequence[Mapping[str, Any]],
+    plan: str,
+    before: Sequence[Mapping[str, Any]] = (),
+    after: Sequence[Mapping[str, Any]] = (),
+    *,
+    timeline: str = "",
+    simulated: float | None = None,
+    expected: Sequence[str] = (),
+) -> Path:
+    """Write `report.md` and the reward curve `reward.png` to a folder.
+
+    Args:
+        rows: from `logged_updates`.
+        plan: the plan's YAML; empty of a run without one.
+        before, after: completions of the same prompts (`query`, `model response`, `score`).
+        timeline: file name of a picture of the calls in the same folder, or empty.
+        simulated: seconds per update that the plan's timeline takes; printed next to the measured seconds.
+        expected: lines on the estimate and on the stages of calls that train together.
+
+    Returns:
+        The path of the report.
+    """
+    folder = Path(folder)
+    reward_curve(rows, folder / "reward.png")
+    lines = [
+        *_reward_lines(rows),
+        *(_time_lines(rows, timeline, simulated, _overlap_in(plan)[0]) if has_times(rows) else []),
+        *expected,
+        *([*markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
+        *(["## Plan", "", "```yaml", plan.strip(), "```", ""] if plan else []),
+        *(_completion_lines(before, after) if before and after else []),
+    ]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _reward_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    summary = reward_summary(rows)
+    episodes = f", {rows[-1]['episode']:,.0f} episodes" if "episode" in rows[-1] else ""
+    return [
+        "# Report",
+        "",
+        f"{summary.updates} updates{episodes}.",
+        "",
+        "## Reward",
+        "",
+        *markdown(reward_table(summary)),
+        "",
+        "![the mean score of every update](reward.png)",
+        "",
+    ]
+
+
+def _time_lines(rows: Sequence[Mapping[str, Any]], timeline: str, simulated: float | None, fused: Fused) -> list[str]:
+    both = f" {' and '.join(fused)} train together, so each has the seconds of both." if fused else ""
+    return [
+        "## Time by call",
+        "",
+        f"The longest of the devices, mean over the updates. Calls on disjoint devices overlap.{both}",
+        "",
+        *markdown(time_table(rows)),
+        "",
+        *(_simulated_lines(simulated, rows) if simulated is not None else []),
+        *([f"![two updates, devices down, time across]({timeline}); whole run: trace.json", ""] if timeline else []),
+    ]
+
+
+def _completion_lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["## Completions", "", "| prompt | before | score | after | score |", "| --- | --- | --- | --- | --- |"]
+    for old, new in zip(before, after, strict=False):
+        cells = [old["query"], old["model response"], f"{old['score']:.2f}", new["model response"]]
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + f" | {new['score']:.2f} |")
+    return lines
+
+
+def report_run(folder: str | Path) -> Path:
+    """Write the report of a finished run from the files in its folder.
+
+    Reads the metrics (`logged_updates`), and if they exist `plan.yaml`, `timeline.json`, `estimate.json`, `ages.json`,
+    `stages.json` and `completions.json`. With a timeline it also writes a picture of two updates (`timeline.png`) and
+    the whole timeline for Perfetto (`trace.json`), with the stages' tasks in it. With an estimate the report compares
+    it with the measured times.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        ValueError: there are no metrics or too few updates, or a file of the run cannot be read.
+    """
+    folder = Path(folder)
+    rows = logged_updates(folder)
+    reward_summary(rows)  # refuses too few updates before anything is written
+    plan, completions_file = folder / "plan.yaml", folder / "completions.json"
+    completions = _Completions(before=[], after=[])
+    if exists(completions_file):
+        completions = checked(
+            _Completions, read_json(completions_file, "the completions", MOST_RECORD_BYTES), str(completions_file)
+        )
+    text = read_text(plan, "the plan") if exists(plan) else ""
+    spans = folder / "timeline.json"
+    picture, simulated, expected = "", None, list[str]()
+    if exists(spans):
+        fused, versions = _overlap_in(text)
+        timeline = Timeline.load(spans).joined(fused)
+        simulated = simulated_seconds(text, timeline)
+        expected = [*estimate_lines(folder, timeline), *age_lines(folder, rows)]
+        traced = timeline
+        if (found := stages_of(folder)) is not None:
+            expected += stage_lines(folder, *found)
+            traced += found[1].measured
+        two_updates(timeline, versions).draw(folder / "timeline.png")
+        (folder / "trace.json").write_text(json.dumps(traced.to_chrome_trace()), encoding="utf-8")
+        picture = "timeline.png"
+    return write_report(
+        folder,
+        rows,
+        text,
+        completions["before"][:8],
+        completions["after"][:8],
+        timeline=picture,
+        simulated=simulated,
+        expected=expected,
+    )
+
+
+def two_updates(timeline: Timeline, versions: int) -> Timeline:
+    """Two updates near the end of a run, as they are drawn.
+
+    Args:
+        versions: staleness of the plan. With one, a device generates for later updates meanwhile, and no longer does so
+            when the last samples have been drawn. So these are all spans in the time of the last two updates that end
+            before those whose samples are the last that were drawn ahead.
+    """
+    steps = timeline.steps
+    generations = sorted({span.step for span in timeline.spans if span.call.endswith(f".{CallKind.GENERATE.value}")})
+    until = steps.index(generations[-versions]) if 0 < versions <= len(generations) else 0
+    if not until:  # no staleness, or a run as short as it
+        return Timeline(span for span in timeline.spans if span.step in steps[-2:])
+    last = [max(span.end for span in timeline.of_step(step).spans) for step in steps[max(until - 3, 0) : until]]
+    start = last[0] if until > 2 else min(span.start for span in timeline.spans)
+    return timeline.between(start, last[-1])
+
+
+def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
+    """Seconds per update by the plan's schedule and the measured times of its calls: calls on different devices
+    overlap, calls on the same device do not. `None` if the text is not a plan, the plan has streams or a staleness, or
+    a call was never measured.
+
+    Args:
+        plan: the plan's YAML.
+        timeline: in which calls that train together are `joined`.
+    """
+    try:
+        parsed, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
+        if parsed.streams is not None or parsed.staleness.versions:
+            return None  # a call's seconds do not say when its samples were there
+        moves = {call.partition(" -> ")[2]: seconds for call, seconds in busy.items() if " -> " in call}
+        return iteration_seconds(parsed, busy, moves)
+    except (PlanError, KeyError):
+        return None
+
+
+def _overlap_in(plan: str) -> tuple[Fused, int]:
+    """The calls that a plan fuses, and its staleness; none and 0 if the text is not a plan."""
+    try:
+        parsed = ExecutionPlan.from_yaml(plan)
+    except PlanError:
+        return (), 0
+    return parsed.fused, parsed.staleness.versions
+
+
+def _simulated_lines(simulated: float, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    measured = fmean(row["time/step"] for row in rows)
+    return [
+        f"From these times the plan's timeline takes {simulated:.3f} s per update; measured were {measured:.3f} s. The "
+        f"rest, {(measured - simulated) / measured:.0%}, is what happens between the calls: samples on their way, "
+        f"waiting for the slower device, logging.",
+        "",
+    ]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())

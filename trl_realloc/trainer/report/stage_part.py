@@ -1,0 +1,73 @@
+"""The part of a run's report on two calls that train together: what each stage ran in one mini-batch, and how long that
+took beside what its schedule promised.
+
+The record is made in `runtime/fused/mini_batch`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...common.errors import PlanError
+from ...common.files import exists
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.stage_spans import MiniBatchStages
+from ...planner.fused.lists import task_names
+from ...planner.search.show import measured_schedule_table
+from .estimate_part import markdown
+
+
+STAGES_FILE = "stages.json"
+
+
+def stages_of(folder: Path) -> tuple[ExecutionPlan, MiniBatchStages] | None:
+    """The plan of a run and the stages of its last mini-batch. `None` if the plan fuses no calls, or nothing was
+    recorded.
+
+    Raises:
+        PlanError: the file of the stages is damaged, or of another plan.
+    """
+    file, plan_file = folder / STAGES_FILE, folder / "plan.yaml"
+    if not exists(file) or not exists(plan_file):
+        return None
+    try:
+        plan = ExecutionPlan.load(plan_file)
+    except PlanError:  # the report shows any text in its place
+        return None
+    if not plan.fused:
+        return None
+    ran, mesh = MiniBatchStages.load(file), plan.mesh(plan.fused[0])
+    if any(span.call not in plan.fused or span.device not in mesh for span in ran.spans):
+        raise PlanError(f"{file} has tasks of other calls or devices than those that {plan_file} fuses.")
+    return (plan, ran) if ran.spans else None
+
+
+def makespans(ran: MiniBatchStages) -> str:
+    """A sentence with the measured and the expected seconds of the mini-batch."""
+    update, measured_s = ran.measured.steps[0] + 1, ran.measured.seconds_per_step
+    last = f"The last mini-batch of update {update} took {measured_s:.3f} s from its first forward to its last backward"
+    if ran.expected is None:
+        return f"{last}; its schedule was found by estimates, because the times of the stages were not measured."
+    expected_s = ran.expected.seconds_per_step
+    ratio = f" ({measured_s / expected_s - 1:+.0%})" if expected_s else ""
+    return f"{last}; by its schedule, which takes messages to be free, {expected_s:.3f} s were expected{ratio}."
+
+
+def stage_lines(folder: Path, plan: ExecutionPlan, ran: MiniBatchStages) -> list[str]:
+    """Lines of the report. Writes the pictures `stages.png` and, of the schedule, `stages.expected.png`."""
+    table, names = measured_schedule_table(plan, ran), task_names(plan)
+    seconds = max(timeline.seconds_per_step for timeline in (ran.measured, ran.expected) if timeline is not None)
+    ran.measured.draw(folder / "stages.png", names, seconds)
+    pictures = ["![a mini-batch, stages down, time across](stages.png)", ""]
+    if ran.expected is not None:
+        ran.expected.draw(folder / "stages.expected.png", names, seconds)
+        pictures += ["As the schedule had it, on the same scale:", "", "![the schedule](stages.expected.png)", ""]
+    return [
+        "### Stages of the fused pipelines",
+        "",
+        f"{makespans(ran)} {' is A, '.join(plan.fused)} is B. {table.caption}",
+        "",
+        *markdown(table),
+        "",
+        *pictures,
+    ]

@@ -1,0 +1,1 @@
+"""A run under a plan: its job, its plan, optimizers, checkpoints and change of plan."""

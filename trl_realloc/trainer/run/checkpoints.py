@@ -1,0 +1,332 @@
+"""`Checkpoints`: the checkpoints of a run, how they are saved, and how a run resumes from one.
+
+The files of a checkpoint are written and read in `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ...algorithms.nonfinite import NonFiniteError
+from ...engines.training.group_settings import RATE
+from ...plan.dataflow import Role
+from ...runtime.failures.alarm import JobFailed, is_known_everywhere
+from ...runtime.process_groups import from_every_rank
+from ...runtime.samples.drawn_samples import DrawnSamples
+from ..checkpoint.identity import Identity, Shapes, trained_shapes
+from ..checkpoint.manifest import is_of_run
+from ..checkpoint.models import save_models
+from ..checkpoint.resuming import (
+    SAMPLES,
+    SCHEDULER,
+    SETTINGS,
+    STATE,
+    Checkpoint,
+    CurrentRun,
+    ResumeSetting,
+    fetch,
+    find_checkpoint,
+    newest_whole,
+    read_settings,
+)
+from ..checkpoint.saving import UnfinishedCheckpoint, check_writable, new_run
+from ..checkpoint.state_plans import ROLES
+from ..checkpoint.training_state import StateWrite, load_training_state
+from ..checkpoint.write_errors import WriteErrors
+from .placed_plan import PlacedPlan
+
+
+logger = logging.get_logger(__name__)
+
+
+class Checkpoints:
+    """Saves and resumes the run of a trainer.
+
+    A trainer calls `find` and `load` where it begins to train, `finish` where it ends, and `load_best` at last. Its
+    loop calls `save`, and after it the callbacks' `on_save`, unless the host leaves that to `finish`. With `async_save`
+    the callbacks are called when the checkpoint is complete, in all loops.
+
+    Args:
+        placed: the plan that the run follows, with its host.
+
+    Attributes:
+        unfinished: the checkpoint that is being written; `None` if there is none.
+    """
+
+    def __init__(self, placed: PlacedPlan[Any]) -> None:
+        self.placed, self.host, self.trainer = placed, placed.host, placed.host.trainer
+        self.unfinished: UnfinishedCheckpoint | None = None
+        self._run: str | None = None  # name of the run in the manifests of its checkpoints
+        self._saved_state: Any = None  # the trainer's state when its first file was written
+        self._saved_step = 0  # number of updates before the last save
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def save_models(self, folder: Path) -> None:
+        """Save the trained models and the tokenizer to a folder. Collective over the job.
+
+        Raises:
+            SaveError: on every rank, if one could not write.
+        """
+        if not self.placed.placement.started:  # saving needs no generation engine, which a failure may have ended
+            self.placed.start()
+        problems = self._problems()
+        save_models(self.placed.placement, folder, self._save_beside_policy, problems)
+        problems.settle("the model")
+
+    def _problems(self) -> WriteErrors:
+        return WriteErrors(self.placed.rank, self.placed.placement.control)
+
+    def _save_beside_policy(self, folder: Path) -> None:
+        if self.trainer.processing_class is not None:
+            self.trainer.processing_class.save_pretrained(folder)
+        torch.save(self.trainer.args, folder / "training_args.bin")
+
+    def save(self) -> None:
+        """Save the files of Trainer's checkpoint and all trained models, atomically."""
+        args, name = self.trainer.args, f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
+        final = Path(args.output_dir) / name
+        self.trainer.store_flos()
+        self.finish()  # before another best one, which is not complete yet, takes the place of the best one
+        control = self.placed.placement.control
+        self._run = self._run or new_run(control)
+        if self.trainer.state.best_global_step:
+            best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.best_global_step}"
+            has_best = best == final or is_of_run(best, self._run)
+            if any(from_every_rank(has_best, control)) if args.load_best_model_at_end else has_best:
+                self.trainer.state.best_model_checkpoint = str(best)
+        self.placed.alarm.at(f"saving {final}")
+        self.unfinished = UnfinishedCheckpoint(
+            final,
+            self._run,
+            self._write_checkpoint,
+            {**self.identity.to_dict(), **self.host.about_checkpoint()},
+            rank=self.placed.rank,
+            control=control,
+        )
+        self._saved_step = self.trainer.state.global_step
+        self._saved_state = copy.copy(self.trainer.state) if args.async_save else self.trainer.state
+        if not args.async_save:
+            self.finish()
+
+    def finish(self, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written, if there is one. Collective over the job.
+
+        Args:
+            wait: for the ranks that are still writing. Otherwise nothing is done if there are any.
+        """
+        unfinished, args = self.unfinished, self.trainer.args
+        if unfinished is None or (
+            not wait and not all(from_every_rank(unfinished.done, self.placed.placement.control))
+        ):
+            return
+        self.unfinished = None
+        self.placed.alarm.at(f"saving {unfinished.final}")
+        best = self.trainer.state.best_model_checkpoint
+        unfinished.finish(limit=args.save_total_limit, best=Path(best) if best else None)
+        self.placed.alarm.checkpoint(unfinished.final)
+        should_save, state = self.trainer.control.should_save, self.trainer.state
+        self.trainer.state = self._saved_state  # callbacks find the checkpoint's folder by `global_step`
+        try:
+            if args.push_to_hub:
+                self.trainer._push_from_checkpoint(str(unfinished.final))
+            if self.host.calls_on_save or args.async_save:
+                self.trainer.control = self.trainer.callback_handler.on_save(
+                    args, self.trainer.state, self.trainer.control
+                )
+        finally:
+            self.trainer.state = state
+        self.trainer.control.should_save = should_save  # `on_save` resets it, but it may ask for the next checkpoint
+
+    def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
+        """Write this rank's part of a checkpoint. Returns what is still being written (`async_save`)."""
+        args = self.trainer.args
+        self.host.write_state(folder, problems)
+        background: StateWrite | None = None
+        save_models(self.placed.placement, folder, self._save_beside_policy, problems)
+        if not args.save_only_model:
+            background = StateWrite(self.placed.placement, folder, problems, in_background=args.async_save)
+            if not args.async_save:
+                background.finish()
+            random_state = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+            with problems.writing(folder / random_state):
+                self.trainer._save_rng_state(str(folder))
+            under_way = self.host.samples_under_way()
+            if under_way is not None:  # on rank 0
+                with problems.writing(folder / SAMPLES):
+                    torch.save(under_way.to_tensors(), folder / SAMPLES)
+        if self.placed.rank:
+            return background if args.async_save else None
+        if not args.save_only_model:
+            with problems.writing(folder / SCHEDULER):
+                torch.save(self.trainer.lr_scheduler.state_dict(), folder / SCHEDULER)
+            with problems.writing(folder / SETTINGS):
+                torch.save(self.placed.setup.rates.changed(), folder / SETTINGS)
+        with problems.writing(folder / "plan.yaml"):
+            self.placed.plan.save(folder / "plan.yaml")
+        with problems.writing(folder / STATE):
+            states = defaultdict(list)
+            for callback in self.exportable():
+                states[type(callback).__name__].append(callback.state())
+            self.trainer.state.stateful_callbacks |= {
+                name: of_class[0] if len(of_class) == 1 else of_class for name, of_class in states.items()
+            }
+            self.trainer.state.save_to_json(str(folder / STATE))
+        with problems.trying(Path(args.output_dir) / "README.md"):
+            self.trainer.create_model_card(model_name=Path(args.hub_model_id or args.output_dir).name)
+        return background if args.async_save else None
+
+    @contextlib.contextmanager
+    def saving_good_state(self) -> Iterator[None]:
+        """Around an update. If its samples or scores are refused, which happens on every rank before any role is
+        trained, the state before the update is saved, and the error is raised."""
+        try:
+            yield
+        except (NonFiniteError, JobFailed) as error:
+            is_unchanged = isinstance(error, NonFiniteError) or error.is_unharmed
+            if is_unchanged:
+                self.save_unsaved()
+            if is_known_everywhere(error):  # an older checkpoint may still be written
+                self.finish()
+            raise
+
+    def save_unsaved(self) -> None:
+        """Save the state between two updates, in a run that saves, unless the last checkpoint has it. Collective over
+        the job."""
+        if self.trainer.args.save_strategy != "no" and self.trainer.state.global_step > self._saved_step:
+            self.trainer._save_checkpoint(None, None)
+
+    def exportable(self) -> list[Any]:
+        """The callbacks whose state is in a checkpoint, and the control."""
+        return [
+            c
+            for c in [*self.trainer.callback_handler.callbacks, self.trainer.control]
+            if isinstance(c, ExportableState)
+        ]
+
+    # --- resuming ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _optimizer_name(self) -> str:
+        """The class of the roles' optimizers: that of the user's, or the one that the arguments name."""
+        source = self.placed.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
+        if isinstance(source, torch.optim.Optimizer):
+            return type(source).__name__
+        kind, _ = Trainer.get_optimizer_cls_and_kwargs(
+            self.trainer.args, self.placed.setup.models_before_start[Role.ACTOR]
+        )
+        return str(kind.__name__)
+
+    @cached_property
+    def identity(self) -> Identity:
+        """The properties of this run that a checkpoint must share with one that it resumes from."""
+        return self.host.identity(self._optimizer_name)
+
+    def _current_run(self, shapes: Mapping[str, Shapes] | None = None, *, ignores_data: bool = False) -> CurrentRun:
+        roles = [ROLES[role] for role in self.placed.plan.graph.trained_roles]
+        return CurrentRun(self.identity, roles, shapes or {}, ignores_data, self.host.counters)
+
+    def find(self, setting: ResumeSetting) -> Checkpoint | None:
+        """The checkpoint that `train` resumes from, if any. Called before any engine starts.
+
+        Args:
+            setting: the argument of `train`; `None` for that of the training arguments.
+
+        Raises:
+            CheckpointError: see `find_checkpoint`.
+        """
+        setting = self.trainer.args.resume_from_checkpoint if setting is None else setting
+        rank, plan = self.placed.rank, self.placed.plan
+        shapes = {}
+        if not self.placed.placement.started:  # engines shard parameters, and their shapes with them
+            for role, model in self.placed.setup.models_before_start.items():
+                home = plan.graph.train_call(role)
+                if home is not None and rank in plan.mesh(home):
+                    shapes[ROLES[role]] = trained_shapes(model)
+        current_run = self._current_run(shapes, ignores_data=bool(self.trainer.args.ignore_data_skip))
+        if self.trainer.args.save_strategy != "no":
+            check_writable(Path(self.trainer.args.output_dir), self._problems())
+        checkpoint = find_checkpoint(
+            setting, Path(self.trainer.args.output_dir), current_run, rank=rank, control=self.placed.placement.control
+        )
+        self._run = checkpoint.manifest.run if checkpoint is not None else None
+        self._saved_step, self.unfinished = 0, None
+        return checkpoint
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Load everything but the trainer's state. The engines must have been started."""
+        self._saved_step = self.trainer.state.global_step
+        if self.trainer.args.load_best_model_at_end:
+            self._agree_on_best()
+        self.placed.alarm.checkpoint(checkpoint.folder)
+        self.load_models(checkpoint)
+        self.trainer.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
+        changed = read_settings(checkpoint.folder / SETTINGS)
+        self.placed.setup.rates.restore(changed or [{RATE: rate} for rate in self.trainer.lr_scheduler.get_last_lr()])
+        self.trainer._load_rng_state(str(checkpoint.folder))
+        under_way, file = None, checkpoint.folder / SAMPLES
+        if self.placed.rank == 0 and file.exists() and not self.trainer.args.ignore_data_skip:
+            under_way = DrawnSamples.from_tensors(torch.load(file, weights_only=True))
+        self.host.go_on_with(under_way)
+
+    def _agree_on_best(self) -> None:
+        """Keep the best checkpoint of the state on all ranks if any host has it, and forget it otherwise. Trainer
+        forgets it where the host lacks it; but all ranks load it together, and get its files from each other."""
+        best: str | None = self.trainer.state.best_model_checkpoint
+        found = from_every_rank(
+            best if best is not None and Path(best).is_dir() else None, self.placed.placement.control
+        )
+        self.trainer.state.best_model_checkpoint = next((folder for folder in found if folder is not None), None)
+        if best is not None and self.trainer.state.best_model_checkpoint is None and not self.placed.rank:
+            logger.warning(f"the best checkpoint so far, {best}, does not exist any more; the run goes on without it.")
+
+    def load_best(self) -> None:
+        """Load the trained models of the best checkpoint, if `load_best_model_at_end` is set."""
+        self.finish()  # the best one may still be being written
+        if self.trainer.args.load_best_model_at_end and self.trainer.state.best_model_checkpoint is not None:
+            current_run = self._current_run(ignores_data=True)  # its weights alone are taken
+            folder, rank = Path(self.trainer.state.best_model_checkpoint), self.placed.rank
+            control = self.placed.placement.control
+            checkpoint = find_checkpoint(str(folder), folder.parent, current_run, rank=rank, control=control)
+            assert checkpoint is not None, "a folder was asked for"
+            self.load_models(checkpoint)
+
+    def load_models(self, checkpoint: Checkpoint) -> None:
+        """Load the trained models with their optimizers' states."""
+        files = partial(fetch, checkpoint, rank=self.placed.rank, control=self.placed.placement.control)
+        load_training_state(self.placed.placement, checkpoint.folder, files)
+        self.placed.placement.forget_copies()
+        self.host.forget_step()
+
+    def resume_hint(self) -> str:
+        """Which checkpoint the run can be resumed from, for the message of a failure."""
+        folder = Path(self.trainer.args.output_dir)
+        try:
+            checkpoint = newest_whole(folder) if folder.is_dir() else None
+        except OSError as error:  # the run's own failure is what counts
+            return f"The checkpoints in {folder} cannot be read: {error}."
+        if checkpoint is None:
+            return (
+                "No checkpoint of this run has been saved."
+                if self.trainer.args.save_strategy != "no"
+                else ("Nothing of this run has been saved, because save_strategy is 'no'.")
+            )
+        return (
+            f"The newest whole checkpoint is {checkpoint}: train(resume_from_checkpoint=True), or "
+            f"resume_from_checkpoint: auto in the recipe, goes on from it."
+        )
+
+
+__all__ = ["Checkpoints"]

@@ -1,0 +1,94 @@
+"""Collects the metrics of updates until they are logged, the spans of their calls, and the latest response lengths.
+
+The metrics of an algorithm itself are computed by `Algorithm.sample_metrics` and `update_metrics`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from ...plan.stage_spans import StageSpan
+from ...plan.timeline import Span, Timeline
+from ...runtime.samples.results import Iteration
+
+
+LENGTHS = 20_000  # number of latest responses whose lengths are kept
+SPANS = 100_000  # number of latest spans that are kept: 25 MB, some 2,000 updates of 8 ranks
+
+
+class RunMetrics:
+    """Collects the metrics of the updates since the last log.
+
+    Args:
+        spans: maximum number of spans to keep. Whole updates are dropped, but never the latest one.
+
+    Attributes:
+        stages: of two calls that train together, what each stage ran in the last mini-batch of the latest update.
+            Those of earlier updates are dropped: a mini-batch of many stages has thousands of tasks.
+    """
+
+    def __init__(self, spans: int = SPANS) -> None:
+        self._most_spans, self._kept_spans = spans, 0
+        self._spans: deque[tuple[Span, ...]] = deque()  # of each update
+        self.stages: tuple[StageSpan, ...] = ()
+        self.lengths: deque[int] = deque(maxlen=LENGTHS)
+        self._window: dict[str, tuple[float, int]] = {}  # of each metric the sum and the number of updates
+        self._losses = (0.0, 0)  # of this training: the sum of the losses, and the number of updates
+        self.begin(0)
+
+    def begin(self, episode: int) -> None:
+        """Start a training at this episode. Drops metrics of an earlier training that failed."""
+        self._window.clear()
+        self._losses = (0.0, 0)
+        self._start_time, self._first_episode = time.time(), episode
+
+    def episodes_per_second(self, episode: int) -> float:
+        """The speed of this training up to this episode."""
+        return (episode - self._first_episode) / max(time.time() - self._start_time, 1e-9)
+
+    def mean_loss(self) -> float:
+        """The policy loss plus the weighted value loss, mean over the updates of this training; 0.0 without updates."""
+        total, updates = self._losses
+        return total / max(updates, 1)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The spans of the latest updates."""
+        return Timeline(tuple(span for spans in self._spans for span in spans))
+
+    def add(self, iteration: Iteration, seconds: float, vf_coef: float) -> None:
+        """Add the metrics of an update that took `seconds`.
+
+        Args:
+            vf_coef: the weight of the update's value loss.
+        """
+        if iteration.spans:  # ranks other than the first get none
+            self._spans.append(iteration.spans)
+        self._kept_spans += len(iteration.spans)
+        self.stages = iteration.stages
+        while self._kept_spans > self._most_spans and len(self._spans) > 1:
+            self._kept_spans -= len(self._spans.popleft())
+        if "responses" in iteration.samples:
+            self.lengths.extend(iteration.samples.ragged("responses").lengths.tolist())
+        metrics = {
+            **iteration.metrics,
+            **iteration.observed,
+            "time/step": seconds,
+            "tokens/s": iteration.tokens / seconds,
+        }
+        if "loss/policy_avg" in metrics and "loss/value_avg" in metrics:
+            total, updates = self._losses
+            self._losses = (total + metrics["loss/policy_avg"] + vf_coef * metrics["loss/value_avg"], updates + 1)
+        for name, value in metrics.items():
+            total, updates = self._window.get(name, (0.0, 0))
+            self._window[name] = (total + value, updates + 1)
+
+    def take(self) -> dict[str, float]:
+        """The mean of every metric over the updates since the last call, and the sum of `skipped_updates/*`; empty
+        without updates."""
+        means = {
+            name: total / (1 if name.startswith("skipped_updates/") else updates)
+            for name, (total, updates) in self._window.items()
+        }
+        self._window.clear()
+        return means

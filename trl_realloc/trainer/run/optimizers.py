@@ -1,0 +1,311 @@
+"""The roles' optimizers and learning rates. An optimizer is the one that the training arguments name, or a role's part
+of the user's.
+
+`ppo_setup` hands the function that makes them to the engines as `EngineOptions.make_optimizer`. Each engine calls it on
+its role's module. Schedulers are made by Transformers or by the user. Whether an optimizer can be sharded is in
+`optimizer_sharding`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from ...engines.base import GROUP, Rate
+from ...engines.training.group_settings import RATE, copied, is_same
+from ...plan.dataflow import Role
+from ..checks.fixed_settings import refuse_changed
+from ..config_checks import ConfigError
+
+
+if TYPE_CHECKING:
+    from ..grpo_config import PolicyConfig
+    from ..ppo_config import PPOConfig
+
+
+# These step inside the backward pass, need calls before parameters are read, or project the gradients of whole matrices
+# that they choose by `optim_target_modules`. The engines do none of it.
+_UNSUPPORTED = ("lomo", "adalomo", "layerwise", "schedule_free", "galore", "apollo")
+
+
+def make_optimizer(args: PPOConfig | PolicyConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `args` name over a role's trainable parameters, with weight decay on the parameters on which
+    Trainer applies it."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, module)  # type: ignore[arg-type]
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = set(get_parameter_names(module, [nn.LayerNorm], patterns))
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trainable if name in decayed], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **kwargs)
+    return optimizer
+
+
+def check_optimizer(
+    args: PPOConfig | PolicyConfig,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    models: Mapping[str, Any],
+) -> None:
+    """Refuse an optimizer or a scheduler that cannot train the roles, before anything is loaded.
+
+    Args:
+        optimizer, scheduler: the user's, or `None`.
+        models: the trained models as the user passed them, by the trainer's argument.
+
+    Raises:
+        ConfigError: names the optimizer or the argument.
+    """
+    if optimizer is None:
+        optimizer_name = str(getattr(args.optim, "value", args.optim))
+        if any(word in optimizer_name for word in _UNSUPPORTED):
+            raise ConfigError(
+                f"optim={optimizer_name!r} steps within the backward pass, projects gradients, or keeps other weights "
+                f"for generating than for training, which no engine of a plan does; use another, such as 'adamw_torch' "
+                f"or 'adafactor'."
+            )
+        if scheduler is not None:
+            raise ConfigError(
+                "optimizers has a scheduler without the optimizer whose rates it changes; give both, or set "
+                "lr_scheduler_type."
+            )
+        return
+    kind = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(f"{kind} asks for the loss several times in one step, which no engine does; use another.")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(f"{kind} wants sparse gradients, which these models do not have; use torch.optim.Adam.")
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(f"{kind} keeps other weights for generating than for training; use another, such as AdamW.")
+    if getattr(args, "value_learning_rate", None) is not None:
+        raise ConfigError(
+            "value_learning_rate is set, but the optimizer in `optimizers` has rates of its own; put the critic's "
+            "parameters into a group of it with its own `lr`."
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            "the scheduler in `optimizers` changes the rates of another optimizer than the one beside it."
+        )
+    parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for argument, model in models.items():
+        if isinstance(model, str) or not any(p.requires_grad and id(p) in parameter_ids for p in model.parameters()):
+            raise ConfigError(_holds_none(argument, " and ".join(models)))
+
+
+def _holds_none(what: str, trained: str) -> str:
+    return (
+        f"the optimizer in `optimizers` holds no trainable parameter of {what}; make it over the parameters of "
+        f"{trained}, after loading (and after get_peft_model, in place of peft_config)."
+    )
+
+
+def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over the parameters of one module, from the user's optimizer over all trained models.
+
+    It has the same class, settings and state of its parameters. The key `GROUP` of each of its groups is the number of
+    the user's group.
+
+    Raises:
+        ConfigError: the user's optimizer has none of the module's trainable parameters.
+    """
+    module_ids = {id(p) for p in module.parameters() if p.requires_grad}
+    groups = [
+        {**copied(group), "params": params, GROUP: number}
+        for number, group in enumerate(optimizer.param_groups)
+        if (params := [p for p in group["params"] if id(p) in module_ids])
+    ]
+    if not groups:
+        raise ConfigError(_holds_none(f"the {type(module).__name__} to be trained", "every trained model"))
+    state: dict[Any, Any] = {}
+    for parameter in (p for group in groups for p in group["params"]):
+        if parameter_state := optimizer.state.get(parameter):
+            # the engine may have moved the model to a GPU after the state was created
+            state[parameter] = {
+                name: value.to(parameter.device) if torch.is_tensor(value) and value.dim() else value
+                for name, value in parameter_state.items()
+            }
+    return with_groups(optimizer, groups, state)
+
+
+def with_groups(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer with the class and the settings of another, over other parameter groups."""
+    # The constructor is not used: its arguments differ from `defaults` (for example in torch.optim.AdamW), and the
+    # other attributes must be kept. `step` is not copied, because a scheduler has wrapped that of the original.
+    kind = type(optimizer)
+    copy: torch.optim.Optimizer = kind.__new__(kind)
+    attributes = {name: value for name, value in vars(optimizer).items() if not callable(getattr(kind, name, None))}
+    copy.__dict__.update({k: v.copy() if isinstance(v, (dict, list)) else v for k, v in attributes.items()})
+    copy.__setstate__({"state": defaultdict(dict, state), "param_groups": list(groups)})
+    return copy
+
+
+def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer with the class, the settings and the groups of another, without its parameters and their state, for
+    checks."""
+    return with_groups(optimizer, [{**copied(group), "params": []} for group in optimizer.param_groups], {})
+
+
+def without_whole(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """The same function with the user's optimizer replaced by one without parameters. To be used when the engines have
+    made their optimizers: the user's would keep whole parameters, which the engines have replaced by their parts."""
+    if isinstance(make, partial) and make.func is part_of:
+        return partial(part_of, without_parameters(make.args[0]))
+    return make
+
+
+def follows_metrics(scheduler: Any) -> bool:
+    """Whether a scheduler steps with the metric of each evaluation (reduce_lr_on_plateau) and not after each update."""
+    return "metrics" in inspect.signature(scheduler.step).parameters
+
+
+def check_own_optimizer(optimizer: Any, rates: LearningRates) -> None:
+    """Refuse an optimizer that was set on a trainer after it had been made. The engines would not step it.
+
+    Args:
+        optimizer: the trainer's attribute.
+
+    Raises:
+        ConfigError: it is another than the trainer has made.
+    """
+    if optimizer is not rates.scheduled:
+        raise ConfigError(
+            f"trainer.optimizer has been set to another {type(optimizer).__name__}, which no engine steps; give it to "
+            f"the constructor as optimizers=(optimizer, scheduler or None)."
+        )
+
+
+_NOT_SENT = ("params", "initial_lr")  # keys of a parameter group that are no settings for a role's optimizer
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """The learning rates that the roles' optimizers get before each update.
+
+    Args:
+        scheduled: the optimizer whose parameter groups the scheduler changes. It is not stepped.
+        by_group: its groups are those of the user's optimizer. Otherwise there is one for each trained role.
+        roles: the trained roles, in the order of the groups.
+        first_settings: of each group of `scheduled`, before the training.
+    """
+
+    scheduled: torch.optim.Optimizer
+    by_group: bool
+    roles: tuple[Role, ...]
+    first_settings: tuple[Mapping[str, Any], ...]
+
+    @staticmethod
+    def of(
+        args: PPOConfig | PolicyConfig,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        roles: Sequence[Role] = (Role.ACTOR, Role.CRITIC),
+    ) -> LearningRates:
+        """The rates of the user's optimizer and scheduler, or those of the training arguments.
+
+        Without a scheduler, an optimizer with the same groups and no model takes the place of the user's: the user's
+        would keep the whole parameters in memory, which the engines replace by their parts.
+        """
+        if optimizer is not None and scheduler is not None:
+            return LearningRates(optimizer, True, tuple(roles), _settings(optimizer))
+        if optimizer is not None:
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        else:
+            critic = getattr(args, "value_learning_rate", None)
+            groups = [
+                {"lr": critic if role is Role.CRITIC and critic is not None else args.learning_rate} for role in roles
+            ]
+        stand_in = [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
+        optimizer_of_rates = torch.optim.SGD(stand_in, lr=args.learning_rate)
+        return LearningRates(optimizer_of_rates, optimizer is not None, tuple(roles), _settings(optimizer_of_rates))
+
+    def role(self, role: Role) -> Rate:
+        """The learning rate of a role. With the user's optimizer it is the settings of all its groups, because a
+        scheduler or a callback may change others too. An engine takes over those that have changed.
+
+        Raises:
+            ConfigError: another setting has changed, and the roles' optimizers are made from `args`.
+        """
+        groups = self.scheduled.param_groups
+        if not self.by_group:
+            for first, group in zip(self.first_settings, groups, strict=True):
+                others = [name for name in first if name != RATE]
+                refuse_changed(*({f"the optimizer's {name}": of[name] for name in others} for of in (first, group)))
+            return float(groups[self.roles.index(role)][RATE])
+        return tuple({k: v for k, v in group.items() if k not in _NOT_SENT} for group in groups)
+
+    @property
+    def first(self) -> float:
+        """The learning rate of the first group, which is logged."""
+        return float(self.scheduled.param_groups[0][RATE] or 0.0)
+
+    @contextlib.contextmanager
+    def unstepped(self, instead: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, `step` of the scheduled optimizer does something else, because the engines step the roles'
+        optimizers. Without gradients the user's optimizer may still count a step in its groups, or fail.
+
+        Args:
+            instead: what it does.
+        """
+        optimizer: Any = self.scheduled
+        previous = vars(optimizer).get("step")
+
+        def step(*_: Any, **__: Any) -> None:
+            instead()
+            optimizer._opt_called = True  # a scheduler warns if its optimizer has made no step
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that a scheduler does not wrap it
+        optimizer.step = step
+        try:
+            yield
+        finally:
+            del optimizer.step
+            if previous is not None:
+                optimizer.step = previous
+
+    def changed(self) -> list[dict[str, Any]]:
+        """Copies of the learning rate and of the settings of each group that have changed since the training began, for
+        a checkpoint. Settings of types that a checkpoint cannot hold are left out."""
+        return [
+            {k: v for k, v in settings.items() if k == RATE or (_is_saved(v) and not is_same(v, first.get(k)))}
+            for settings, first in zip(_settings(self.scheduled), self.first_settings, strict=True)
+        ]
+
+    def restore(self, changed: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Set each group to the first settings and what `changed` has returned, as saved in a checkpoint. Loading a
+        scheduler's state does not set them."""
+        groups = self.scheduled.param_groups
+        for group, first, saved in zip(groups, self.first_settings, changed or [{}] * len(groups), strict=True):
+            group.update({k: _placed_as(first.get(k), value) for k, value in copied({**first, **saved}).items()})
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Copies of the settings of each parameter group."""
+    return tuple(copied({k: v for k, v in g.items() if k not in _NOT_SENT}) for g in optimizer.param_groups)
+
+
+def _placed_as(first: Any, value: Any) -> Any:
+    """A setting on the device of the first one, if both are tensors."""
+    return value.to(first.device) if torch.is_tensor(first) and torch.is_tensor(value) else value
+
+
+def _is_saved(value: Any) -> bool:
+    """Whether `torch.load` reads a value again with `weights_only`."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_saved, value))
+    return torch.is_tensor(value) or type(value) in (bool, int, float, str, type(None))

@@ -1,0 +1,169 @@
+"""`PlacedPlan`: the execution plan that a run follows, with the engines and the executor of its calls.
+
+The search for a faster plan is in `plan_change`, the recovery from a failure in `planned_run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from ...engines.generation.sampling_checks import needs_tokenizer
+from ...plan.dataflow import Role
+from ...plan.execution_plan import ExecutionPlan
+from ...runtime.executor import Executor, make_executor
+from ...runtime.failures.alarm import Alarm
+from ...runtime.failures.temporary_folder import temporary_folder
+from ...runtime.placement.placement import Placement
+from ...runtime.placement.run_state import EXTRA_ATTRIBUTES
+from ...runtime.samples.drawn_samples import DrawnSamples
+from ..checkpoint.identity import Identity
+from ..checkpoint.write_errors import WriteErrors
+from .run_setup import RunSetup
+
+
+S = TypeVar("S", bound=RunSetup)
+
+
+class Host(Protocol):
+    """The side of a run that its trainer determines: where its models are shown, what its loop has under way, and what
+    a checkpoint has beyond those of other trainers.
+
+    Attributes:
+        trainer: a `transformers.Trainer`.
+        iteration: the word for an iteration of the plan in messages.
+        calls_on_save: the callbacks' `on_save` is called with each complete checkpoint, because the loop does not.
+        counters: whole numbers that the trainer's state has.
+    """
+
+    trainer: Any
+    iteration: str
+    calls_on_save: bool
+    counters: tuple[str, ...]
+
+    def hold(self, models: Mapping[Role, Any]) -> None:
+        """Show this rank's modules of the trained roles as the trainer's model."""
+
+    def follow(self, executor: Executor) -> None:
+        """Run the calls by a new executor, with no sample and no optimizer step under way. All ranks together."""
+
+    def stop_early(self) -> None:
+        """Stop what has been begun for later iterations."""
+
+    def samples_under_way(self) -> DrawnSamples | None:
+        """The samples that have been drawn for later updates, on rank 0; `None` where there are none. All ranks
+        together."""
+
+    def go_on_with(self, drawn: DrawnSamples | None) -> None:
+        """Use samples that were under way; they are given on rank 0. All ranks together."""
+
+    def forget_step(self) -> None:
+        """Forget what an optimizer step under way has collected: the weights are others."""
+
+    def identity(self, optimizer: str) -> Identity:
+        """The properties of the run that a checkpoint must share with one that it resumes from.
+
+        Args:
+            optimizer: the class of the roles' optimizers.
+        """
+
+    def about_checkpoint(self) -> dict[str, Any]:
+        """Further entries of a checkpoint's manifest."""
+
+    def write_state(self, folder: Path, problems: WriteErrors) -> None:
+        """Write further files of a checkpoint."""
+
+
+H = TypeVar("H", bound=Host)
+
+
+class PlacedPlan(Generic[S]):
+    """The setup of a run, with the process groups, the engines and the executor of its plan.
+
+    Args:
+        host: the trainer's side.
+        setup: the run, checked and planned.
+        rank: this rank.
+        alarm: rings until the executor has one of its own.
+
+    Attributes:
+        placement: this rank's process groups and engines, from `place` on.
+        executor: runs the calls, from `place` on.
+        is_between_plans: the run's state is in no engine.
+    """
+
+    placement: Placement
+    executor: Executor
+
+    def __init__(self, host: Host, setup: S, rank: int, alarm: Alarm) -> None:
+        self.host, self.setup, self.rank, self.alarm = host, setup, rank, alarm
+        self.is_between_plans = False
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The execution plan that the run follows."""
+        return self.setup.plan
+
+    def place(self) -> None:
+        """Make the process groups and the executor of the plan. `start` makes the engines."""
+        options, settings = self.setup.engine_options, self.setup.call_settings
+        self.placement = Placement(self.setup.plan, self.rank, self.setup.roles, options)
+        if needs_tokenizer(settings.sampling):
+            folder = temporary_folder(self.placement.stack)
+            settings.processing_class.save_pretrained(folder)
+            self.placement.options = replace(options, vllm={**options.vllm, "tokenizer": str(folder)})
+        self._make_executor()
+
+    def _make_executor(self) -> None:
+        self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.call_settings)
+        self.alarm = self.executor.alarm
+        self.host.follow(self.executor)
+
+    def start(self) -> None:
+        """Load the models and start the engines, unless it has been done for this plan."""
+        has_models = self.placement.started
+        self.placement.start()
+        if has_models:
+            return
+        models = {role: self._module_of(role, before) for role, before in self.setup.models_before_start.items()}
+        self.host.hold(models)
+        self.setup = self.setup.started(models)
+        self.placement.roles = self.setup.roles
+        self.placement.options = replace(self.placement.options, make_optimizer=self.setup.make_optimizer)
+
+    def _module_of(self, role: Role, structure: Any) -> Any:
+        """This rank's module of a trained role; the structure without weights on a rank without a part of the role."""
+        engine = self.placement.trained(role)
+        return structure if engine is None else engine.head.model
+
+    def let_go(self) -> None:
+        """Show structures without weights in place of the modules of the plan."""
+        models = {role: self.setup.structure(role) for role in self.setup.models_before_start}
+        for role, structure in models.items():
+            module = self.setup.models_before_start[role]
+            for name in EXTRA_ATTRIBUTES:
+                if hasattr(module, name):
+                    setattr(structure, name, getattr(module, name))
+        self.host.hold(models)
+        self.setup = replace(self.setup, models_before_start=models)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether this process has the run's models, given or loaded, and no other waits for it."""
+        return self.placement.plan.cluster.size == 1 and not self.is_between_plans
+
+    def recover(self) -> None:
+        """End the engines that cannot be used after a failure; those of the latest plan, if it has changed."""
+        if not self.can_go_on:
+            self.placement.close()
+        elif self.placement.started:
+            self.placement.reset()
+            self._make_executor()
+        else:  # some of its engines may exist
+            self.placement.discard()
+            self.place()
+
+
+__all__ = ["H", "Host", "PlacedPlan", "S"]

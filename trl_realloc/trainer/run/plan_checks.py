@@ -1,0 +1,196 @@
+"""Refuses a plan that the settings, the models or the stated memory do not allow, before anything is loaded.
+
+What any plan must keep is checked in `plan.execution_plan`; what an optimizer needs, in `optimizer_sharding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ...common.errors import PlanError, Problems
+from ...common.settings import MIN_TEMPERATURE
+from ...engines.training import deepspeed_compat
+from ...engines.training.packed_attention import may_pack
+from ...engines.training.tensor_parallel import splits_adapter, stages_adapter
+from ...engines.training.zero_setup import scales_losses
+from ...engines.transformers_compat import attention_name
+from ...plan.assignment import Assignment
+from ...plan.dataflow import Role
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.model_spec import FAMILIES, ModelSpec
+from ...profiling.job_models import element_bytes, spec_of
+from ...realloc.memory import check_memory
+from ..config_checks import ConfigError, by_transformers
+from .job_builder import compute_dtype, launched_deepspeed_config
+
+
+if TYPE_CHECKING:
+    from ..grpo_config import PolicyConfig
+    from ..ppo_config import PPOConfig
+
+
+def check_plan(
+    args: PPOConfig | PolicyConfig,
+    plan: ExecutionPlan,
+    configs: Mapping[Role, Sequence[Any]],
+    adapted: Sequence[Role],
+    *,
+    own_reference: bool = False,
+) -> None:
+    """Refuse a plan that these settings or these models do not allow.
+
+    Args:
+        configs: the Transformers config of every model of every role.
+        adapted: the roles that train adapters alone.
+        own_reference: the reference is a model of its own, also where the actor trains adapters.
+
+    Raises:
+        ConfigError: a ZeRO stage without DeepSpeed, fp16 with the engine `megatron`, a temperature below vLLM's
+            smallest, or an optimizer on an NVMe drive.
+        PlanError: see `check_layouts`.
+    """
+    split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
+    if compute_dtype(args) is torch.float16:
+        if split:
+            raise ConfigError(
+                f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead."
+            )
+        staged = [name for name in plan.order if plan.graph.call(name).trains and plan[name].strategy.zero_stage]
+        if staged and not scales_losses(launched_deepspeed_config(args)):
+            raise ConfigError(
+                f"{staged[0]} has zero_stage {plan[staged[0]].strategy.zero_stage}, and DeepSpeed scales losses, which "
+                f"fp16 needs, with a config of its own alone; set bf16 or zero_stage: 0, or launch with a DeepSpeed "
+                f"config with fp16 enabled."
+            )
+    if plan["actor.generate"].engine == "vllm" and args.temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
+            f"it, or {by_transformers(args)}."
+        )
+    if args.full_determinism and plan.streams is not None and not plan.streams.deterministic:
+        raise ConfigError(
+            "full_determinism asks that two runs give the same bits, and this plan's streams score the samples of one "
+            "forward as they come; write streams: {deterministic: true}, or leave streams out."
+        )
+    if args.full_determinism and plan.staleness.versions:
+        raise ConfigError(
+            "full_determinism asks that two runs give the same bits, and under this plan's staleness it depends on the "
+            "clock which policy draws a token; leave staleness out, or full_determinism."
+        )
+    stages = {name: a.strategy.zero_stage for name, a in plan.assignments.items() if a.strategy.zero_stage}
+    if stages and not deepspeed_compat.is_installed():
+        name, stage = next(iter(stages.items()))
+        raise ConfigError(
+            f"{name} has zero_stage {stage}, which DeepSpeed executes, and DeepSpeed is not installed: "
+            f"pip install 'trl_realloc[deepspeed]', or set zero_stage: 0."
+        )
+    sharded = [name for name, a in plan.assignments.items() if a.strategy.zero_stage and plan.graph.call(name).trains]
+    zero = (launched_deepspeed_config(args) or {}).get("zero_optimization") or {}
+    if sharded and (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        raise ConfigError(
+            f"the DeepSpeed config offloads the optimizer of {sharded[0]} to an NVMe drive, where its state can be "
+            f"neither saved nor resumed; set offload_optimizer.device to cpu or none, or use more devices."
+        )
+    check_layouts(plan, configs, adapted, compute_dtype(args), own_reference=own_reference)
+
+
+def check_adapters_split(adapters: Mapping[str, Any], plan: ExecutionPlan) -> None:
+    """Refuse a plan that splits the policy's training by tp or pp where an adapter cannot be.
+
+    Args:
+        adapters: the PEFT configs of the policy's adapters, by their names.
+
+    Raises:
+        ConfigError: names the adapter.
+    """
+    whole = [name for name, config in adapters.items() if not splits_adapter(config)]
+    if whole and (tp := plan["actor.train"].strategy.tp) > 1:
+        raise ConfigError(
+            f"actor.train has tp {tp}, and the adapter {whole[0]!r} cannot be split by tp, as plain LoRA can (without "
+            f"use_dora, trainable_token_indices and target_parameters); use plain LoRA, or tp: 1."
+        )
+    shared = [name for name, config in adapters.items() if not stages_adapter(config)]
+    if shared and (pp := plan["actor.train"].strategy.pp) > 1:
+        raise ConfigError(
+            f"actor.train has pp {pp}, and the adapter {shared[0]!r} has parameters that several stages train, as "
+            f"those of trainable_token_indices; use plain LoRA, or pp: 1."
+        )
+
+
+def check_layouts(
+    plan: ExecutionPlan,
+    configs: Mapping[Role, Sequence[Any]],
+    adapted: Sequence[Role],
+    mixed: torch.dtype | None = None,
+    *,
+    own_reference: bool = False,
+) -> None:
+    """Check the tensor and pipeline parallelism of every call, and the memory that the plan states, against the models'
+    configs.
+
+    Args:
+        adapted, own_reference: as of `check_plan`.
+        mixed: dtype of mixed precision, if any, in which a vLLM engine holds its weights.
+
+    Raises:
+        PlanError: a model that cannot be split as the plan says, or parameters that do not fit.
+    """
+    for policy in configs.get(Role.ACTOR, ()):
+        check_generation(plan, policy)
+    specs: dict[str, list[ModelSpec]] = {}
+    problems = Problems()
+    for name, assignment in plan.assignments.items():
+        role = plan.graph.call(name).role
+        is_policy = role in (Role.ACTOR, Role.REFERENCE)
+        if assignment.engine == "megatron" or plan.cluster.memory_gb is not None:
+            for config in configs[role]:
+                with problems.of(name):
+                    spec = _spec(config, assignment, is_policy)
+                    if mixed is not None and assignment.engine == "vllm":
+                        spec = replace(spec, bytes_per_element=mixed.itemsize)
+                    if role is Role.REFERENCE and Role.ACTOR in adapted and not own_reference:
+                        spec = replace(spec, is_base=True)
+                    specs.setdefault(name, []).append(spec)
+    problems.refuse()
+    check_memory(plan, specs, adapted)
+
+
+def check_generation(plan: ExecutionPlan, config: Any) -> None:
+    """Refuse a plan whose vLLM engines cannot split the policy. Of a family without a table only the heads are known.
+
+    Args:
+        config: the policy's Transformers config.
+
+    Raises:
+        PlanError: names the call, what cannot be shared evenly, and the degrees that can.
+    """
+    problems = Problems()
+    for name, assignment in plan.assignments.items():
+        if assignment.engine == "vllm" and assignment.strategy.tp > 1:
+            with problems.of(name):
+                if config.model_type in FAMILIES:
+                    spec_of(config, is_policy=True).check_generation(assignment.strategy.tp)
+                elif isinstance(heads := getattr(config.get_text_config(), "num_attention_heads", None), int):
+                    spec = ModelSpec(config.model_type, (), bytes_per_element=1, heads=heads)
+                    spec.check_generation(assignment.strategy.tp)
+    problems.refuse()
+
+
+def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:
+    """The parameter spec of a call's model. Raises `PlanError` where the model cannot be split as assigned."""
+    if assignment.engine == "megatron":
+        head: Literal["lm", "score"] = "lm" if is_policy else "score"
+        spec = ModelSpec.from_config(config, head, bytes_per_element=element_bytes(config))
+        spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
+        attention = attention_name(config)  # None where Transformers chooses it
+        if assignment.strategy.pp > 1 and attention is not None and not may_pack(attention):
+            raise PlanError(
+                f"its attention is {attention}, by which samples that share a row are mixed, and a pipeline needs "
+                f"packed rows; load it with attn_implementation='sdpa', or use pp: 1."
+            )
+        return spec
+    return spec_of(config, is_policy)

@@ -1,0 +1,104 @@
+"""`PlannedRun`: a run under an execution plan. A trainer holds one.
+
+It is composed of the plan as it is placed (`placed_plan`), its checkpoints (`checkpoint`), and the change of the plan
+(`plan_change`). Its own part is what a failure ends. How other ranks learn of a failure is in `runtime.failures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, Generic
+
+from ...engines.base import EngineError
+from ...runtime.failures.alarm import Alarm
+from ..accelerate_plugin import ReallocationPlugin
+from ..checkpoint import CheckpointError
+from .checkpoints import Checkpoints
+from .placed_plan import H, PlacedPlan, S
+from .plan_change import PlanChange
+
+
+class PlannedRun(Generic[S, H]):
+    """A run under an execution plan.
+
+    In a job of several processes a failure ends the job: other ranks may be in a collective with this one. A process
+    alone keeps its models and optimizer states, so that a user of a notebook can mend a reward function and train on.
+    What it had under way (a generation, samples that were drawn ahead, gradients) is dropped. vLLM engines end with it,
+    because they may be in the middle of anything, and start again when something is generated next.
+
+    Args:
+        host: the trainer's side.
+        setup: the run, checked and planned.
+        plugin: with what the trainer's configuration sets.
+        rank: this rank.
+        alarm: rings until the executor has one of its own.
+
+    Attributes:
+        placed: the plan with its engines and executor.
+        checkpoints: saves and resumes the run.
+        change: the change of the plan, from `place` on.
+    """
+
+    change: PlanChange
+
+    def __init__(self, host: H, setup: S, plugin: ReallocationPlugin, rank: int, alarm: Alarm) -> None:
+        self.host, self.plugin = host, plugin
+        self.placed = PlacedPlan(host, setup, rank, alarm)
+        self.checkpoints = Checkpoints(self.placed)
+
+    def place(self) -> None:
+        """Make the process groups and the executor of the plan, and observe it from now on. All ranks together."""
+        self.placed.place()
+        self.change = PlanChange(self.placed, self.checkpoints, self.plugin)
+
+    def start(self) -> None:
+        """Load the models and start the engines for a training, unless it has been done."""
+        begin = time.time()
+        self.placed.start()
+        self.change.start_seconds = time.time() - begin
+
+    def follow_callbacks(self) -> None:
+        """From now on the message of a failure in a callback names its event, and that of one in the training loop does
+        not name the last call of the plan. `on_save` waits until the checkpoint is complete (`async_save`)."""
+        trainer = self.host.trainer
+        call_event = trainer.callback_handler.call_event
+
+        def followed(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            if event == "on_save" and self.checkpoints.unfinished is not None:
+                return control  # `Checkpoints.finish` will call it
+            after = f"after update {state.global_step}"
+            self.placed.alarm.at(f"{event} of a callback, {after}")
+            control = call_event(event, args, state, control, **kwargs)
+            self.placed.alarm.at(f"the training loop {after}")
+            return control
+
+        trainer.callback_handler.call_event = followed
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Around what all ranks do together. On a failure it tells the other ranks and ends engines.
+
+        Raises:
+            EngineError: the run has failed while it changed its plan, so that this process has lost its state.
+        """
+        placed, trainer = self.placed, self.host.trainer
+        if placed.is_between_plans:
+            raise EngineError(
+                "the run failed while it changed its plan, and its parameters are lost here; make a new trainer, whose "
+                "train(resume_from_checkpoint=True) goes on from the last checkpoint."
+            )
+        try:
+            yield
+        except BaseException as error:
+            if trainer.is_in_train and isinstance(error, Exception) and not isinstance(error, CheckpointError):
+                error.add_note(self.checkpoints.resume_hint())
+                if placed.can_go_on and placed.placement.started:
+                    error.add_note("This trainer keeps its models: save_model() saves them, train() trains them on.")
+            trainer.is_in_train = False
+            with placed.alarm.covers(placed.recover):
+                raise
+
+
+__all__ = ["PlannedRun"]
