@@ -141,7 +141,7 @@ def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
         ([600, 800], "measured"),
         ([600, 800], "another"),
     ):
-        for _ in range(replanning.WINDOW):
+        for _ in range(replanning.LENGTHS_WINDOW):
             made.note(lengths)
         current.profile = Known(profile)
         made.better(updates_left=10, move_seconds=1.0)
@@ -187,7 +187,7 @@ def test_all_searches_of_a_run_together_take_a_fiftieth_of_its_updates(monkeypat
     for left in range(100, 0, -1):
         seconds = 15.0 - seconds + 10.0
         monkeypatch.setattr(replanning, "estimate_at_lengths", lambda *_, now=seconds: SimpleNamespace(seconds=now))
-        for _ in range(replanning.WINDOW):
+        for _ in range(replanning.LENGTHS_WINDOW):
             made.note([100 * (1 + left % 2)])
         made.better(updates_left=left, move_seconds=1.0)
     assert limits[0] == 5.0, "no single search takes longer"
