@@ -1,1 +1,1 @@
-"""What a call takes on a machine: its seconds and bytes under an assignment, and where the unit costs come from."""
+"""Cost of a call on a machine: its seconds and bytes under an assignment, and the sources of the unit costs."""

@@ -16,11 +16,11 @@ from .workload import Workload
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """What the forward of one layer keeps for its backward, in bytes per token.
+    """Tensors that the forward of one layer keeps for its backward, in bytes per token.
 
     Args:
-        whole: that every device of a tensor-parallel group has.
-        split: that is divided among them.
+        whole: bytes that every device of a tensor-parallel group holds.
+        split: bytes that are divided among the devices of the group.
     """
 
     whole: float
@@ -107,7 +107,7 @@ def working_bytes(
 
 
 def in_slices(spec: ModelSpec, logits: float) -> bool:
-    """Whether so many logits of a forward on a device are computed in slices."""
+    """True if a forward with `logits` logits on a device computes them in slices."""
     return logits > MOST_LOGITS and not spec.whole_logits
 
 

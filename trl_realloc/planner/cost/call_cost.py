@@ -1,4 +1,4 @@
-"""What one call takes (`CallCost`), and one stage of a pipeline that trains. The formulas are in `pricing`."""
+"""Cost of a call (`CallCost`) and of one stage of a training pipeline. The formulas are in `pricing`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What of a device's memory is not parameters, activations or caches: the processes' contexts, the communicators, and a
-share that is left free.
+"""Device memory that is not used by parameters, activations or caches: the contexts of processes, the communicators,
+and a share that is left free.
 
-The numbers of bytes are assumptions for NVIDIA GPUs, not measured here.
+The numbers of bytes are assumptions for NVIDIA GPUs, not measurements.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class DeviceMemory:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU's, on which a process has a context."""
+        """True if the device is a GPU, on which each process has a context."""
         return self.context > 0
 
     def takes_engine(self, share: float) -> bool:
-        """Whether a vLLM engine can reserve this share of the device beside the contexts of its own process and its
-        rank's."""
+        """True if a vLLM engine can reserve this share of the device next to two contexts: that of the engine's process
+        and that of the rank's process."""
         return share * self.total <= self.usable - 2 * self.context
 
     def check_engine(self, share: float) -> None:

@@ -71,7 +71,7 @@ def _larger_nodes(room: EngineRoom, tp: int, share: float, specs: Sequence[Model
 
 
 def _room(assignment: Assignment, specs: Sequence[ModelSpec], pricing: Pricing) -> EngineRoom | None:
-    """Of the engine of the model that needs most; `None` where the devices' memory is not known."""
+    """`EngineRoom` for the model that needs most memory. `None` if the memory of the devices is unknown."""
     share = math.ceil(pricing.workload.episodes / assignment.strategy.dp)
     rooms = [room for spec in specs if (room := pricing.engine_room(spec, assignment, share)) is not None]
     return max(rooms, key=lambda room: room.needed, default=None)

@@ -1,4 +1,4 @@
-"""`EngineRoom`: what a vLLM engine does with the share of a device's memory that it reserves."""
+"""`EngineRoom`: the memory that a vLLM engine reserves on a device, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CUDA_GRAPH_BYTES = 6e8
 
 @dataclass(frozen=True)
 class EngineRoom:
-    """What a vLLM engine does with its share of a device, in bytes.
+    """Memory that a vLLM engine reserves on a device, and the memory that it needs, in bytes.
 
     Args:
-        share: of the device's memory.
-        weights: of the engine's part of the model.
-        peak: of its largest forward.
+        share: memory that the engine reserves on the device.
+        weights: the engine's part of the model.
+        peak: memory of its largest forward.
         request: keys and values of the longest request that it may get.
     """
 

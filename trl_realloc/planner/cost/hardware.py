@@ -58,7 +58,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How much devices slow each other down because they share processors or memory bandwidth, as CPU ranks do.
+    """Slowdown of devices that share processors or memory bandwidth, as CPU ranks do.
 
     Args:
         slower: pairs (number of devices that compute at the same time, factor by which each is slower than a single
@@ -213,7 +213,7 @@ class Rates(Protocol):
     def overlap(self) -> float: ...
     @property
     def sharing(self) -> Sharing | None:
-        """How devices that share processors slow each other down. `None` if each device has its own processors."""
+        """Slowdown of devices that share processors. `None` if each device has its own processors."""
 
     @property
     def error(self) -> float:
@@ -234,7 +234,7 @@ class Rates(Protocol):
         """
 
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
-        """Whether these rates cover the model under these tensor-parallel and pipeline-parallel degrees."""
+        """True if these rates cover the model under these tensor-parallel and pipeline-parallel degrees."""
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         """Seconds of one layer's forward of `tokens` tokens. `squared` is the sum of the samples' squared lengths."""
@@ -255,7 +255,7 @@ class Rates(Protocol):
 
     @property
     def decodes_whole(self) -> bool:
-        """Whether the seconds of `decode` include the layer's tensor-parallel collectives."""
+        """True if the seconds of `decode` include the layer's tensor-parallel collectives."""
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
         """Seconds of the language head in one decode step."""

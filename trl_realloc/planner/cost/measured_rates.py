@@ -120,8 +120,8 @@ class MeasuredRates:
         return float(np.median(rows)) / 6 if rows else 0.0
 
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
-        """Whether the profile covers the model under these degrees: it needs measurements under this very tensor
-        degree, and for pipelines under any pipeline degree."""
+        """True if the profile covers the model under these degrees. It needs observations with this tensor-parallel
+        degree and, for a pipeline, an observation of a forward with tp 1 and pp 2."""
         work = "generate" if generates else "forward"
         deep = pp == 1 or bool(self._of(spec, "forward", 1, 2))
         reads = bool(self._of(spec, "forward", tp))  # a generation reads its prompts in a forward
@@ -266,7 +266,7 @@ class MeasuredRates:
         return [(row, row.seconds / self._slowdown(row)) for row in fastest.values()]
 
     def _slowdown(self, row: Observation) -> float:
-        """How many times longer a device took because others of its node worked at the same time."""
+        """Factor by which an observation took longer because other devices of its node worked at the same time."""
         return self.sharing.slowdown(min(row.devices, self._per_node)) if self.sharing else 1.0
 
     def _passes(self, spec: ModelSpec, tp: int) -> _Passes:

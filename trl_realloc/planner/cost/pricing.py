@@ -230,7 +230,8 @@ class Pricing:
         return CallCost(parts, static, working + held_gradients, held_gradients)
 
     def _training_micro_batches(self, assignment: Assignment) -> tuple[int, float, float]:
-        """Of a mini-batch of one replica: the micro-batches, and the tokens and squared lengths of each."""
+        """Micro-batches of one replica's mini-batch: their number, and the tokens and the sum of the squared sample
+        lengths of each."""
         strategy, work = assignment.strategy, self.workload
         share = strategy.dp * work.mini_batches
         tokens, squared = work.tokens / share, work.episodes * work.mean_square / share
@@ -274,10 +275,10 @@ class Pricing:
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
 
     def load_seconds(self, spec: ModelSpec, assignment: Assignment) -> float:
-        """Of new weights into a vLLM engine. The rank that sends them has all of them on its device. On GPUs an engine
-        of one device takes them from there; otherwise they go through host memory, from where each worker of a tensor
-        group reads its part (`generation.weight_buffers`). If the plan offloads them, each worker's part goes to host
-        memory and back as well."""
+        """Seconds to load new weights into a vLLM engine. The rank that sends them has all of them on its device. On
+        GPUs an engine of one device copies them on this device. Otherwise they pass through host memory, from which
+        each worker of a tensor-parallel group reads its part (`generation.weight_buffers`). If the plan offloads the
+        weights, a copy of each worker's part between host memory and its device is added."""
         size, bandwidth = spec.elements * spec.bytes_per_element, self.rates.host_bandwidth
         part = size / (assignment.strategy.tp * assignment.strategy.pp)
         if self.memory is None or not self.memory.is_gpu:
@@ -361,8 +362,7 @@ class Pricing:
         return max(self.context_length or 0, self.workload.longest)
 
     def engine_room(self, spec: ModelSpec, assignment: Assignment, share: int) -> EngineRoom | None:
-        """What a vLLM engine that generates `share` samples does with its share of a device; `None` where the device's
-        memory is not known."""
+        """`EngineRoom` for an engine that generates `share` samples. `None` if the memory of the device is unknown."""
         if self.memory is None:
             return None
         strategy = assignment.strategy

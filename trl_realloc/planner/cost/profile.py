@@ -81,11 +81,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class DecodeHost:
-    """What the host takes in an engine's decode steps beside the device: scheduling, launching, sampling, and Python.
+    """Host time of an engine's decode steps, beside the device time: scheduling, launching, sampling, and Python.
 
     Args:
-        step: seconds of a step.
-        sample: seconds of each sample in a step.
+        step: seconds per step.
+        sample: seconds per sample of a step.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

@@ -64,16 +64,17 @@ def specified_device(profile: Profile) -> Device:
 def decode_host(
     pricing: Pricing, spec: ModelSpec, assignment: Assignment, steps: Sequence[tuple[float, float, float]]
 ) -> DecodeHost | None:
-    """What of measured decode steps the estimate by specification does not explain by the device. With steps of one
-    size alone, or of sizes that differ by less than half, all of it counts for the step, and none for its samples.
+    """Host time of measured decode steps: the seconds that the estimate by specification does not explain by the
+    device. If the largest step has less than twice the samples of the smallest, or takes no longer, all of the time
+    counts for the step and none for its samples.
 
     Args:
-        pricing: by specification.
-        assignment: of the call that generates.
-        steps: of an engine (`engines.base.DecodeStep`): samples, cached tokens of a sample, seconds.
+        pricing: estimates by specification.
+        assignment: assignment of the call that generates.
+        steps: samples, cached tokens per sample and seconds of each decode step (`engines.base.DecodeStep`).
 
     Returns:
-        `None` without steps.
+        `None` if there are no steps.
     """
     rest = list[tuple[float, float]]()
     for samples, cached, seconds in steps:

@@ -97,7 +97,7 @@ class FusedChains:
 
     @property
     def build_effort(self) -> float:
-        """What a build takes, in tasks."""
+        """Effort of one build, in tasks: those that it places, and `BUILD_EFFORT` for the rest of its work."""
         return self.tasks + BUILD_EFFORT
 
     @property
@@ -106,7 +106,7 @@ class FusedChains:
         return np.concatenate([group.nominal.ravel() for group in self.groups])
 
     def least_memory(self) -> Array:
-        """What the largest micro-batch takes on each stage."""
+        """Memory of the largest micro-batch on each stage. Shape `(stages,)`."""
         least = np.zeros(self.stages)
         np.maximum.at(least, self.chains.stages, self.chains.memory)
         return least

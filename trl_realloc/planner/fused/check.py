@@ -23,12 +23,12 @@ ROUNDING = 1e-9  # relative
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """What a schedule takes when every task begins as early as it can. Sending takes no time.
+    """Times and memory of a schedule in which every task begins as early as it can. Sending takes no time.
 
     Args:
-        makespan: the end of the last task.
-        starts: the start of each task, by stage and position in the stage's list.
-        memory_peaks: the most activation memory of each stage.
+        makespan: end of the last task.
+        starts: start of each task, by stage and position in the stage's list.
+        memory_peaks: peak of the activation memory on each stage.
     """
 
     makespan: float
@@ -176,8 +176,17 @@ def memory_bound(pipelines: FusedPipelines, memory: Array) -> float:
 
 
 def _edge(pipelines: FusedPipelines, stage: int, memory: float, is_end: bool) -> tuple[float, float, float]:
-    """Of a stage's first forwards, or at the `end` and read from there its last backwards: the earliest arrival, the
-    time until another task can begin in which the stage must be idle, and when that can be."""
+    """Times of a stage at the start of a schedule, before its first backward. With `is_end` the times at the end of the
+    schedule, counted back from there: last backwards take the place of first forwards, and last forwards that of first
+    backwards.
+
+    Args:
+        memory: limit of the stage.
+
+    Returns:
+        The earliest start of a first forward, the least time that the stage must be idle before its first backward
+        because its memory has room for no more forwards, and the earliest start of a first backward.
+    """
     arrivals, others, counts = [], [], []
     for model in MODELS:
         pipeline = pipelines.pipeline(model)

@@ -42,10 +42,10 @@ class Chains(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a schedule may hold.
+    """Memory limits of a schedule.
 
     Args:
-        memory: per stage.
+        memory: limit of each stage. Shape `(stages,)`.
         scarce: whether all chains together exceed `memory` on some stage.
         chains: most chains of a group that may hold memory on a stage. Shape `(groups, stages)`.
     """
@@ -66,12 +66,12 @@ def compiled(function: F) -> F:
 
 @compiled
 def can_finish(chains: Chains, following: Integers, begun: Integers, left: Array, tolerance: float) -> bool:
-    """Whether the chains that hold memory can all end, one after the other (the banker's algorithm).
+    """True if all chains that hold memory can end, one after the other (the banker's algorithm).
 
     Args:
-        following: the next task of each chain.
-        begun: the chains that hold memory.
-        left: memory that is free on each stage.
+        following: next task of each chain.
+        begun: chains that hold memory.
+        left: free memory on each stage.
     """
     left = left.copy()
     ended = np.zeros(len(begun), np.bool_)

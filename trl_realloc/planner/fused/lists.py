@@ -24,13 +24,13 @@ MOST_TASKS = 48  # of a stage that are shown
 
 @dataclass(frozen=True)
 class StageList:
-    """What one stage of a line of devices runs.
+    """Tasks of one pipeline stage, as text.
 
     Args:
-        devices: that are the stage, like `0` or `0-1`; planned, in every line, like `0, 2`.
-        holds: the stage of each model, counted from 1.
-        tasks: in order: `A1` is the forward of the first call's first micro-batch, `a1` its backward; `B1` and `b1` are
-            the second call's.
+        devices: devices of the stage, like `0` or `0-1`. A planned stage has those of every line, like `0, 2`.
+        holds: the stage of each model that runs here, counted from 1.
+        tasks: tasks in order: `A1` is the forward of the first call's first micro-batch, `a1` its backward; `B1` and
+            `b1` are the second call's.
         busy: share of the time in which the stage computes.
     """
 
@@ -77,7 +77,7 @@ def schedule_timeline(plan: ExecutionPlan, found: Found) -> Timeline:
 
 
 def task_names(plan: ExecutionPlan) -> tuple[str, ...]:
-    """Of the calls in a `schedule_timeline` and in `MiniBatchStages.measured`, in the order of their colours."""
+    """Names of the tasks in a `schedule_timeline` and in `MiniBatchStages.measured`, in the order of their colours."""
     return tuple(task_name(call, kind) for call in plan.fused for kind in KINDS)
 
 
@@ -101,7 +101,7 @@ def measured_lists(plan: ExecutionPlan, ran: MiniBatchStages) -> list[StageList]
 
 
 def _home(plan: ExecutionPlan) -> Assignment:
-    """Of the first of both calls. The second's has the same mesh and tp."""
+    """Assignment of the first fused call (both share mesh and tp)."""
     assert plan.fused, "the plan fuses two calls"
     return plan[plan.fused[0]]
 
@@ -114,7 +114,7 @@ def _ranks(plan: ExecutionPlan, stage: int) -> range:
 
 
 def _devices(plan: ExecutionPlan, pipelines: FusedPipelines, stage: int) -> str:
-    """Of all lines."""
+    """Devices of a stage in all lines, as text."""
     home = _home(plan)
     tp, texts = home.strategy.tp, []
     for line in range(home.mesh.size // (pipelines.stages * tp)):

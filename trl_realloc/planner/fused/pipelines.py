@@ -186,7 +186,7 @@ class FusedPipelines:
         return copy, position if model == "A" else own - 1 - position
 
     def seconds(self, task: Task, stage: int) -> float:
-        """What a task takes on one of its stages, in the unit of `Pipeline.forward`."""
+        """Duration of a task on one of its stages, in the unit of `Pipeline.forward`."""
         pipeline = self.pipeline(task.model)
         times = pipeline.forward if task.kind == "forward" else pipeline.backward
         return float(times[task.copy, task.micro_batch, self.own_stage(task.model, stage)[1]])

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def devices_by_node(devices: Iterable[int], devices_per_node: int | None) -> Counter[int]:
-    """How many of the devices each node has; `None` for one node."""
+    """Number of these devices on each node. All are on node 0 if `devices_per_node` is `None`."""
     return Counter(device // devices_per_node if devices_per_node else 0 for device in devices)
 
 

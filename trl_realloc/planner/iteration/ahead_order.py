@@ -42,12 +42,12 @@ AheadTask = RunCall | TakeUpdate | EndIteration
 
 @dataclass
 class _CallState:
-    """What has happened to a call.
+    """Progress of a call.
 
     Args:
-        sources: the ranks that publish its outputs.
-        next: the first iteration for which it has not been ordered.
-        done: by iteration, the ranks that have published.
+        sources: ranks that publish its outputs.
+        next: first iteration for which it has not been ordered.
+        done: ranks that have published its outputs, by iteration.
     """
 
     sources: frozenset[int]

@@ -59,7 +59,7 @@ class Units:
         return frozenset(map(self._of_device.__getitem__, devices))
 
     def nodes(self, units: Iterable[int]) -> Mapping[int, int]:
-        """How many devices of each node are in these parts."""
+        """Number of devices of these units on each node, by the node's number."""
         devices = (device for unit in units for device in self.devices[unit])
         return devices_by_node(devices, self.plan.cluster.devices_per_node)
 
@@ -92,7 +92,7 @@ class DeviceQueues:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
+        """True if no unit runs anything and all queues are empty."""
         return not self.busy and not any(self._queues)
 
     def add(self, work: Work, units: Iterable[int]) -> None:

@@ -304,11 +304,12 @@ class _Simulation:
     # --- the result ---------------------------------------------------------------------------------------------------
 
     def result(self, warm_up: int) -> AheadIterations:
-        """Of the iterations after the first `warm_up` ones.
+        """Mean seconds and token ages after the first `warm_up` iterations, with the last spans and all orders.
 
-        As many batches are under way as parameters may be old, and one more. So iterations of different lengths may
-        follow each other again and again, and the mean time is that between as many ends before the first iteration
-        and as many at the end."""
+        With a staleness of n, n + 1 batches are in progress at a time, so the lengths of iterations can repeat in a
+        cycle. Therefore the mean time of an iteration is measured from the mean end of the last n + 1 warm-up
+        iterations to the mean end of the last n + 1 iterations.
+        """
         batches = range(warm_up, self.iterations)
         tokens = sum(engine.tokens[batch] for engine in self.engines for batch in batches)
         ages = sum(engine.ages[batch] for engine in self.engines for batch in batches)

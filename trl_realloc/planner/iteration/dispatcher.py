@@ -127,7 +127,7 @@ class Dispatcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sample has been generated and scored by every call, and every engine released."""
+        """True if every sample has been generated and scored by every call, and every engine has been released."""
         if self._generating.unreleased or self._open:
             return False
         return all(state.ready.is_last and not state.ready for state in self._scoring.values())
@@ -239,8 +239,8 @@ class Dispatcher:
         return min(teams)[2:] if teams else None
 
     def _is_short(self, state: _Scoring) -> bool:
-        """Whether the samples of a call that are ready and those that are to come make up less than a forward. A team
-        with nothing to do should not wait for them."""
+        """True if the ready samples of a call and the expected tokens of those to come are too few for a full forward.
+        An idle team should not wait for the samples to come. False if samples are scored in fixed groups."""
         ready = state.ready
         to_come = (ready.total - ready.seen) * ready.tokens_seen / ready.seen
         return not ready.is_grouped and ready.tokens + to_come < self._wanted(state)

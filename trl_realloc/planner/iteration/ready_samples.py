@@ -36,12 +36,12 @@ class ReadySamples:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether certain samples are always scored together."""
+        """True if the samples are scored in fixed groups."""
         return bool(self._groups)
 
     @property
     def is_last(self) -> bool:
-        """Whether no more samples will become ready."""
+        """True if no more samples will become ready."""
         return self.seen == self.total
 
     def add(self, index: int, tokens: int) -> None:
@@ -62,7 +62,8 @@ class ReadySamples:
         self.tokens += tokens
 
     def has(self, tokens: float) -> bool:
-        """Whether samples of so many tokens can be taken; any samples if no more will become ready."""
+        """True if samples of at least `tokens` tokens in total are ready, or any sample if no more will become ready.
+        With fixed groups, true if a group is complete."""
         if self._groups:
             return bool(self._complete)
         return bool(self._ordered) and (self.is_last or self.tokens >= tokens)

@@ -22,7 +22,7 @@ from .activities import Activities, devices_by_node
 
 
 class Overlap(StrEnum):
-    """Which tasks may begin before the previous iteration has ended on all devices."""
+    """Tasks that may begin before the previous iteration has ended on all devices."""
 
     NONE = "none"
     GENERATION = "generation"  # those that are `early`, as the executor does
@@ -34,7 +34,7 @@ class Overlap(StrEnum):
 
     @staticmethod
     def of_runs(graph: DataflowGraph, *, barrier: bool) -> Overlap:
-        """In runs of a graph, by plans with or without a barrier."""
+        """Overlap in runs of a graph, with or without a barrier between iterations."""
         return Overlap.NONE if barrier or has_host_loop(graph) else Overlap.GENERATION
 
 
@@ -334,7 +334,7 @@ def _undisturbed_iteration(tasks: Sequence[Task], overlap: Overlap) -> tuple[flo
 
 
 def _gains(tasks: Sequence[Task], times: Sequence[tuple[float, float]]) -> bool:
-    """Whether the first early task has its devices and parameters before the iteration's end."""
+    """True if the first early task has its devices and parameters before the end of the iteration."""
     first = next((task for task in tasks if task.early), None)
     if first is None:
         return False

@@ -159,7 +159,7 @@ class StreamPrices:
         return sum(self._corrected(scoring, each) for each in parts) if tokens else 0.0
 
     def _functions(self, scoring: str, samples: float) -> float:
-        """Of reward functions on so many samples."""
+        """Seconds of reward functions on `samples` samples. 0 for a call that runs models."""
         if self.specs.get(scoring):
             return 0.0
         whole = self.pricing.corrections.functions.get(scoring, 0.0)

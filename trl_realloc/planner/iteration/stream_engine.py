@@ -20,11 +20,11 @@ Event = Callable[[], None]
 
 @dataclass(frozen=True)
 class EngineWork:
-    """What an engine works on.
+    """Work of a simulated generation engine.
 
     Args:
-        name: of the call.
-        devices: how many devices of each node the engine has.
+        name: name of the generation call.
+        devices: number of the engine's devices on each node.
         prompts, lengths: tokens of each sample's prompt and response, by the sample's index.
         whole_batches: no sample takes the place of another before the whole batch has ended, as in Transformers.
     """

@@ -168,7 +168,8 @@ class _Simulation:
         return early_call(self.plan.graph, self.plan.assignments)
 
     def _may_begin(self, task: Task) -> bool:
-        """Whether the previous iteration lets a streamed call or the reallocation to it begin."""
+        """True if the previous iteration lets a streamed call, or the reallocation to it, begin. The early generation
+        waits only for tasks on its devices and for the training of its parameters. Others wait for all of `rest`."""
         if _call(task) != self._early:
             return len(self.ended) == len(self.rest)
         trained = self.plan.graph.train_call(self.plan.graph.call(_call(task)).role)
@@ -306,7 +307,7 @@ class _Simulation:
         self._free(team)
 
     def _weighted(self, count: int) -> int:
-        """Of all samples that simulated ones stand for."""
+        """Number of the batch's samples that `count` simulated samples stand for."""
         return round(self.prices.weight * count)
 
     def result(self) -> StreamedIteration:

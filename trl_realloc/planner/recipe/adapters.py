@@ -51,8 +51,8 @@ def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
 
 
 def unties(settings: Mapping[str, Any]) -> bool:
-    """Whether the adapters of a recipe change the head or the embedding, so that an engine of a policy that ties the
-    two has both."""
+    """True if the adapters of a recipe change the language head or the embedding. An engine of a policy that ties the
+    two then holds both."""
     settings = {**ADAPTER_DEFAULTS, **settings}
     modules = {*_names(settings["lora_target_modules"]), *_names(settings["lora_modules_to_save"])}
     return bool(settings["use_peft"]) and not modules.isdisjoint(_ENDS)

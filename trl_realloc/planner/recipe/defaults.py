@@ -102,7 +102,7 @@ _GRPO_ALONE = ("loss_type", "scale_rewards", "importance_sampling_level")
 
 
 def training_splits(optim: str) -> TrainingSplits:
-    """How a named optimizer allows training calls to be split. A run finds it by a test of the optimizer itself
+    """Splits of a training call that an optimizer allows, by the optimizer's name. A run tests the optimizer itself
     (`trainer.run.optimizer_sharding`), which needs torch."""
     whole = any(word in optim for word in _NEED_WHOLE_PARAMETERS)
     by_ranges = _COUNTS_IN_GROUPS not in optim
@@ -129,8 +129,8 @@ def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], 
 
 
 def recomputes(settings: Mapping[str, Any]) -> bool:
-    """Whether training computes every forward again in its backward: `activation_checkpointing`, or its older name
-    where it is not set, as in Transformers."""
+    """True if training computes every forward again in its backward: `activation_checkpointing` or, if it is not set,
+    its older name `gradient_checkpointing`, as in Transformers."""
     given = settings["activation_checkpointing"]
     return bool(settings["gradient_checkpointing"] if given is None else given)
 

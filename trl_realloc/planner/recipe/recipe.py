@@ -72,7 +72,7 @@ class Recipe:
 
     @property
     def splits(self) -> TrainingSplits:
-        """How the recipe's optimizer allows training calls to be split."""
+        """Splits of a training call that the recipe's optimizer allows."""
         return training_splits(str(self.settings["optim"]))
 
     @property
@@ -83,7 +83,7 @@ class Recipe:
 
     @property
     def deterministic(self) -> bool:
-        """Whether two runs are to give the same bits."""
+        """True if two runs must give the same results bit for bit."""
         return bool(self.settings["full_determinism"])
 
     @property
@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def fused_training(self) -> bool | None:
-        """Whether two calls may train in fused pipelines; `None` if that depends on the devices."""
+        """True if two calls may train in fused pipelines. `None` if that depends on the devices."""
         given = self.settings.get("fused_training")
         return None if given is None else bool(given)
 
@@ -279,7 +279,7 @@ def read_recipe_settings(path: Path) -> dict[str, Any]:
 
 
 def is_plan(path: Path) -> bool:
-    """Whether a YAML file is an execution plan and no recipe. Raises `PlanError` where it cannot be read."""
+    """True if a YAML file is an execution plan and not a recipe. Raises `PlanError` if it cannot be read."""
     return "calls" in read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
 
 

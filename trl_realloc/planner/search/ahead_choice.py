@@ -1,8 +1,7 @@
-"""What a staleness is worth: plans whose calls ahead are on devices on which nothing trains, at every staleness up to a
-bound.
+"""Choice of a staleness, up to a bound. Calls that run ahead are placed on devices on which nothing trains.
 
-Divisions of the devices are searched by a bound in closed form (`ahead_problem`); the best plans are simulated
-(`ahead_simulation`). Whether one of them is run is decided in `choose`.
+Divisions of the devices are searched by a lower bound in closed form (`ahead_problem`), and the best plans are
+simulated (`ahead_simulation`). `choose` decides whether one of them is run.
 """
 
 from __future__ import annotations

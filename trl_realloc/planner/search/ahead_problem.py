@@ -124,7 +124,8 @@ class AheadProblem(Problem):
         return max(work, ended, (generate.seconds + scores + updated) / (self.versions + 1))
 
     def _on_devices_of_one_kind(self, state: State, current: Sequence[int]) -> bool:
-        """Whether each of these calls is on devices that all run ahead, or on none of them (`staleness_problems`)."""
+        """True if the mesh of each `current` call lies within the devices that run ahead or has none of them
+        (`staleness_problems`)."""
         parts: list[tuple[int, int]] = []  # of the devices ahead, first and last
         for mesh in sorted(state[at].assignment.mesh for at in self._ahead):
             if parts and mesh.first <= parts[-1][1] + 1:

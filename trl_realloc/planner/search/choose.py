@@ -196,7 +196,7 @@ def _in_16_bits(spec: ModelSpec) -> ModelSpec:
 
 
 def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
-    """What of a training call may not be split, in sentences; none if all of it may."""
+    """Sentences about the splits of a training call that are not allowed. Empty if all are."""
     unsplit = {"An adapter that is not plain LoRA is not split by tp.": splits.tensor}
     unsplit["An adapter whose parameters several layers share is not split by pp."] = splits.stages
     adapter = tuple(sentence for sentence, allowed in unsplit.items() if not allowed)

@@ -98,7 +98,8 @@ def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
 
 
 def _other_layouts(plan: PricedPlan, best: PricedPlan) -> str:
-    """What a plan has where the best one has something else, as the end of a sentence."""
+    """End of a sentence that compares two plans. Of the calls with different assignments it names the one whose seconds
+    differ most, and counts the others. Empty if there are none."""
     other = [name for name in plan.calls if plan.calls[name].assignment != best.calls[name].assignment]
     if not other:
         return ""
@@ -129,7 +130,7 @@ def _by_run(plan: PricedPlan, fused: Fused) -> dict[str, CallCost]:
 
 
 def _places(plan: PricedPlan, run: str) -> str:
-    """Where the calls of a run are."""
+    """Meshes and strategies of one call, or of two fused calls, as text."""
     assignments = [plan.calls[name].assignment for name in parted(run)]
     places = " and ".join(dict.fromkeys(f"{each.mesh} ({each.strategy})" for each in assignments))
     return f"{places}, fused" if plan.fused and joined(plan.fused) == run else places

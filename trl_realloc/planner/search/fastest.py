@@ -161,7 +161,8 @@ class _Climb:
 
     @property
     def is_done(self) -> bool:
-        """Whether enough has been looked at."""
+        """True if the round has looked at `LOOKS` states, or at more than `LOOKS_WITHOUT_GAIN` without a better
+        plan."""
         return self.looks >= LOOKS or self.looks - self.improved_at > LOOKS_WITHOUT_GAIN
 
     @property
@@ -294,7 +295,8 @@ class _Climb:
         return self.draw.sample(states, min(BOUNDARIES, len(states)))
 
     def _edges_of(self, state: State) -> list[int]:
-        """Where meshes of a state begin or end within the cluster."""
+        """Numbers of the devices at which a mesh of the state begins, or before which one ends. The ends of the cluster
+        are left out."""
         return sorted({place for candidate in state for place in _ends(candidate.assignment.mesh)} & self._inside)
 
     def _moved(self, state: State, edge: int, other: int) -> State | None:

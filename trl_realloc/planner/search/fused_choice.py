@@ -1,9 +1,9 @@
-"""What it is worth to train two models in fused pipelines: which two assignments of the calls that train, and how the
-other calls are placed then.
+"""Choice of plans that train two models in fused pipelines: the assignments of both calls that train, and the placement
+of the other calls.
 
-A mesh and a split that are slow for each call alone can be the best for both together, so all pairs of pipelines on a
-plan's meshes are looked at, by the lower bound of their schedules. The best plans are then priced by a schedule that is
-searched. Whether one of them is run is decided in `choose`.
+A mesh and a split that are slow for each call alone can be the best for both together. Therefore all pairs of pipelines
+on a plan's meshes are compared by the lower bound of their schedules. The best plans are then priced by a schedule that
+is searched. `choose` decides whether one of them is run.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ NOT_ALLOWED = "not chosen on GPUs, on which it has never run, without fused_trai
 
 
 def may_fuse(setting: bool | None, *, on_gpus: bool) -> bool:
-    """Whether a plan with fused training may be chosen.
+    """True if a plan with fused training may be chosen.
 
     Args:
-        setting: `fused_training` of the config; `None` where it is left out.
+        setting: `fused_training` of the config. `None` if it is not set, which allows fused training only without GPUs.
     """
     return not on_gpus if setting is None else setting  # it has never run over NCCL (docs/hardware.md)
 
@@ -269,7 +269,8 @@ class _FusedSearch:
 
 
 def _best_of_split(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each split the fastest candidates, and the one with the least memory."""
+    """The `SPLIT` fastest candidates of each split. The one that needs the least memory replaces the last of them if it
+    is not among them."""
     by_split: dict[tuple[int, ...], list[Candidate]] = defaultdict(list)
     for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
         by_split[candidate.assignment.strategy.layout].append(candidate)

@@ -86,7 +86,8 @@ class FusedPrices:
         return FusedPipelines(a, b, (_memory_limit(one, other),) * stages)
 
     def stage(self, candidate: Candidate, which: int) -> TrainingStage:
-        """Of the first (0) or the second (1) call, with the correction of its estimates."""
+        """Slowest stage of a candidate of the first call (`which` is 0) or the second call (1). Its seconds include the
+        correction of the call's estimates."""
         key = id(candidate), which
         if key not in self._stages:
             stage = self.pricing.training_stage(self.specs[which], candidate.assignment)
@@ -121,7 +122,7 @@ class FusedPrices:
 
 
 def fused_prices(space: Space, fused: Fused) -> FusedPrices:
-    """Of two calls of a space's graph, each with one model."""
+    """Prices of two calls of a space's graph that train one model each."""
     assert fused, "two calls are fused"
     calls = space.graph.call(fused[0]), space.graph.call(fused[1])
     (one,), (other,) = space.specs[fused[0]], space.specs[fused[1]]

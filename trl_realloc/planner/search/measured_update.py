@@ -30,7 +30,7 @@ class MeasuredUpdate:
 
     @staticmethod
     def of(spans: Iterable[Span], lengths: Sequence[int], iterations: int = 1) -> MeasuredUpdate:
-        """Of the spans of all devices in so many iterations: the mean of these."""
+        """Mean seconds of `iterations` iterations, from the spans of all devices."""
         timeline = Timeline(spans)
         busy: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for span in timeline.spans:

@@ -63,8 +63,8 @@ class PlanMemory:
         return candidate.cost.transient
 
     def _shares(self, state: State, at: int, stays: Collection[int]) -> bool:
-        """Whether a call computes on the parameters that its role's training holds, or on the policy's without its
-        adapters."""
+        """True if a call needs no copy of its parameters: it computes on those that its role's training holds, or on
+        the policy's without its adapters."""
         assignment = state[at].assignment
         if at in self._bases and self._policy is not None:
             return in_place(state[self._policy].assignment, assignment)

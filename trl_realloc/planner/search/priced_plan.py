@@ -76,17 +76,17 @@ class PricedPlan:
 
     @property
     def overlap(self) -> Overlap:
-        """Of its iterations."""
+        """Overlap of consecutive iterations."""
         return Overlap.of_runs(self.space.graph, barrier=self.barrier)
 
     @property
     def costs(self) -> dict[str, CallCost]:
-        """Of each call by itself, also of those that the plan fuses."""
+        """Cost of each call by itself, also of the calls that the plan fuses."""
         return {name: candidate.cost for name, candidate in self.calls.items()}
 
     @property
     def run_costs(self) -> dict[str, CallCost]:
-        """Of each call, and under their `joined` name of the two that the plan fuses."""
+        """Cost of each call. Two fused calls have one cost, under their `joined` name."""
         costs = self.costs
         return {
             joined(names): costs[names[0]] if len(names) == 1 or self.fused_cost is None else self.fused_cost.cost

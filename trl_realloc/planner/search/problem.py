@@ -82,8 +82,8 @@ class Problem:
         return steady_seconds(tasks, overlap=self.overlap, sharing=sharing, devices_per_node=per_node)
 
     def weight(self, state: State) -> float:
-        """What the search minimises: seconds, or for a plan that does not fit in memory 1e9 times the share by which it
-        exceeds the memory, which is more than any plan that fits."""
+        """Quantity that the search minimises: the seconds of an iteration. If a plan does not fit in memory, 1e9 times
+        the ratio of its memory to the usable memory, which is more than the seconds of any plan that fits."""
         estimate = self.estimate(state)
         memory = self.space.pricing.memory
         if memory is not None and estimate.memory > memory.usable:
@@ -91,7 +91,7 @@ class Problem:
         return estimate.seconds
 
     def fits(self, state: State) -> bool:
-        """Whether a state fits in memory."""
+        """True if a state fits in memory, or if the memory of the devices is unknown."""
         memory = self.space.pricing.memory
         return memory is None or self.estimate(state).memory <= memory.usable
 
@@ -144,7 +144,7 @@ class Problem:
         return self._graph_tasks.tasks([candidate.assignment.mesh for candidate in state], seconds, moves, early)
 
     def fused_cost(self, state: State) -> FusedCost:
-        """Of the two fused calls of a state."""
+        """Cost of the two fused calls of a state."""
         pair = tuple(state[at] for at in self._fused)
         key = tuple(map(id, pair))
         if key not in self._fused_costs:

@@ -62,7 +62,7 @@ def _migration(streams: Streams) -> str:
 
 
 def memory_table(plan: PricedPlan) -> Table:
-    """What the fullest device holds, the largest part first, and what is left of its memory."""
+    """Table of the memory of the fullest device: its parts, the largest first, and the free rest."""
     title = f"memory of device {plan.estimate.fullest}, the fullest"
     table = Table("part", "GB", title=title, title_justify="left")
     for name, size in sorted(plan.estimate.holds.items(), key=lambda item: -item[1]):
@@ -128,7 +128,7 @@ def _stage_table(plan: ExecutionPlan, stages: Sequence[StageList]) -> Table:
 
 
 def explained(plan: PricedPlan, call: str) -> str:
-    """What a call's seconds are spent on. Raises `PlanError` where the graph has no such call."""
+    """Seconds of a call and their causes, as text. Raises `PlanError` if the graph has no such call."""
     name = plan.space.graph.call(call).name
     return f"{name}, {plan.costs[name].seconds:.3g} s: {explain(plan.costs[name])}"
 

@@ -46,7 +46,7 @@ State = tuple["Candidate", ...]  # of each call of a graph, in its order
 
 @dataclass(frozen=True)
 class TrainingSplits:
-    """How the optimizer and the adapters of a run allow the parameters of a training call to be split.
+    """Splits of a training call's parameters that the optimizer and the adapters of a run allow.
 
     Args:
         elements: a parameter may be split, or lie in a flat tensor with others: ZeRO of the engine `zero`, and tp.
@@ -54,8 +54,8 @@ class TrainingSplits:
         by_deepspeed: DeepSpeed can make the optimizer of its flat tensors.
         by_ranges: the optimizer may be called several times in a step, on a range of its parameters each, as DeepSpeed
             does in ZeRO stage 3.
-        tensor: the engine megatron can split by tp what the policy trains: whole models and plain LoRA.
-        stages: it can split it by pp: whole models, and adapters whose parameters belong to one layer each.
+        tensor: megatron can split the policy's trained parameters by tp: whole models and plain LoRA.
+        stages: megatron can split them by pp: whole models, and adapters whose parameters belong to one layer each.
     """
 
     elements: bool = True
@@ -66,7 +66,7 @@ class TrainingSplits:
     stages: bool = True
 
     def allow(self, engine: str, tp: int = 1, pp: int = 1, zero_stage: int = 0) -> bool:
-        """Whether a call may train so."""
+        """True if a call may train by this engine with these degrees and this ZeRO stage."""
         flattens, distributes = zero_stage and engine == "zero", zero_stage and engine != "zero"
         if flattens and not (self.by_deepspeed and (self.by_ranges or zero_stage < 3)):
             return False
@@ -308,10 +308,11 @@ class Space:
         return self.offload and frozen and call.kind is CallKind.FORWARD and stage < 3
 
     def _may_drop(self, call: Call, engine: str, stage: int) -> bool:
-        """Whether a copy of trained parameters, or a vLLM engine's memory, may be freed between calls.
+        """True if a copy of trained parameters, or the memory of a vLLM engine, may be freed between calls.
 
-        Copies are freed only if the memory of a device is known, engines only if the job says that they sleep, or
-        leaves it open where the planner chooses their share of the memory.
+        A copy is freed only if the memory of a device is known and ZeRO stage 3 does not shard it. The memory of an
+        engine is freed only if the job sets that engines sleep, or leaves it open and the planner chooses their share
+        of the memory.
         """
         trained = self.graph.train_call(call.role) is not None and not call.trains
         if engine == "vllm":
@@ -382,7 +383,7 @@ def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _new_layout(candidate: Candidate, kept: Sequence[Candidate]) -> bool:
-    """Whether the candidate has a layout that no kept candidate has, in less than 1.5 times the fastest seconds.
+    """True if no kept candidate has this engine and layout, and this one takes less than 1.5 times the fastest seconds.
 
     A layout that saves a reallocation can compensate for a slower call.
     """

@@ -1,7 +1,7 @@
-"""Whether a plan's samples should stream, and which unfinished ones should move: the threshold, the number of engines
-and the fewest tokens of `Migration` are swept in the simulation (RLHFuse, arXiv 2409.13221, section 4).
+"""Choice of streams for a plan, and of the unfinished samples that move: the threshold, the number of engines and the
+fewest tokens of `Migration` are swept in the simulation (RLHFuse, arXiv 2409.13221, section 4).
 
-Which plans are tried is in `choose`.
+`choose` decides which plans are tried.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _moves(plan: PricedPlan) -> str:
 
 
 def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
-    """Whether an iteration without the streamed scoring calls would be faster by more than the estimates' error."""
+    """True if the time of the streamed scoring calls, which is the most that streams can save, exceeds the estimates'
+    error."""
     graph, error = plan.space.graph, plan.space.pricing.rates.error
     scored = [name for name in streamed if graph.call(name).kind is CallKind.FORWARD]
     return sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored) > error * plan.seconds

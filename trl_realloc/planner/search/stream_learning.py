@@ -1,7 +1,8 @@
-"""What one update of a run with streams says of the estimates. Such a call's seconds depend on when its samples came.
-So its spans on all devices together are compared with those of the simulation at the update's response lengths.
+"""Corrections of the estimates from one update of a run with streams. The seconds of a streamed call depend on when its
+samples arrive. So its spans on all devices together are compared with those of a simulation at the update's response
+lengths.
 
-What several updates say together, and updates without streams, are in `learning`.
+Corrections from several updates, and from updates without streams, are in `learning`.
 """
 
 from __future__ import annotations
