@@ -78,7 +78,7 @@ class Executor:
 
     @property
     def settings(self) -> CallSettings:
-        """Of this rank's calls, from the next iteration on."""
+        """The settings of this rank's calls. A new value holds from the next iteration on."""
         return self.runner.settings
 
     @settings.setter
@@ -87,7 +87,8 @@ class Executor:
 
     @property
     def algorithm(self) -> Algorithm:
-        """What is computed between the calls, from the next iteration on."""
+        """The algorithm, which makes the columns between the calls, the losses and the metrics. A new value holds from
+        the next iteration on."""
         return self.runner.algorithm
 
     @algorithm.setter
@@ -218,8 +219,8 @@ class Executor:
         self.plan = self.placement.plan = self.exchange.plan = plan
 
     def samples_under_way(self, step: int) -> DrawnSamples | None:
-        """What has been drawn of the samples of later iterations, on rank 0; `None` on the others, and under a plan
-        without a staleness. All ranks together, between two iterations.
+        """The samples that have been drawn, in whole or in part, for later iterations, on rank 0; `None` on the others,
+        and under a plan without a staleness. All ranks together, between two iterations.
 
         Args:
             step: the number of the next iteration.
@@ -365,7 +366,7 @@ class Executor:
         return outcome if isinstance(outcome, Iteration) else received
 
     def _from_results(self, outcome: Any) -> Any:
-        """What rank 0 has computed, on every rank. Raises it there if it is an exception."""
+        """Broadcast rank 0's result to all ranks. If it is an exception, every rank raises it."""
         self.alarm.at(f"waiting for the results of {self._now.step.name}")
         return self._raised(self.exchange.spread(outcome))
 

@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 def by_transformers(args: Any) -> str:
-    """How a user of this configuration asks for generation by Transformers."""
+    """Advice for an error message: the setting of this configuration that selects generation by Transformers."""
     return f"set {'use_vllm: false' if hasattr(args, 'use_vllm') else 'generation_engine: transformers'}"
 
 

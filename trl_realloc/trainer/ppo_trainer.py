@@ -326,9 +326,9 @@ class PPOTrainer(
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 
     def _may_begin_early(self, is_last: bool) -> bool:
-        """Whether later updates' generation may begin before this update has ended. With a staleness always. Otherwise
-        not where the engines are needed in between, for an evaluation or for showing completions, and not at the end of
-        a pass over the data."""
+        """True if generation for later updates may begin before this update has ended. With a staleness it always may.
+        Otherwise it may not if an evaluation or the printing of completions, which need the engines, comes first, and
+        not at the end of a pass over the data."""
         if self.plan.staleness.versions:
             return True
         args, done = self.args, self.state.global_step + 1

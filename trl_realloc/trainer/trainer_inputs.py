@@ -1,4 +1,4 @@
-"""What the user passed to the trainer's constructor beside the training arguments.
+"""`TrainerInputs`: the arguments of a trainer's constructor without the training arguments.
 
 The checks of these values are in `input_checks`, the steps that use them in `ppo_setup`.
 """

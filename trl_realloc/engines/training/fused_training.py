@@ -28,13 +28,15 @@ from .stage_times import StageTimes
 
 @dataclass(frozen=True)
 class FusedMiniBatch:
-    """What the stages of a line ran in one mini-batch.
+    """The tasks that the stages of a line ran in one mini-batch, with their times. A line is a pipeline of the model
+    that has more stages.
 
     Args:
-        shape: what the order of the tasks was chosen from.
+        shape: the input from which the order of the tasks was chosen.
         orders: the tasks of each stage.
-        times: of each task of `orders`, its start and end, seconds since the epoch; without the waiting for its input.
-        ranks: of the stages.
+        times: by stage, the start and end of each task of `orders`, seconds since the epoch, without the time that it
+            waited for its input.
+        ranks: the rank of each stage.
     """
 
     shape: FusedShape
@@ -53,7 +55,7 @@ class FusedShare:
     learning_rate: Rate
 
 
-# What `base.TrainingEngine.train` returns, or the step's refusal.
+# the statistics that `base.TrainingEngine.train` returns, or the error of a step that was refused
 Outcome = dict[str, Tensor] | NonFiniteError
 
 

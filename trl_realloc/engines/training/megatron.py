@@ -192,7 +192,8 @@ class MegatronEngine:
         return StageWork(self.pipeline, micros, finish, self.in_context)
 
     def statistics_of(self, batch: MiniBatch) -> dict[str, Tensor]:
-        """What `train` returns, of a mini-batch that has run through the stages. Collective over the pipeline."""
+        """The statistics that `train` returns, for a mini-batch that has run through the stages. Collective over the
+        pipeline."""
         parts = [batch.statistics[at] for at in range(len(batch.statistics))]
         return self._from_last_stage(statistics_in_order(parts, batch.batches))
 
@@ -302,7 +303,8 @@ class MegatronEngine:
         pass
 
     def _contributes(self, parameter: Tensor, name: str) -> bool:
-        """Whether this rank, of all that have its part of a parameter, contributes it to an export."""
+        """True if this rank contributes a parameter to an export. Of the ranks that have the same part of it, one
+        does."""
         groups = self.groups
         of_tensor = is_split(parameter) or groups.tp.index == 0
         return groups.dp.index == 0 and of_tensor and not (name == self._tied and groups.pp.index > 0)

@@ -1,7 +1,7 @@
-"""`FusedShape`: the micro-batches of two fused models and what they take on each stage, known to the ranks of a line.
+"""`FusedShape`: the micro-batches of two fused models, and their time and memory on each stage of a line.
 
-Every rank knows the micro-batches of its own pipelines and what its own stage takes; `exchanged_shape` collects them.
-What order is chosen from it is the caller's of `fused_training`.
+Every rank knows the micro-batches of its own pipelines and the figures of its own stage. `exchanged_shape` collects
+them. The caller of `fused_training` chooses the order of the tasks from the shape.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KEPT_NUMBERS, KEPT_INPUTS = 17, 1
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What one model's micro-batches take on one stage.
+    """The time and the memory that one model's micro-batches need on one stage.
 
     Args:
-        forward, backward: (seconds of a micro-batch, seconds of each of its tokens), or estimates in any unit that is
-            the same on all stages and for both models.
-        memory: of each token's activations, in any unit that is the same on all stages and for both models.
+        forward, backward: (a, b) of the time a + b * tokens of a micro-batch, in seconds, or as estimates in any unit
+            that is the same on all stages and for both models.
+        memory: of the activations per token, in any unit that is the same on all stages and for both models.
     """
 
     forward: tuple[float, float]
@@ -42,7 +42,7 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class FusedShape:
-    """What the order of the tasks is chosen from.
+    """The micro-batches and the figures from which the order of the tasks is chosen.
 
     Args:
         tokens: by model and by pipeline, counted from the line's first stage: the tokens of each micro-batch.
@@ -56,7 +56,7 @@ class FusedShape:
 
     @property
     def micro_batches(self) -> int:
-        """Of both models, in all of their pipelines."""
+        """The number of micro-batches of both models in all of their pipelines."""
         return sum(len(pipeline) for pipelines in self.tokens for pipeline in pipelines)
 
 

@@ -1,7 +1,6 @@
-"""`StageTimes`: how long the forwards and backwards of a pipeline's stage take, measured while they run.
+"""`StageTimes`: seconds of the forwards and backwards of a pipeline's stage, measured while they run.
 
-It also has when each of them began and ended in the latest mini-batch. What is made of the times is decided by the
-caller of `fused_training`.
+It also has the start and end of each of them in the latest mini-batch. The caller of `fused_training` uses the times.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ class TokenFit:
 
 
 def epoch_of_clock() -> float:
-    """What makes `time.perf_counter()` seconds since the epoch.
+    """Offset in seconds that turns `time.perf_counter()` into seconds since the epoch.
 
-    The two clocks cannot be read at once, and a process that is interrupted between them is wrong by milliseconds: the
-    tasks of two ranks then seem to overlap. Of several readings the quickest counts.
+    The two clocks cannot be read at once. If the process is interrupted between them, the offset is wrong by
+    milliseconds, and the tasks of two ranks seem to overlap. Of five readings the quickest counts.
     """
     readings = []
     for _ in range(5):
@@ -76,8 +75,8 @@ class StageTimes:
         self.device = device
         self.fits: dict[tuple[int, bool], TokenFit] = defaultdict(TokenFit)
         self._events: list[tuple[tuple[int, bool], int, torch.Event, torch.Event]] = []
-        # of the latest mini-batch: the tasks in the order in which they were run, and what makes their times seconds
-        # since the epoch
+        # of the latest mini-batch: the tasks in the order in which they were run, and the offset that makes their
+        # times seconds since the epoch
         self._tasks: list[tuple[float, float]] = []
         self._device_tasks: list[tuple[torch.Event, torch.Event]] = []
         self._epoch = 0.0

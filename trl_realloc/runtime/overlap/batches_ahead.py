@@ -266,11 +266,12 @@ class BatchesAhead:
         self.restarts += 1
 
     def drawn(self, first: int) -> DrawnSamples | None:
-        """What has been drawn for the iterations from `first`, on rank 0; `None` on the others. All ranks together.
+        """The samples that have been drawn, in whole or in part, for the iterations from `first` on, on rank 0; `None`
+        on the others. All ranks together.
 
-        Rank 0 receives one message of each rank that generates, so none of them is on its way when the ranks meet next.
-        What batches have published that no iteration reads any more stays unreceived. At a change of plan it ends with
-        its process group, and the messages of the next plan's group are apart from it.
+        Rank 0 receives one message from each rank that generates, so that none of them is in transit when the ranks
+        meet next. Outputs that a batch has published and that no iteration reads any more are never received. They end
+        with the process group at a change of plan, and the next plan has a group of its own.
         """
         peeked: dict[int, dict[int, Unfinished]] = {}
         try:

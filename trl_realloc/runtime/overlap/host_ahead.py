@@ -100,7 +100,8 @@ class HostAhead:
         self.batches.stop()
 
     def drawn(self, number: int) -> DrawnSamples | None:
-        """What has been drawn for the iterations from `number`, on rank 0; `None` on the others."""
+        """The samples that have been drawn, in whole or in part, for the iterations from `number` on, on rank 0; `None`
+        on the others."""
         return self.batches.drawn(number)
 
     def restore(self, drawn: DrawnSamples) -> None:

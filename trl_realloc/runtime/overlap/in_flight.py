@@ -113,10 +113,10 @@ class BatchInFlight:
         self._seconds[index] = self._seconds.get(index, 0.0) + at - self._since
 
     def drawn(self, peeked: Mapping[int, Unfinished]) -> dict[int, Drawn]:
-        """What has been drawn of each sample of which anything has been.
+        """The samples of which at least one token has been drawn, finished or not, by index.
 
         Args:
-            peeked: of the samples that are being generated.
+            peeked: by index, the tokens so far of the samples that are being generated.
         """
         now = time.time()
         result = {}

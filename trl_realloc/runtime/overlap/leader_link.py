@@ -1,7 +1,7 @@
-"""What ranks do while samples are generated is ordered by rank 0. `Leader`: rank 0's side of the connection.
-`LeaderLink`: a rank's.
+"""Messages by which rank 0 orders the other ranks' work while samples are generated. `Leader` is rank 0's side of the
+connection, `LeaderLink` the side of each rank.
 
-What is reported and ordered is in `stream_leader`, and for calls that run ahead of the training in `ahead_leader`.
+The contents of the messages are in `stream_leader`, and for calls that run ahead of the training in `ahead_leader`.
 """
 
 from __future__ import annotations

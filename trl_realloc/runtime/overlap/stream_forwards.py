@@ -61,7 +61,7 @@ class ForwardSamples:
         self._rows[call].update(rows)
 
     def forwards(self, order: Score) -> Iterator[tuple[int, Forward]]:
-        """What each rank of a team is told of a forward."""
+        """The messages of a forward to the ranks of its team, as (rank, message)."""
         scoring = self._scorings[order.call]
         team = scoring.teams[order.team]
         self._left[order.number] = order.call, len(team)
@@ -86,11 +86,11 @@ class ForwardSamples:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What a rank has made of a forward.
+    """The result of a forward on one rank.
 
     Args:
-        outputs: the call's columns of this rank's samples.
-        rows: those of them that streamed calls read.
+        outputs: the call's output columns for this rank's samples.
+        rows: by sample, those of the columns that streamed calls read, as bytes.
     """
 
     outputs: Rollouts
@@ -165,7 +165,7 @@ class ForwardRunner:
 
 
 def _columns_read(plan: ExecutionPlan) -> dict[str, list[str]]:
-    """Of each streamed call, the columns that other streamed calls read."""
+    """The output columns of each streamed call that other streamed calls read, by the name of the call."""
     read = [column for name in plan.streamed[1:] for column in plan.graph.call(name).inputs]
     outputs = {name: plan.graph.call(name).outputs for name in plan.streamed}
     return {name: [column for column in dict.fromkeys(read) if column in made] for name, made in outputs.items()}

@@ -53,10 +53,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Chunks:
-    """What a rank could write, in order.
+    """The chunks of a training state that a rank could write, in order.
 
     Args:
-        boxes: (n,) of each chunk of a tensor its first index in each dimension, then its size in each dimension.
+        boxes: (n,) int64; for each chunk of a tensor, its first index in each dimension, then its size in each
+            dimension.
     """
 
     entries: tuple[Entry, ...]
@@ -80,7 +81,7 @@ class Chunks:
         return Chunks(tuple(entries), np.array(numbers, dtype=np.int64))
 
     def each(self) -> Iterator[tuple[Entry, tuple[int, ...], tuple[int, ...]]]:
-        """Of each chunk its entry, its first indices and its sizes."""
+        """The entry, the first indices and the sizes of each chunk."""
         at = 0
         for entry in self.entries:
             d = len(entry.shape)
@@ -91,11 +92,12 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Division:
-    """Which of its chunks each rank writes.
+    """An assignment of every chunk to one rank, which writes it.
 
     Args:
-        kept: of each rank, the numbers of its chunks, ascending.
-        metadata: the list of all chunks, without their files.
+        of_ranks: for each rank, the chunks that it has.
+        kept: for each rank, the positions in its `Chunks` of the chunks that it writes, ascending.
+        metadata: the list of all chunks, without the files that they are in.
     """
 
     of_ranks: tuple[Chunks, ...]
@@ -128,18 +130,20 @@ class Division:
         return Division(tuple(of_ranks), _kept(of_ranks, holders, sizes), metadata)
 
     def is_written(self, lengths: Sequence[Counts]) -> bool:
-        """Whether each rank has written all of its chunks.
+        """True if every rank has written all of its chunks.
 
         Args:
-            lengths: as of `results`.
+            lengths: see `results`.
         """
         return all(len(own) == len(kept) for own, kept in zip(lengths, self.kept, strict=True))
 
     def results(self, lengths: Sequence[Counts], files: Sequence[str]) -> list[list[WriteResult]]:
-        """Where each rank has written its chunks: one after the other, in a file of its own.
+        """The file, offset and size of each chunk that a rank has written, for every rank. A rank writes its chunks one
+        after the other into one file.
 
         Args:
-            lengths: of each rank, the bytes of each chunk in its file.
+            lengths: for each rank, the size in bytes of each chunk in its file.
+            files: for each rank, the name of its file.
         """
         return [list(self._results(rank, lengths[rank].tolist(), files[rank])) for rank in range(len(self.kept))]
 

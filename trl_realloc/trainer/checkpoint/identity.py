@@ -70,7 +70,8 @@ def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def algorithm_difference(saved: Collection[str], current: Collection[str]) -> str | None:
-    """How the trained roles of a checkpoint differ from this run's, or `None`. PPO alone has a critic."""
+    """Describe the difference between the trained roles of a checkpoint and those of this run; `None` if they are the
+    same. Only PPO trains a critic."""
     if set(saved) == set(current):
         return None
     known = {
@@ -82,10 +83,10 @@ def algorithm_difference(saved: Collection[str], current: Collection[str]) -> st
 
 
 def optimizer_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
-    """How the optimizer of a checkpoint's run differs from this run's, as phrases for a message.
+    """Compare the optimizer of a checkpoint's run with this run's. Returns the differences as phrases for a message.
 
     Args:
-        saved: an `Identity` as a dict. Keys that are not known may be missing.
+        saved: an `Identity` as a dict. Unknown values may be missing.
     """
     problems = []
     if saved.get("optimizer", current.optimizer) != current.optimizer:
@@ -94,8 +95,13 @@ def optimizer_differences(saved: Mapping[str, Any], current: Identity) -> list[s
 
 
 def data_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
-    """How the data, their order or the batch size of a checkpoint's run differ from this run's. The saved position in
-    the data is then not valid for this run: prompts would be trained on twice or never."""
+    """Compare the data, their order and the batch size of a checkpoint's run with this run's. Returns the differences
+    as phrases for a message. With any of them the saved position in the data is not valid for this run: prompts would
+    be trained on twice or never.
+
+    Args:
+        saved: an `Identity` as a dict. Unknown values may be missing.
+    """
     problems = []
     if saved.get("batch_size", current.batch_size) != current.batch_size:
         problems.append(f"its updates have {saved['batch_size']} episodes, this run's {current.batch_size}")
@@ -115,7 +121,8 @@ def data_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
 
 
 def model_difference(role: str, saved: Shapes, current: Shapes) -> str | None:
-    """How a role's trained parameters in a checkpoint differ from this run's, or `None`."""
+    """Describe the difference between a role's trained parameters in a checkpoint and in this run; `None` if their
+    names and shapes are the same."""
     missing, surplus = sorted(set(current) - set(saved)), sorted(set(saved) - set(current))
     if missing or surplus:
         differences = [f"its {role} has {len(saved)} trained parameters, this run's {len(current)}"]

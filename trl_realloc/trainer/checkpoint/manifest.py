@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def is_of_run(folder: Path, run: str) -> bool:
-    """Whether a folder has the manifest of a checkpoint of this run, whole or not."""
+    """True if a folder has the manifest of a checkpoint of this run. The checkpoint may be incomplete."""
     try:
         manifest = read_manifest(folder)
     except ValueError:

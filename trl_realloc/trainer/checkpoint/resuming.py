@@ -39,14 +39,14 @@ ResumeSetting = str | bool | None
 
 @dataclass(frozen=True)
 class CurrentRun:
-    """What a checkpoint must have in common with this run.
+    """The properties of this run that a checkpoint is compared with.
 
     Args:
         identity: data, batch size and optimizer.
         roles: names of the trained roles (`state_plans.ROLES`).
         shapes: shapes of each role's trained parameters, on the ranks that have the role's model.
         ignores_data: `ignore_data_skip`. The data start from the beginning, so they may differ.
-        counters: whole numbers that the trainer's state has.
+        counters: names of the integers that `trainer_state.json` must have.
     """
 
     identity: Identity
@@ -257,8 +257,9 @@ def _find_damage(folder: Path, inspection: _Inspection, reports: Mapping[int, Ho
 
 
 def is_needed_by_all(name: str) -> bool:
-    """Whether every host needs a file to resume. Resuming reads no model files, because the training state has the
-    float32 weights; which files of that a host needs is known when its engines have been started (`fetch`)."""
+    """True if every host needs a file to resume. Model files are not needed, because the training state has the float32
+    weights. The files of the training state that a host needs are known when its engines have been started
+    (`fetch`)."""
     return name in (*NEEDED, SETTINGS, SAMPLES, ENTROPY_STATE) or name.startswith("rng_state")
 
 
@@ -314,7 +315,8 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
 
 
 def read_settings(path: Path) -> list[dict[str, Any]] | None:
-    """What `LearningRates.changed` had returned; `None` in a checkpoint of a release that did not save it."""
+    """Read the settings of the parameter groups that `LearningRates.changed` returned when the checkpoint was saved;
+    `None` if the checkpoint has no such file, because an earlier release wrote it."""
     return [dict(settings) for settings in torch.load(path, weights_only=True)] if path.exists() else None
 
 

@@ -76,7 +76,7 @@ class BackgroundWrite(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether this rank has written its part."""
+        """True once this rank has written its part."""
 
     def finish(self) -> None:
         """Wait for the thread, and collect its error. Collective over the job."""
@@ -119,7 +119,7 @@ class UnfinishedCheckpoint:
 
     @property
     def done(self) -> bool:
-        """Whether `finish` on this rank would not wait for its own writing."""
+        """True once this rank has written its part, so that `finish` waits only for other ranks."""
         return self._background is None or self._background.done
 
     def finish(self, limit: int | None = None, best: Path | None = None) -> None:

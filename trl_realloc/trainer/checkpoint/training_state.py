@@ -65,7 +65,8 @@ class StateWrite:
             self._error = error
 
     def _agree(self) -> SavePlan:
-        """What this rank writes."""
+        """Divide the chunks among the ranks, and return the plan of those that this rank writes. Collective over the
+        job."""
         plan = self._planner.create_local_plan()
         with without_collection():
             of_ranks = at_first_rank(Chunks.of(plan), self.problems.control)

@@ -166,8 +166,8 @@ def check_trained_adapter(peft_config: Any, argument: str) -> None:
 
 
 def _ties_matrices(peft_config: Any) -> bool:
-    """Whether PEFT makes the matrices of LoRA on the head of those on the embedding. Modules to save are tied as whole
-    parameters, which come once."""
+    """True if PEFT ties the LoRA matrices of the head to those of the embedding. If `modules_to_save` has the embedding
+    or the head, PEFT ties whole parameters instead, and a tied parameter is listed only once."""
     if not getattr(peft_config, "ensure_weight_tying", False):
         return False
     from peft.utils.constants import EMBEDDING_LAYER_NAMES

@@ -69,10 +69,10 @@ def plan_generation(trainer: Any, plugin: ReallocationPlugin) -> None:
 
 
 def checkpoint_of_trainer(setting: ResumeSetting, output_dir: str) -> str | bool | None:
-    """What Trainer's `train` gets as `resume_from_checkpoint`.
+    """The value of `resume_from_checkpoint` for the `train` method of Transformers' Trainer.
 
     Args:
-        setting: as of `PlannedPolicyTrainer.train`, or of a configuration.
+        setting: the argument of `PlannedPolicyTrainer.train`, or the setting of a configuration.
     """
     request = read_resume_setting(setting)
     if request == "auto":

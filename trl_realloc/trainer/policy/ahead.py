@@ -59,11 +59,12 @@ class UpcomingBatches(Iterator[Any]):
         return self._read[places]
 
     def updates_until(self, places: int, accumulated: int, place: int) -> int:
-        """How many optimizer steps after the current one the micro-batch of `after` is trained in.
+        """The number of optimizer steps from the current one to the one that trains on the micro-batch of
+        `after(places)`; 0 if both micro-batches belong to one optimizer step.
 
         Args:
             accumulated: micro-batches of an optimizer step. The last one of an epoch may have fewer.
-            place: of the current micro-batch in its optimizer step.
+            place: index of the current micro-batch in its optimizer step.
         """
         if places < len(self._read) or self.following is None:
             return (place + places) // accumulated
@@ -187,5 +188,5 @@ class PolicyAheadMixin:
 
 
 def _draw_seed() -> None:
-    """What an iterator of PyTorch's data loader draws when it begins."""
+    """Draw one random number, as an iterator of PyTorch's data loader does when it begins."""
     torch.empty((), dtype=torch.int64).random_()

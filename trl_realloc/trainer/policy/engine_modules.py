@@ -22,8 +22,8 @@ class ReferenceInEngine(nn.Module):
 
 
 class ModelInEngine(nn.Module):
-    """What Trainer's loop has for a wrapped model: the trainer's current module, whose gradients are its engine's.
-    Attributes that it has not are those of that module."""
+    """Stands for the wrapped model in Trainer's loop. Forwards and missing attributes are passed on to the trainer's
+    current module; gradients are computed by the engine."""
 
     _trainer: Any
 
@@ -32,7 +32,7 @@ class ModelInEngine(nn.Module):
         self.__dict__["_trainer"] = trainer  # not a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, without gradients.
+        """Run the trainer's current module without gradients.
 
         Raises:
             ConfigError: gradients are enabled in a training. The engines would not see them.

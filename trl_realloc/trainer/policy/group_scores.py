@@ -29,7 +29,7 @@ RewardFunction = Callable[..., Any]
 
 @dataclass
 class Answer:
-    """What a function returned for one group, and what it logged."""
+    """The scores that a function returned for one group, and its calls of `log_extra` and `log_metric`."""
 
     scores: list[Any]
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -98,7 +98,11 @@ class Batch:
         }
 
     def is_of(self, given: Mapping[str, Any]) -> bool:
-        """Whether a function is given the samples of this batch, and nothing else."""
+        """True if the arguments of a reward function are exactly the samples of this batch; False for a dropped batch.
+
+        Args:
+            given: the arguments of the function by name, as TRL passes them.
+        """
         own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.ids}
         if self.is_dropped or given.keys() != {*own, *self.columns, *self.others, "log_extra", "log_metric"}:
             return False

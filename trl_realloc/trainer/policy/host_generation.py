@@ -15,7 +15,7 @@ from ...runtime.host_calls import HostCalls
 
 
 class Scoring(Protocol):
-    """What scores samples while others are generated."""
+    """Scores samples while others are generated."""
 
     def prompts_of(self, count: int) -> list[bytes]:
         """This rank's prompts in order, as the calls that score samples read them (`HostCalls.generate`)."""
@@ -25,17 +25,18 @@ class Scoring(Protocol):
 
 
 class HostGeneration:
-    """What TRL's GRPO and RLOO trainers use of `trl.generation.vllm_generation.VLLMGeneration`.
+    """Stands in for `trl.generation.vllm_generation.VLLMGeneration`, with the attributes and methods that TRL's GRPO
+    and RLOO trainers use.
 
     Args:
         calls: runs the generation.
-        scoring: of samples while others are generated.
+        scoring: scores samples while others are generated.
         max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
 
     An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
 
     Attributes:
-        logprobs: of each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
+        logprobs: for each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
     """
 
     __slots__ = ("calls", "llm", "logprobs", "scoring")

@@ -250,7 +250,7 @@ class PlannedGeneration:
         self._is_stale = self.plan[GENERATE].drop
 
     def _frees_devices(self) -> bool:
-        """Whether the engines give the memory of accelerators back after each generation."""
+        """True if the engines give the memory of accelerators back after each generation."""
         generate = self.plan[GENERATE]
         return is_accelerator(self._device) and (generate.drop or generate.offload)
 

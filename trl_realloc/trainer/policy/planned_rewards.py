@@ -123,7 +123,7 @@ def followed(reward: Any, update: str, at: Callable[[str], None], ended: Callabl
 
 
 def is_async(function: Any) -> bool:
-    """Whether a function, or an object that is called like one, is awaited by TRL. TRL 1.12 awaits functions alone, and
+    """True for an async function, and for an object whose `__call__` is async. TRL 1.12 awaits functions only, and
     fails with such an object."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -236,8 +236,8 @@ _KNOWN_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", __name
 
 
 def _reads_prompts_as_given(trainer: Any) -> bool:
-    """Whether a trainer generates from the prompts of its data sets alone, as TRL's GRPO and RLOO do without tools,
-    environments, a `rollout_func`, or a method of the user's in between."""
+    """True if a trainer generates only from the prompts of its data sets. TRL's GRPO and RLOO do so unless they have
+    tools, environments, a `rollout_func`, or a method of the user's among `_PROMPT_METHODS`."""
     if takes_turns(trainer) or getattr(trainer, "environment_factories", None):
         return False
     modules = [str(getattr(getattr(trainer, name, None), "__module__", None)) for name in _PROMPT_METHODS]
@@ -269,8 +269,8 @@ def _close_own(trainer: Any) -> None:
 
 
 def takes_turns(trainer: Any) -> bool:
-    """Whether the trainer's ranks may generate different numbers of times: in TRL's loop over tool calls, or in a
-    function of the user's."""
+    """True if the ranks of the trainer may generate different numbers of times: in TRL's loop over tool calls, or in
+    the user's `rollout_func`."""
     has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
     return has_tools or getattr(trainer, "rollout_func", None) is not None
 

@@ -79,7 +79,7 @@ class PolicyHost:
 
     @property
     def is_within_generation(self) -> bool:
-        """Whether the training goes on with responses that have been generated."""
+        """True if the next micro-batch comes from responses that have already been generated."""
         return bool(self.trainer._step % self._micro_batches)
 
     def forget_step(self) -> None:

@@ -157,7 +157,7 @@ def _describe_job(
     processing_class: Any,
     sampling: Sampling,
 ) -> Job:
-    """What the planner needs to know of this run.
+    """Describe this run for the planner.
 
     Raises:
         ConfigError: see `check_moves`.

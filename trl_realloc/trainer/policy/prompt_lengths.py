@@ -1,6 +1,6 @@
-"""How long the prompts of data sets are in tokens (`lengths_of`), for the planner and for the engines' limit
-(`context_length`), and what becomes of a prompt that is longer (`context_limit`). TRL tokenizes prompts later, batch by
-batch.
+"""Measures the lengths of prompts in tokens (`lengths_of`), for the planner and for the engines' limit
+(`context_length`), which comes with advice for a prompt that is too long (`context_limit`). TRL itself tokenizes
+prompts later, batch by batch.
 """
 
 from __future__ import annotations

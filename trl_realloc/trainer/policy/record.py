@@ -156,7 +156,8 @@ class _Times:
         return seconds
 
     def means(self) -> dict[str, float]:
-        """Of every value; empty without updates."""
+        """The mean of every value over the updates, with `time/step` in seconds, and `tokens/s`; empty without
+        updates."""
         if not self._updates:
             return {}
         means = {name: total / self._updates for name, total in self._sums.items()}

@@ -175,7 +175,8 @@ class PolicyScoringMixin:
         return ended
 
     def tokens_for_reward_models(self, samples: Rollouts) -> Mapping[str, Ragged]:
-        """What each reward model reads of samples, by its name (`CallSettings.reward_tokens`)."""
+        """Token ids, int64, that each reward model reads for these samples, by the name of the model
+        (`CallSettings.reward_tokens`)."""
         # safe: from a rank of this job
         prompts = [pickle.loads(row.numpy().tobytes()) for row in samples.ragged(TEXTS).rows()]
         ids = [

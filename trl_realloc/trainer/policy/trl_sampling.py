@@ -40,10 +40,10 @@ def uncorrected_loss(args: Any) -> str:
 
 
 def read_sampling(trainer: Any) -> Sampling:
-    """How a trainer's completions are drawn, as TRL's vLLM engine would draw them.
+    """The sampling parameters of a trainer's completions, as TRL's vLLM engine would use them.
 
     Raises:
-        ConfigError: the engines cannot draw so.
+        ConfigError: the engines do not support them.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     tokenizer = tokenizer_of(trainer.processing_class)
@@ -53,15 +53,15 @@ def read_sampling(trainer: Any) -> Sampling:
 
 
 def sampling_of(args: Any, stops: tuple[int, ...], vocabulary: int, *, by_vllm: bool = True) -> Sampling:
-    """How completions are drawn by TRL's settings.
+    """The sampling parameters that TRL's settings give.
 
     Args:
-        stops: the tokens that end a completion.
-        vocabulary: size of the policy's.
-        by_vllm: whether vLLM engines generate, and not Transformers.
+        stops: ids of the tokens that end a completion.
+        vocabulary: size of the policy's vocabulary.
+        by_vllm: vLLM engines generate; otherwise Transformers does.
 
     Raises:
-        ConfigError: the engines cannot draw so.
+        ConfigError: the engines do not support them.
     """
     sampling = Sampling(
         int(args.max_completion_length),

@@ -182,7 +182,7 @@ class EvaluationMixin:
             self.generate_completions(sampling=True)
 
     def _shows_completions(self, done: int) -> bool:
-        """Whether completions are shown after this many updates."""
+        """True if completions are shown after this many updates."""
         is_due = self.args.num_sample_generations > 0 and (done - 1) % self.sample_generations_freq == 0
         return is_due and self.eval_dataset is not None
 

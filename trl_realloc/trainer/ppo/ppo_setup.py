@@ -136,7 +136,7 @@ def plan_of_job(job: Job, request: PlanRequest, plugin: ReallocationPlugin) -> J
 
 
 def frozen_in_part(*models: Any) -> bool:
-    """Whether some parameters of the given models are not trained. Models by name are trained whole. To be called on
+    """True if some parameters of the given models are not trained. Models given by name are trained whole. Call this on
     the models as the user gave them, so that all ranks get the same answer: later a rank keeps only its parts."""
     given = [model for model in models if isinstance(model, nn.Module)]
     return any(not parameter.requires_grad for model in given for parameter in model.parameters())
@@ -209,7 +209,7 @@ def _describe_job(
     context_length: int,
     pad_token_id: int,
 ) -> Job:
-    """What the planner needs to know of this run."""
+    """Describe this run for the planner."""
     models = JobModels.of_run(
         configs,
         args.ppo_settings().graph,

@@ -70,7 +70,7 @@ class TrlAttributes:
 
     @property
     def is_peft_model(self) -> bool:
-        """Whether the policy trains adapters."""
+        """True if the policy trains adapters."""
         return bool(self.setup.roles[Role.ACTOR].adapted)
 
     @property

@@ -1,1 +1,1 @@
-"""What a run tells: metrics, its record and its report."""
+"""Metrics of a run, its record and its report."""

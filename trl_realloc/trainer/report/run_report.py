@@ -63,7 +63,7 @@ class RewardSummary:
 
     @property
     def verdict(self) -> str:
-        """What the updates say of the rise."""
+        """The rise in words: clear, not clear, or too few updates to tell."""
         return "clear" if self.rose_clearly else "not clear" if self.window == WINDOW else "too few updates to tell"
 
     @property
@@ -132,7 +132,7 @@ def reward_table(summary: RewardSummary) -> Table:
 
 
 def has_times(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the updates have the times of their calls. Those of a trainer without a plan have none."""
+    """True if the updates have the times of their calls. Those of a trainer without a plan have none."""
     return all("time/step" in row for row in rows)
 
 

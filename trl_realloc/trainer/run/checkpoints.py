@@ -311,7 +311,8 @@ class Checkpoints:
         self.host.forget_step()
 
     def resume_hint(self) -> str:
-        """Which checkpoint the run can be resumed from, for the message of a failure."""
+        """A sentence for the message of a failure: the checkpoint that the run can be resumed from, or the reason why
+        there is none."""
         folder = Path(self.trainer.args.output_dir)
         try:
             checkpoint = newest_whole(folder) if folder.is_dir() else None

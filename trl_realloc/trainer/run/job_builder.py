@@ -175,5 +175,5 @@ def launched_deepspeed_config(args: PPOConfig | PolicyConfig) -> Mapping[str, An
 
 
 def recomputes(args: PPOConfig | PolicyConfig) -> bool:
-    """Whether training computes every forward again in its backward (activation checkpointing)."""
+    """True if training recomputes the activations of every forward in its backward (activation checkpointing)."""
     return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))

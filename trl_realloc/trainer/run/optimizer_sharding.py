@@ -38,7 +38,8 @@ Make = Callable[[Sequence[Sequence[nn.Parameter]]], torch.optim.Optimizer]
 
 
 class OptimizerSharding:
-    """What the optimizer of a run allows, as it is seen on small matrices the first time that it is asked for.
+    """Tests how the optimizer of a run may be sharded, on small matrices. The test runs once, when its result is first
+    read.
 
     Args:
         optimizer: the user's optimizer, or `None` for the one that `args` name.
@@ -55,7 +56,7 @@ class OptimizerSharding:
 
     @cached_property
     def splits(self) -> TrainingSplits:
-        """How training calls may be split."""
+        """The ways in which training calls may be split with this optimizer."""
         given = self._make, self._groups, self._device
         by_element = works_by_element(*given)
         weights = [[nn.Parameter(torch.zeros(1, device=self._device))] for _ in range(self._groups)]
@@ -69,7 +70,11 @@ class OptimizerSharding:
         )
 
     def splits_with(self, adapters: Mapping[str, Any]) -> TrainingSplits:
-        """How training calls may be split with these adapters of the policy, PEFT configs by their names."""
+        """The ways in which training calls may be split with this optimizer and these adapters of the policy.
+
+        Args:
+            adapters: PEFT configs by name.
+        """
         configs = adapters.values()
         return replace(self.splits, tensor=all(map(splits_adapter, configs)), stages=all(map(stages_adapter, configs)))
 
@@ -113,7 +118,7 @@ def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
 
 
 def can_be_sharded(make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.device) -> bool:
-    """Whether every plan may shard the optimizer that `make` makes over a role's module."""
+    """True if every plan may shard the optimizer that `make` makes for a role's module."""
 
     def make_of_groups(groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         return make(_Parameters([p for group in groups for p in group]))
@@ -165,8 +170,8 @@ class _Parameters(nn.Module):
 
 
 def works_by_element(make: Make, groups: int, device: torch.device) -> bool:
-    """Whether parameters that are split by rows or columns, or flattened, are updated as whole ones are, and also
-    independently of other parameters."""
+    """True if the optimizer updates the parts of a parameter as it updates the whole one, independently of other
+    parameters. The parameter is split by rows or columns, or flattened."""
     whole = _trained(make, groups, device, lambda matrix: [matrix])
     cut = (
         lambda matrix: list(matrix.tensor_split(2, 0)),
@@ -178,7 +183,7 @@ def works_by_element(make: Make, groups: int, device: torch.device) -> bool:
 
 
 def works_by_parameter(make: Make, groups: int, device: torch.device) -> bool:
-    """Whether a parameter is updated independently of other parameters."""
+    """True if the optimizer updates each parameter independently of the others."""
     together = _trained(make, groups, device, lambda matrix: [matrix])
     first = _trained(make, groups, device, lambda matrix: [matrix], slice(0, 1))
     return together is not None and _equal(
@@ -187,19 +192,20 @@ def works_by_parameter(make: Make, groups: int, device: torch.device) -> bool:
 
 
 def keeps_numbers(make: Make, groups: int, device: torch.device) -> bool:
-    """Whether an optimizer writes numbers of its own into its parameter groups."""
+    """True if the optimizer writes numbers of its own into its parameter groups."""
     whole = _trained(make, groups, device, lambda matrix: [matrix])
     return whole is not None and any(whole.numbers.values())
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """What an optimizer has done to two matrices per group in some steps.
+    """The result of a few optimizer steps on two matrices per group.
 
     Args:
         moved: the change of each matrix, flat, by (group, matrix).
-        numbers: that it has left in its groups. Prodigy's `d` is a sum over all parameters that may stay as it is for
-            some steps, but the sums that it is made of, in the same group, change with the first step.
+        numbers: the numbers that the optimizer has left in its groups. Prodigy's `d`, computed from sums over all
+            parameters, may stay as it is for some steps. These sums are in the same group and change with the first
+            step.
     """
 
     moved: Mapping[tuple[int, int], Tensor]
@@ -213,7 +219,12 @@ def _trained(
     cut: Callable[[Tensor], list[Tensor]],
     which: slice = slice(None),
 ) -> _Trial | None:
-    """What the optimizer does to two matrices per group in some steps; `None` if it raises."""
+    """Take a few optimizer steps on two matrices per group; `None` if the optimizer raises.
+
+    Args:
+        cut: divides a matrix into the tensors that the optimizer gets as parameters.
+        which: the matrices of each group that the optimizer gets.
+    """
     draw = torch.Generator().manual_seed(0)
     shape = (ROWS, COLUMNS)
     scales = torch.logspace(-2, 2, ROWS)[:, None]  # rows of different scales, which a factored moment would mix

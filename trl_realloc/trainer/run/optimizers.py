@@ -170,7 +170,7 @@ def without_whole(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callabl
 
 
 def follows_metrics(scheduler: Any) -> bool:
-    """Whether a scheduler steps with the metric of each evaluation (reduce_lr_on_plateau) and not after each update."""
+    """True if a scheduler steps with the metric of each evaluation (reduce_lr_on_plateau) and not after each update."""
     return "metrics" in inspect.signature(scheduler.step).parameters
 
 
@@ -305,7 +305,7 @@ def _placed_as(first: Any, value: Any) -> Any:
 
 
 def _is_saved(value: Any) -> bool:
-    """Whether `torch.load` reads a value again with `weights_only`."""
+    """True if `torch.load` with `weights_only` can read the value again."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_saved, value))
     return torch.is_tensor(value) or type(value) in (bool, int, float, str, type(None))

@@ -151,7 +151,8 @@ class PlacedPlan(Generic[S]):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether this process has the run's models, given or loaded, and no other waits for it."""
+        """True if this process can continue after a failure: it is the job's only one, and it was not changing its
+        plan, so that it still has the run's models."""
         return self.placement.plan.cluster.size == 1 and not self.is_between_plans
 
     def recover(self) -> None:

@@ -35,8 +35,8 @@ logger = logging.get_logger(__name__)
 
 
 def can_change_plan(setup: RunSetup) -> bool:
-    """Whether the run's state can be moved to another plan. It cannot be with adapters, a policy or a critic that is
-    frozen in part, an optimizer of the user's, or one that cannot be sharded."""
+    """True if the run's state can be moved to another plan. It cannot with adapters, with a policy or a critic that is
+    frozen in part, with an optimizer of the user's, or with one that cannot be sharded."""
     is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
     if setup.roles[Role.ACTOR].adapted or setup.is_frozen_in_part or not is_default:
         return False
@@ -116,7 +116,7 @@ class PlanChange:
             self.rebuild(next_plan)
 
     def _can_rebuild(self) -> bool:
-        """Whether the run's models can be made again for another plan; if not, the run keeps its plan to the end.
+        """True if the run's models can be made again for another plan. If not, the run keeps its plan to the end.
         Collective over the job."""
         of_ranks = from_every_rank(list(fixed_models(self.placed.placement)), self.placed.placement.control)
         if fixed := [name for of_rank in of_ranks for name in of_rank]:

@@ -36,13 +36,13 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asked for.
+    """The plan that the user asked for, with the cluster and the generation engine for it.
 
     Args:
-        plan: `None` where the planner is to choose.
+        plan: `None` if the planner is to choose.
         engine: the generation engine, `vllm` or `transformers`, that a preset or the planner uses.
-        policy_config: the checkpoint's config of a policy that is given by path; `None` of a policy that is given
-            loaded.
+        policy_config: the Transformers config of a policy that is given by name or path; `None` if a loaded policy is
+            given.
     """
 
     plan: ExecutionPlan | None
