@@ -87,7 +87,7 @@ class Fault:
             time.sleep(45.0 if how == "stop" else 2.0)
         elif self.kind.startswith(("engine", "worker")):
             assert self.trainer is not None
-            process = self.trainer.placement.generators["actor.generate"]._process.pid
+            process = self.trainer.placement.generators["actor.generate"].pid
             os.kill(self._worker(process) if self.kind.startswith("worker") else process, self._signal())
         elif self.kind == "disk-full":
             free = os.statvfs(self.out)
@@ -169,7 +169,7 @@ class Fault:
 
     def while_generating(self, placement: Placement) -> None:
         generator = placement.generators.get("actor.generate")
-        if generator is None or not hasattr(generator, "_process"):  # one in this process runs a module, see `inside`
+        if generator is None or not hasattr(generator, "pid"):  # one in this process runs a module, see `inside`
             return
         generate = generator.generate
 
@@ -210,7 +210,7 @@ def main() -> None:
         fault.while_saving()
     given: dict[str, Any] = {"reward_model": [tiny.short, tiny.classifier(2)]}
     made = tiny.trainer(out, given=given, **settings["options"])
-    made.replanner = Forced(settings["to"]) if settings.get("to") else None
+    made.run.change.replanner = Forced(settings["to"]) if settings.get("to") else None
     if settings["fault"]:
         fault.trainer = made
         made.placement.start()
