@@ -213,7 +213,9 @@ def main() -> None:
     if options.algorithm == "grpo":
         compare_grpo(options)
         return
-    options.limits = options.limits or [128, 512, 1024]
+    options.limits = options.limits or list(MEASURED)
+    if unknown := set(options.limits) - set(MEASURED):
+        parser.error(f"PPO has no run of limit {min(unknown)}; --limits takes {', '.join(map(str, MEASURED))}.")
     if options.worker:
         worker(options.worker, options.processes[0], options.limit, options.seed, options.out, options.plan)
         return
