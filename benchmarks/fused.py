@@ -1,4 +1,4 @@
-"""How good the schedules of two fused training pipelines are, and how long they take to find.
+"""Makespan, memory and search time of schedules for two fused training pipelines, beside their lower bounds.
 
     python benchmarks/fused.py [--cases FILE.csv] [--json FILE] [--schedules DIR]
 

@@ -1,4 +1,4 @@
-"""What the planner's simulation says of the runs of `fusion_measured`, from unit times fitted to the serial runs alone:
+"""The planner's simulation of the runs of `fusion_measured`, from unit times fitted to the serial runs alone:
 seconds of a decode step by its batch, and of a forward by its tokens. So the serial seconds are fitted, those of the
 other modes are not. How much devices slow each other down is measured apart (`Rank.slowdowns`). The simulation gets the
 lengths that each run's responses had.

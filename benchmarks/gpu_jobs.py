@@ -1,4 +1,4 @@
-"""What a rank of a part of `make check-gpu` does, where it is no file of tests: trainings of tiny models.
+"""Trainings of tiny models that a rank runs for a part of `make check-gpu` that is not a test file.
 
     python benchmarks/gpu_jobs.py NAME [JSON]      # one of the functions of JOBS, and its arguments
 

@@ -1,4 +1,4 @@
-"""What the planner estimates against what really happens, on CPU processes of this machine.
+"""The planner's estimates against measured iterations, on CPU processes of this machine.
 
     python benchmarks/planner.py [--json FILE] [--processes 2 4] [--pairs equal ...] [--updates N]
 

@@ -1,4 +1,4 @@
-"""How the messages and process groups of a rank grow with the number of devices.
+"""Growth of a rank's messages and process groups with the number of devices.
 
     python benchmarks/scale.py --json benchmarks/results/scale.json
 

@@ -1,4 +1,4 @@
-"""How long choosing a plan takes, and what a candidate costs.
+"""Seconds that choosing a plan takes, and microseconds for each candidate.
 
     python benchmarks/search.py [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the planner expects of the phases of `staleness_measured`: the machine is measured by the job's own processes,
+"""The planner's estimates of the phases of `staleness_measured`: the machine is measured by the job's own processes,
 and the plan simulated at the lengths of the responses that a phase has trained.
 
 The comparison is in `staleness_ages`.

@@ -26,7 +26,7 @@ def save_record(
     of_update: bool = True,
     stages: Sequence[StageSpan] = (),
 ) -> None:
-    """Save what `report.report_run` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`; with
+    """Save what `run_report` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`; with
     one of a plan that has a staleness also `ages.json`; with stages of calls that train together `stages.json`. Also
     prints the estimate next to the measured times. Does nothing if no call was run.
 

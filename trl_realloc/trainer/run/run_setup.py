@@ -29,7 +29,7 @@ class RunSetup:
             the start it is the engine's module.
         rates: the learning rate of each trained role, which the scheduler changes. The optimizers themselves are made
             by the engines.
-        make_optimizer: a `functools.partial` from a role's module to its optimizer (`setup.optimizer_maker`).
+        make_optimizer: a `functools.partial` from a role's module to its optimizer (`ppo_setup.optimizer_maker`).
         job_plan: the plan with its estimate.
         job: the planner's input.
         train_dataset: of PPO tokenized, of other trainers as the user gave it.
