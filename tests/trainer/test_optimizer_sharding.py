@@ -1,9 +1,10 @@
-"""Which optimizers may be sharded: seen on small matrices, and refused with the plan's word where not."""
+"""Which optimizers may be sharded: known or seen on small matrices, and refused with the plan's word where not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from group_optimizers import Adapting, Counting
 from peft import IA3Config, LoraConfig, VBLoRAConfig
 from torch import nn
+from transformers import Adafactor
 
 from trl_realloc.engines.models import adapter_configs
 from trl_realloc.engines.training.group_settings import copied, is_same
@@ -26,14 +28,13 @@ from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer
 from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.ppo import ppo_setup as setup
+from trl_realloc.trainer.run.optimizer_probe import probed_splits
 from trl_realloc.trainer.run.optimizer_sharding import (
     OptimizerSharding,
     can_be_sharded,
     check_sharding,
-    named_maker,
+    splits_of,
     user_maker,
-    works_by_element,
-    works_by_parameter,
 )
 from trl_realloc.trainer.run.plan_checks import check_adapters_split
 from trl_realloc.trainer.run.plan_request import PlanRequest
@@ -74,39 +75,70 @@ class Patient(torch.optim.Optimizer):
                 p -= rate * p.grad
 
 
-MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, bool]] = {
-    "AdamW": (torch.optim.AdamW, True, True),
-    "AdamW, fused": (lambda ps: torch.optim.AdamW(ps, fused=True), True, True),
-    "Adam, amsgrad": (lambda ps: torch.optim.Adam(ps, amsgrad=True, weight_decay=0.1), True, True),
-    "SGD": (lambda ps: torch.optim.SGD(ps, lr=0.0, momentum=0.9, nesterov=True), True, True),
-    "RMSprop": (torch.optim.RMSprop, True, True),
-    "Adagrad": (torch.optim.Adagrad, True, True),
-    "RAdam": (torch.optim.RAdam, True, True),
-    "Rprop": (torch.optim.Rprop, True, True),
-    "Adafactor": (torch.optim.Adafactor, False, True),
-    "Muon": (torch.optim.Muon, False, True),
-    "one norm of everything": (Normed, False, False),
-    "a step size from everything": (Adapting, False, False),
-    "sums of everything that have no effect yet": (Patient, False, False),
-    "a count of steps in the group": (Counting, True, True),
+class NormedAdamW(torch.optim.AdamW):
+    """Divides all gradients by their norm, as a subclass of a known optimizer may."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        normed_gradients(self)
+        super().step(closure)
+
+
+def normed_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for at, gradient in enumerate(gradients):
+        gradient *= (at + 1) / norm
+
+
+KNOWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adam, amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True, weight_decay=0.1),
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "Adamax": torch.optim.Adamax,
+    "ASGD": lambda ps: torch.optim.ASGD(ps, weight_decay=0.1),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.0, momentum=0.9, nesterov=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adafactor": torch.optim.Adafactor,
+    "Transformers' Adafactor": lambda ps: Adafactor(ps, lr=1e-3, relative_step=False),
+    "Muon": torch.optim.Muon,
+}
+TESTED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], TrainingSplits]] = {
+    "one norm of everything": (Normed, TrainingSplits(elements=False, parameters=False)),
+    "a step size from everything": (Adapting, TrainingSplits(elements=False, parameters=False)),
+    "sums of everything that have no effect yet": (Patient, TrainingSplits(elements=False, parameters=False)),
+    "a count of steps in the group": (Counting, TrainingSplits(by_ranges=False)),
+    "a subclass of a known one": (NormedAdamW, TrainingSplits(elements=False, parameters=False)),
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_an_optimizer_is_seen_to_step_each_element_or_each_parameter_by_itself(name: str) -> None:
-    kind, by_element, by_parameter = MADE[name]
-    groups = [{"params": [nn.Parameter(torch.ones(3, 2))]}, {"params": [nn.Parameter(torch.ones(3, 2))], "lr": 1e-3}]
-    maker = user_maker(kind(groups))
-    assert works_by_element(maker, 2, CPU) is by_element
-    assert works_by_parameter(maker, 2, CPU) is by_parameter
+def _with_groups(kind: Callable[[Any], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    return kind(
+        [{"params": [nn.Parameter(torch.ones(3, 2))]}, {"params": [nn.Parameter(torch.ones(3, 2))], "lr": 1e-3}]
+    )
 
 
-@pytest.mark.parametrize(
-    ("named", "by_element"), [("adamw_torch", True), ("adamw_torch_fused", True), ("sgd", True), ("adafactor", False)]
-)
-def test_named_optimizers_are_seen_the_same_way(tmp_path: Path, named: str, by_element: bool) -> None:
-    maker = named_maker(tiny.arguments(tmp_path, optim=named, weight_decay=0.1))
-    assert works_by_element(maker, 1, CPU) is by_element and works_by_parameter(maker, 1, CPU)
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_of_an_optimizer_is_what_a_test_of_it_finds(name: str) -> None:
+    made = _with_groups(KNOWN[name])
+    found = probed_splits(user_maker(made), 2, CPU)
+    assert splits_of(user_maker(made), 2, CPU) == replace(found, by_deepspeed=name != "Adagrad")
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_an_optimizer_that_is_not_known_is_tested(name: str) -> None:
+    kind, splits = TESTED[name]
+    assert splits_of(user_maker(_with_groups(kind)), 2, CPU) == splits
+
+
+def test_a_known_optimizer_with_a_hook_of_the_users_is_tested() -> None:
+    made = _with_groups(torch.optim.AdamW)
+    made.register_step_pre_hook(normed_gradients)
+    assert splits_of(user_maker(made), 2, CPU) == TrainingSplits(elements=False, parameters=False)
 
 
 @pytest.mark.parametrize("named", ["adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor"])
@@ -205,7 +237,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_not_stepped_range_by_range(tm
 def test_testing_an_optimizer_leaves_its_groups_as_they_are() -> None:
     given = Adapting([nn.Parameter(torch.ones(3, 2))])
     before = copied(given.param_groups[0])
-    works_by_element(user_maker(given), 1, CPU)
+    probed_splits(user_maker(given), 1, CPU)
     assert all(is_same(value, before[key]) for key, value in given.param_groups[0].items() if key != "params")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -52,6 +53,11 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """True if functions of the user's run before or after the optimizer's steps, which may change them."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def extensions_folder() -> Path:
     """The folder in which torch compiles extensions, each in a folder of its own."""
     from torch.utils import cpp_extension
@@ -83,6 +89,7 @@ __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
     "StorageInfo",
     "extensions_folder",
+    "has_step_hooks",
     "memory_of",
     "takes_argument",
     "wrap_store",

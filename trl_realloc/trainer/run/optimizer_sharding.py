@@ -1,26 +1,28 @@
-"""Tests whether an optimizer updates every element independently of the others, which sharding requires, and whether it
-keeps numbers in its parameter groups. It is tested on small matrices, because optimizers do not declare it.
+"""How the optimizer of a run may be sharded: known of the optimizers of torch and Transformers, tested for others.
 
-What an assignment shards is defined in `plan.assignment`. Optimizers are made in `optimizers`.
+The test is in `optimizer_probe`. What an assignment shards is defined in `plan.assignment`. Optimizers are made in
+`optimizers`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+import transformers
+from torch import nn
 
-from ...engines.training.group_settings import RATE, GroupSettings, Numbers, copied
+from ...engines.torch_compat import has_step_hooks
+from ...engines.training.group_settings import copied
 from ...engines.training.tensor_parallel import splits_adapter, stages_adapter
 from ...plan.assignment import Assignment
 from ...plan.execution_plan import ExecutionPlan
 from ...planner.search.space import TrainingSplits
 from ..config_checks import ConfigError
+from .optimizer_probe import Make, probed_splits
 from .optimizers import make_optimizer, with_groups
 
 
@@ -29,17 +31,29 @@ if TYPE_CHECKING:
     from ..ppo_config import PPOConfig
 
 
-# A matrix has more than 4,096 elements and its halves fewer: up to 4,096, 8-bit optimizers keep a float32 state.
-ROWS, COLUMNS = 96, 64
-STEPS, STEP_SIZE = 4, 1e-2
-TOLERANCE = 1e-4  # for rounding, relative to the largest change of a parameter
-
-Make = Callable[[Sequence[Sequence[nn.Parameter]]], torch.optim.Optimizer]
+# Classes whose steps are the same by these splits with all their arguments. A subclass may step in another way, and
+# those of bitsandbytes quantise or clip as their arguments say, so these are tested.
+_KNOWN: Mapping[type[torch.optim.Optimizer], TrainingSplits] = {
+    torch.optim.Adadelta: TrainingSplits(),
+    torch.optim.Adam: TrainingSplits(),
+    torch.optim.AdamW: TrainingSplits(),
+    torch.optim.Adamax: TrainingSplits(),
+    torch.optim.ASGD: TrainingSplits(),
+    torch.optim.NAdam: TrainingSplits(),
+    torch.optim.RAdam: TrainingSplits(),
+    torch.optim.RMSprop: TrainingSplits(),
+    torch.optim.Rprop: TrainingSplits(),
+    torch.optim.SGD: TrainingSplits(),
+    # DeepSpeed 0.19.8 makes it anew from its defaults, without its groups (stage_1_and_2.py:946)
+    torch.optim.Adagrad: TrainingSplits(by_deepspeed=False),
+    torch.optim.Adafactor: TrainingSplits(elements=False),
+    torch.optim.Muon: TrainingSplits(elements=False),
+    transformers.Adafactor: TrainingSplits(elements=False),
+}
 
 
 class OptimizerSharding:
-    """Tests how the optimizer of a run may be sharded, on small matrices. The test runs once, when its result is first
-    read.
+    """The optimizer of a run, and how it may be sharded. An unknown optimizer is tested once, when this is first read.
 
     Args:
         optimizer: the user's optimizer, or `None` for the one that `args` name.
@@ -57,17 +71,7 @@ class OptimizerSharding:
     @cached_property
     def splits(self) -> TrainingSplits:
         """The ways in which training calls may be split with this optimizer."""
-        given = self._make, self._groups, self._device
-        by_element = works_by_element(*given)
-        weights = [[nn.Parameter(torch.zeros(1, device=self._device))] for _ in range(self._groups)]
-        # DeepSpeed 0.19.8 makes it anew from its defaults, without its groups (stage_1_and_2.py:946)
-        is_adagrad = by_element and isinstance(self._make(weights), torch.optim.Adagrad)
-        return TrainingSplits(
-            by_element,
-            by_element or works_by_parameter(*given),
-            by_deepspeed=not is_adagrad,
-            by_ranges=not by_element or not keeps_numbers(*given),
-        )
+        return splits_of(self._make, self._groups, self._device)
 
     def splits_with(self, adapters: Mapping[str, Any]) -> TrainingSplits:
         """The ways in which training calls may be split with this optimizer and these adapters of the policy.
@@ -123,7 +127,24 @@ def can_be_sharded(make: Callable[[nn.Module], torch.optim.Optimizer], device: t
     def make_of_groups(groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         return make(_Parameters([p for group in groups for p in group]))
 
-    return works_by_element(make_of_groups, 1, device) and not keeps_numbers(make_of_groups, 1, device)
+    splits = splits_of(make_of_groups, 1, device)
+    return splits.elements and splits.by_ranges
+
+
+def splits_of(make: Make, groups: int, device: torch.device) -> TrainingSplits:
+    """The ways in which training calls may be split with an optimizer.
+
+    Args:
+        make: makes it of the parameters of each of its groups.
+    """
+    try:
+        optimizer = make([[nn.Parameter(torch.zeros(1, 1, device=device))] for _ in range(groups)])
+    except Exception:  # the user's may raise any error, such as one that a package is missing
+        return TrainingSplits(elements=False, parameters=False)
+    known = _KNOWN.get(type(optimizer))
+    if known is not None and not has_step_hooks(optimizer):
+        return known
+    return replace(probed_splits(make, groups, device), by_deepspeed=not isinstance(optimizer, torch.optim.Adagrad))
 
 
 def element_sharding(assignment: Assignment) -> str:
@@ -167,113 +188,3 @@ class _Parameters(nn.Module):
         super().__init__()
         for number, parameter in enumerate(parameters):
             self.register_parameter(f"weight{number}", parameter)
-
-
-def works_by_element(make: Make, groups: int, device: torch.device) -> bool:
-    """True if the optimizer updates the parts of a parameter as it updates the whole one, independently of other
-    parameters. The parameter is split by rows or columns, or flattened."""
-    whole = _trained(make, groups, device, lambda matrix: [matrix])
-    cut = (
-        lambda matrix: list(matrix.tensor_split(2, 0)),
-        lambda matrix: list(matrix.tensor_split(2, 1)),
-        lambda matrix: [matrix.flatten()],
-    )
-    same = whole is not None and all(_equal(_trained(make, groups, device, way), whole) for way in cut)
-    return same and works_by_parameter(make, groups, device)
-
-
-def works_by_parameter(make: Make, groups: int, device: torch.device) -> bool:
-    """True if the optimizer updates each parameter independently of the others."""
-    together = _trained(make, groups, device, lambda matrix: [matrix])
-    first = _trained(make, groups, device, lambda matrix: [matrix], slice(0, 1))
-    return together is not None and _equal(
-        first, replace(together, moved={key: value for key, value in together.moved.items() if key[1] == 0})
-    )
-
-
-def keeps_numbers(make: Make, groups: int, device: torch.device) -> bool:
-    """True if the optimizer writes numbers of its own into its parameter groups."""
-    whole = _trained(make, groups, device, lambda matrix: [matrix])
-    return whole is not None and any(whole.numbers.values())
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """The result of a few optimizer steps on two matrices per group.
-
-    Args:
-        moved: the change of each matrix, flat, by (group, matrix).
-        numbers: the numbers that the optimizer has left in its groups. Prodigy's `d`, computed from sums over all
-            parameters, may stay as it is for some steps. These sums are in the same group and change with the first
-            step.
-    """
-
-    moved: Mapping[tuple[int, int], Tensor]
-    numbers: Numbers
-
-
-def _trained(
-    make: Make,
-    groups: int,
-    device: torch.device,
-    cut: Callable[[Tensor], list[Tensor]],
-    which: slice = slice(None),
-) -> _Trial | None:
-    """Take a few optimizer steps on two matrices per group; `None` if the optimizer raises.
-
-    Args:
-        cut: divides a matrix into the tensors that the optimizer gets as parameters.
-        which: the matrices of each group that the optimizer gets.
-    """
-    draw = torch.Generator().manual_seed(0)
-    shape = (ROWS, COLUMNS)
-    scales = torch.logspace(-2, 2, ROWS)[:, None]  # rows of different scales, which a factored moment would mix
-
-    def drawn() -> Tensor:
-        return (scales * torch.randn(shape, generator=draw)).to(device)
-
-    start = {(group, at): drawn() for group in range(groups) for at in range(2)}
-    kept = {key: value for key, value in start.items() if key[1] in range(2)[which]}
-    parameters = {key: [nn.Parameter(part.contiguous().clone()) for part in cut(value)] for key, value in kept.items()}
-    try:
-        of_group = [[p for key, ps in parameters.items() if key[0] == at for p in ps] for at in range(groups)]
-        optimizer = make(of_group)
-        for group in optimizer.param_groups:
-            if group.get(RATE) is not None:  # a warmup may have set it to 0
-                group[RATE] = STEP_SIZE
-        settings = GroupSettings(optimizer)
-        for step in range(STEPS):
-            gradients = {key: drawn() * 10.0 ** (step * (key[1] - 0.5)) for key in start}
-            for key, ps in parameters.items():
-                for parameter, gradient in zip(ps, cut(gradients[key]), strict=True):
-                    parameter.grad = gradient.contiguous().clone()
-            optimizer.step()
-    except Exception:  # the user's optimizer may raise any error; one for matrices alone raises on a flat tensor
-        return None
-    moved: dict[tuple[int, int], Tensor] = {}
-    with torch.no_grad():
-        for key, ps in parameters.items():
-            before, place = kept[key], torch.arange(ROWS * COLUMNS, device=device).view(shape)
-            after = torch.empty(ROWS * COLUMNS, device=device)
-            for parameter, where in zip(ps, cut(place), strict=True):
-                after[where.flatten()] = parameter.flatten().float()
-            moved[key] = after - before.flatten()
-    return _Trial(moved, settings.numbers())
-
-
-def _equal(sharded: _Trial | None, whole: _Trial) -> bool:
-    if sharded is None:
-        return False
-    ours, theirs = _flat(sharded.numbers), _flat(whole.numbers)
-    return (
-        all(
-            bool((sharded.moved[key] - change).abs().max() <= TOLERANCE * change.abs().max())
-            for key, change in whole.moved.items()
-        )
-        and ours.keys() == theirs.keys()
-        and all(math.isclose(ours[key], theirs[key], rel_tol=TOLERANCE) for key in theirs)
-    )
-
-
-def _flat(numbers: Numbers) -> dict[tuple[int, str], float]:
-    return {(group, key): float(value) for group, own in numbers.items() for key, value in own.items()}
