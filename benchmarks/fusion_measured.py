@@ -261,7 +261,7 @@ def _rank(
                 slowdowns, move_s = rank.slowdowns(), rank.seconds_a_move()
         if not rank.rank:
             out.write_text(json.dumps({"slowdowns": slowdowns, "move_s": move_s, "runs": done}))
-        rank.trainer._end_together()
+        rank.trainer.run.placed.end_together()
         rank.trainer.close()
 
 

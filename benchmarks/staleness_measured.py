@@ -282,7 +282,7 @@ class Phases:
 def _phases(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     ranks = Phases(folder / "run", options["processes"], **options.get("of_phases", {}))
     results = [ranks.run(**phase) for phase in options["phases"]]
-    ranks.trainer._end_together()
+    ranks.trainer.run.placed.end_together()
     ranks.trainer.close()
     return results
 
@@ -311,7 +311,7 @@ def _train(options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     result = {"updates": noted, "drawn": counter.take()}
     if made.eval_dataset is not None:
         result["evaluation"] = made.evaluate()
-    made._end_together()
+    made.run.placed.end_together()
     made.close()
     return [result]
 

@@ -1,27 +1,30 @@
 """`PPOTrainer`: the constructor and the training loop, with the arguments, logs and callbacks of TRL's class.
 
-One update is done by `runtime.executor`. Saving and resuming are in `checkpoint`, evaluation in `evaluation`, the
-change of a plan during the run and what a failure ends in `planned_run`, TRL's other attributes in `trl_attributes`.
+One update is done by `runtime.executor`. Saving and resuming are in `checkpoint`, the calls of an evaluation in
+`evaluation`, the change of a plan during the run and what a failure ends in `planned_run`, TRL's other attributes in
+`trl_attributes`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
 from transformers.utils import logging
 
-from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
+from ..algorithms.prompt_batches import batches_of, collate_prompts
 from ..common.notices import working
 from ..engines.base import Sampling
 from ..plan.execution_plan import ExecutionPlan
@@ -29,40 +32,33 @@ from ..plan.timeline import Timeline
 from ..runtime.calls.training_calls import check_first_weights
 from ..runtime.failures.alarm import Alarm
 from ..runtime.failures.watchdog_client import watch
-from ..runtime.process_groups import wait_for_all
 from .accelerate_plugin import ReallocationPlugin
-from .checkpoint.resuming import Checkpoint
+from .checkpoint.resuming import STATE, Checkpoint
 from .checkpoint.saving import make_output_dir
-from .checks.fixed_settings import OF_PPO, fixed_settings
+from .checks.fixed_settings import OF_PPO, fixed_settings, refuse_changed
 from .checks.input_checks import check_config
 from .checks.trainable import own_optimizer
-from .config_checks import ConfigError
+from .config_checks import ConfigError, check_settings
 from .plan_settings import use_one_device
-from .ppo.evaluation import EvaluationMixin
+from .ppo.evaluation import completions, dataset_of, mean_metrics, tokenized
 from .ppo.policy_and_value import PolicyAndValueWrapper
 from .ppo.ppo_host import PPOHost
-from .ppo.ppo_setup import Setup, prepare
-from .ppo.ppo_state import TrainingStateMixin
+from .ppo.ppo_setup import prepare
 from .ppo.trl_attributes import OnlineTrainerState, TrlAttributes
 from .ppo_config import PPOConfig
+from .report.completions import show_completions
 from .report.run_record import save_record
 from .run.metrics import SPANS, RunMetrics
 from .run.optimizers import check_own_optimizer, follows_metrics
 from .run.plan_request import read_plan_request
 from .run.planned_run import PlannedRun
 from .trainer_inputs import TrainerInputs
-from .trl_compat import PPOTrainerBase
 
 
 logger = logging.get_logger(__name__)
 
 
-class PPOTrainer(
-    EvaluationMixin,
-    TrainingStateMixin,
-    TrlAttributes,
-    PPOTrainerBase,
-):
+class PPOTrainer(TrlAttributes):
     """Proximal Policy Optimization that runs every model function call on the devices that the execution plan gives it.
 
     Takes the arguments of TRL 1.12's `PPOTrainer` in the same order; several of them accept more kinds of values.
@@ -98,22 +94,7 @@ class PPOTrainer(
             Settings of reallocations and of the planner that `args` does not have; by default the environment's.
     """
 
-    _tag_names = ["trl", "ppo", "trl-realloc"]
-    _name = "PPO"
-    _paper = {
-        "title": "Fine-Tuning Language Models from Human Preferences",
-        "id": "1909.08593",
-        "citation": (
-            "@article{ziegler2019finetuning,\n    title = {{Fine-Tuning Language Models from Human Preferences}},\n"
-            "    author = {Daniel M. Ziegler and others},\n    year = 2019,\n    eprint = {arXiv:1909.08593}\n}"
-        ),
-    }
-
     _data_begins = 0  # the update at which this run started to read its data
-
-    state: OnlineTrainerState
-    control: Any
-    model: Any
 
     def __init__(
         self,
@@ -179,7 +160,6 @@ class PPOTrainer(
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
 
-    run: PlannedRun[Setup, PPOHost]
     setup = property(attrgetter("run.placed.setup"))
     placement = property(attrgetter("run.placed.placement"))
     executor = property(attrgetter("run.placed.executor"))
@@ -192,12 +172,6 @@ class PPOTrainer(
     def plan(self) -> ExecutionPlan:
         """The execution plan that this run follows."""
         return self.run.placed.plan
-
-    @property
-    def data_seed(self) -> int:
-        """The seed of the order of the prompts."""
-        seed: int = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return seed
 
     @property
     def timeline(self) -> Timeline:
@@ -218,10 +192,7 @@ class PPOTrainer(
         Raises:
             SaveError: on every rank, if one could not write.
         """
-        with self.run.failing_together():
-            self.run.checkpoints.save_models(Path(output_dir or self.args.output_dir))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        self.run.save_model(output_dir, pushes=not _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.run.checkpoints.save()
@@ -231,11 +202,6 @@ class PPOTrainer(
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Does nothing: each engine moves its model to its device."""
-
-    def get_train_dataloader(self) -> DataLoader[PromptBatch]:
-        """Global batches, the same on every rank, in the order of the current pass."""
-        order = SeededOrder(len(self.train_dataset), self.data_seed)
-        return prompt_loader(self.train_dataset, self.args.batch_size, self.setup.collate, order)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -301,7 +267,8 @@ class PPOTrainer(
             self.metrics.add(iteration, update_seconds, self.setup.algorithm.settings.vf_coef)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
-            self._show_completions()
+            if self._shows_completions(self.state.global_step):
+                self.generate_completions(sampling=True)
             if is_last or self.control.should_training_stop:
                 self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
                 self._log_evaluate_save()
@@ -312,7 +279,7 @@ class PPOTrainer(
         self.executor.cancel_early()  # a callback has stopped the run
         self._log_metrics()
         self.run.checkpoints.finish()
-        self._end_together()
+        self.run.placed.end_together()
         self._load_best_model()
         metrics = speed_metrics("train", start_time, num_steps=self.state.global_step - start_step)
         self._memory_tracker.stop_and_update_metrics(metrics)
@@ -335,16 +302,167 @@ class PPOTrainer(
         evaluates = args.eval_strategy == IntervalStrategy.STEPS and done % self.state.eval_steps == 0
         return not is_last and not evaluates and not self._shows_completions(done)
 
-    def _end_together(self) -> None:
-        """Wait for all ranks. A process that exits closes connections from which others may still read."""
-        self.executor.exchange.flush()
-        wait_for_all(self.placement.control, self.args.device)
-
     def _working(self, done: int) -> contextlib.AbstractContextManager[None]:
         """Print notices while an update runs: soon in the first, which compiles kernels, each minute in later ones."""
         if not done:
             return working("the first update", "kernels are compiled and caches filled, later ones are faster")
         return working(f"update {self.state.global_step + 1}", after_s=60.0, every_s=60.0)
+
+    # --- state, learning rates, settings and logs ---------------------------------------------------------------------
+
+    def _make_scheduler(self) -> None:
+        """Make the schedule of the arguments, as it begins."""
+        self.callback_handler.lr_scheduler = self.create_scheduler(self.args.num_total_batches, self.optimizer)
+
+    def _renew_scheduler(self) -> None:
+        """Begin the schedule of the arguments anew for a second training, as Trainer does. A scheduler of the user's
+        goes on."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+            self.run.placed.setup.rates.restore()
+            self._make_scheduler()
+
+    def _start_state(self, checkpoint: Checkpoint | None) -> None:
+        args = self.args
+        if self.state.global_step:
+            self._renew_scheduler()
+        self.state = self._new_state()
+        self._data_begins = 0
+        if checkpoint is not None:
+            self.state = OnlineTrainerState.load_from_json(str(checkpoint.folder / STATE))
+            self._load_callback_state()
+            self.run.checkpoints.load(checkpoint)
+            self._data_begins = self.state.global_step if args.ignore_data_skip else checkpoint.data_begins
+        self.state.compute_steps(args, args.num_total_batches)
+        self.state.init_training_references(
+            self, args.num_total_batches, math.ceil(args.total_episodes / len(self.train_dataset)), None
+        )
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+
+    def _new_state(self) -> OnlineTrainerState:
+        return OnlineTrainerState(
+            is_local_process_zero=self.is_local_process_zero(),
+            is_world_process_zero=self.is_world_process_zero(),
+            stateful_callbacks=self.run.checkpoints.exportable(),
+        )
+
+    def _follow_settings(self) -> None:
+        """Use the settings of PPO's arithmetic that `args` has now, as TRL does: a callback may have changed them.
+        Those of the first process hold on all processes. All ranks together.
+
+        Raises:
+            ConfigError: a setting is not allowed, or the plan, the engines or the data were made from it.
+        """
+        refuse_changed(self._fixed, fixed_settings(self.args, self._fixed))
+        placed = self.run.placed
+        settings = placed.executor.exchange.spread(self.args.ppo_settings())
+        if settings == placed.setup.algorithm.settings:
+            return
+        for name, value in vars(settings).items():
+            setattr(self.args, name, value)
+        check_settings(self.args)
+        algorithm = replace(placed.setup.algorithm, settings=settings)
+        placed.setup = replace(placed.setup, algorithm=algorithm)
+        placed.executor.algorithm = algorithm
+
+    def _log_metrics(self) -> None:
+        if metrics := self.metrics.take():
+            eps = self.metrics.episodes_per_second(self.state.episode)
+            self.log({**metrics, "eps": eps, "lr": self._rate, "episode": self.state.episode})
+
+    def _log_evaluate_save(self) -> None:
+        """Log, evaluate and save where the callbacks asked for it. Called after an update and after a pass over the
+        data."""
+        self.run.checkpoints.finish(wait=False)
+        if self.control.should_log:
+            self._log_metrics()
+        if self.control.should_evaluate:
+            metrics = self._evaluate(None, None)
+            is_best = self._determine_best_metric(metrics, trial=None)
+            if self.args.save_strategy == "best":
+                self.control.should_save = is_best
+        if self.control.should_save:
+            self._save_checkpoint(self.model, trial=None)
+            self.control.should_save = False
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Generate responses to the evaluation prompts and score them. Nothing is trained.
+
+        Args:
+            eval_dataset: prompts as in the constructor, a dict of several datasets, or the name of one in the
+                constructor's dict; by default the constructor's.
+
+        Returns:
+            `{prefix}_objective/*`: the means over the prompts. `{prefix}_val/num_eos_tokens`: the sum over the prompts.
+
+        Raises:
+            DataError: a dataset without prompts, or prompts that the policy cannot respond to.
+        """
+        rows = dataset_of(eval_dataset, self.eval_dataset)
+        if isinstance(rows, dict):
+            parts = [self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
+            return {name: value for metrics in parts for name, value in metrics.items()}
+        if rows is None:
+            raise ValueError("evaluate needs an eval_dataset; none was given to the trainer nor to this call.")
+        rows = tokenized(rows, self.eval_dataset, self.setup, self.args.dataset_num_proc)
+        start = time.time()
+        with self.run.failing_together():
+            self.run.placed.start()
+            self._follow_settings()
+            means, count = mean_metrics(self.executor, self.get_eval_dataloader(rows))
+            self.run.placed.end_together()
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        metrics |= speed_metrics(metric_key_prefix, start, num_samples=count)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
+        """Near-greedy completions of the evaluation prompts with their scores. Five of them are printed as a table.
+
+        Args:
+            sampling (`bool`, *optional*, defaults to `False`):
+                Only the first batch of prompts.
+
+        Returns:
+            `list[dict]`: `query`, `model response` and `score` of each prompt; empty without an evaluation dataset, and
+            on ranks other than 0.
+        """
+        if self.eval_dataset is None:
+            return []
+        rows = next(iter(self.eval_dataset.values())) if isinstance(self.eval_dataset, dict) else self.eval_dataset
+        with self.run.failing_together():
+            self.run.placed.start()
+            batches = self.get_eval_dataloader(rows)
+            table = completions(self.executor, islice(batches, 1) if sampling else batches)
+            self.run.placed.end_together()
+        if self.accelerator.is_main_process:
+            show_completions(table, self.args.report_to, self.state.global_step)
+        return table
+
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for PPO, whose data have no labels.
+
+        Raises:
+            NotImplementedError: names the methods to use.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no predict, which compares logits with labels; evaluate(dataset) scores the "
+            f"completions of a data set, and generate_completions() returns them."
+        )
+
+    def _shows_completions(self, done: int) -> bool:
+        """True if completions are shown after this many updates."""
+        is_due = self.args.num_sample_generations > 0 and (done - 1) % self.sample_generations_freq == 0
+        return is_due and self.eval_dataset is not None
 
     def close(self) -> None:
         """Stop the engines. They are also stopped when the process exits."""

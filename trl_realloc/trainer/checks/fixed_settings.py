@@ -1,7 +1,7 @@
 """`fixed_settings`: the settings that a run's plan, engines and data were made from, so that a change of one during the
 run is refused.
 
-Settings that may change are read anew for every update: those of PPO's arithmetic in `ppo_state`, those of TRL's
+Settings that may change are read anew for every update: those of PPO's arithmetic in `ppo_trainer`, those of TRL's
 GRPO and RLOO by TRL's own code.
 """
 

@@ -26,7 +26,7 @@ from ...plan.execution_plan import ExecutionPlan
 from ...runtime.calls.training_calls import check_first_weights
 from ...runtime.failures.alarm import Alarm
 from ...runtime.failures.watchdog_client import watch
-from ...runtime.process_groups import from_every_rank, meet, wait_for_all
+from ...runtime.process_groups import from_every_rank, meet
 from ..accelerate_plugin import ReallocationPlugin
 from ..checkpoint.saving import make_output_dir
 from ..checks.data_checks import check_columns, check_rows, check_types
@@ -77,7 +77,6 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin):
     vllm_generation: Any
     num_iterations: int  # TRL's
     create_scheduler: Callable[..., Any]
-    push_to_hub: Callable[..., Any]
     _period: Period  # of `PolicyRecordMixin`
     _load_optimizer_and_scheduler: Callable[[str], None]
 
@@ -217,8 +216,7 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin):
             output = super().train(resumed, trial, ignore_keys_for_eval)  # type: ignore[misc]
             self.run.checkpoints.finish()
             self.calls.stop()
-            placed.executor.exchange.flush()
-            wait_for_all(placed.placement.control, self.args.device)
+            placed.end_together()
         self.is_in_train = False
         return output
 
@@ -293,11 +291,8 @@ class PlannedPolicyTrainer(PolicyLossMixin, PolicyScoringMixin):
         """
         if self.run is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-            return
-        with self.run.failing_together():
-            self.run.checkpoints.save_models(Path(output_dir or self.args.output_dir))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        else:
+            self.run.save_model(output_dir, pushes=not _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.run is None:

@@ -23,7 +23,6 @@ class PPOHost:
     iteration = "update"
     calls_on_save = True
     counters: tuple[str, ...] = ("global_step", "episode")
-    executor: Executor
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -33,16 +32,16 @@ class PPOHost:
         self.trainer._ref_model = None  # as the user passed it
 
     def follow(self, executor: Executor) -> None:
-        self.executor = executor
+        """Does nothing: the loop asks the run for its executor."""
 
     def stop_early(self) -> None:
-        self.executor.cancel_early()
+        self.trainer.executor.cancel_early()
 
     def samples_under_way(self) -> DrawnSamples | None:
-        return self.executor.samples_under_way(self.trainer.state.global_step)
+        return self.trainer.executor.samples_under_way(self.trainer.state.global_step)
 
     def go_on_with(self, drawn: DrawnSamples | None) -> None:
-        self.executor.go_on_with(drawn)
+        self.trainer.executor.go_on_with(drawn)
 
     def forget_step(self) -> None:
         """Does nothing: an iteration is trained whole."""

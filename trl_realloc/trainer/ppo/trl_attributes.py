@@ -1,4 +1,4 @@
-"""The attributes of TRL 1.12's `PPOTrainer` that scripts and callbacks use, under TRL's names.
+"""The base class of `PPOTrainer`: TRL's trainer with the attributes of TRL 1.12's PPO, under TRL's names.
 
 The attributes of `trainer.model` are in `policy_and_value`. An attribute without a meaning under a plan raises an
 `AttributeError` that names the alternative.
@@ -7,17 +7,21 @@ The attributes of `trainer.model` are in `policy_and_value`. An attribute withou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 
-from ...algorithms.prompt_batches import PromptBatch
+from ...algorithms.prompt_batches import PromptBatch, SeededOrder, prompt_loader
 from ...engines.models import adapters_off, has_adapters
 from ...plan.dataflow import CallKind, Role
-from ...runtime.placement.placement import Placement
+from ..run.planned_run import PlannedRun
+from ..trl_compat import PPOTrainerBase
+from .evaluation import dataset_of
+from .ppo_host import PPOHost
+from .ppo_setup import Setup
 
 
 @dataclass
@@ -27,19 +31,26 @@ class OnlineTrainerState(TrainerState):
     episode: int = 0
 
 
-class TrlAttributes:
-    """TRL's attributes of `PPOTrainer`. Annotated attributes without a value are those of the trainer that the class is
-    mixed into."""
+class TrlAttributes(PPOTrainerBase):
+    """TRL's attributes and data loaders, which scripts and callbacks use, of a trainer of PPO that holds a run."""
 
-    args: Any
-    setup: Any
+    _tag_names = ["trl", "ppo", "trl-realloc"]
+    _name = "PPO"
+    _paper = {
+        "title": "Fine-Tuning Language Models from Human Preferences",
+        "id": "1909.08593",
+        "citation": (
+            "@article{ziegler2019finetuning,\n    title = {{Fine-Tuning Language Models from Human Preferences}},\n"
+            "    author = {Daniel M. Ziegler and others},\n    year = 2019,\n    eprint = {arXiv:1909.08593}\n}"
+        ),
+    }
+
+    run: PlannedRun[Setup, PPOHost]
+    state: OnlineTrainerState
+    control: Any
     model: Any
-    train_dataset: Any
-    eval_dataset: Any
-    callback_handler: Any
-    placement: Placement
-    get_train_dataloader: Callable[[], DataLoader[PromptBatch]]
-    get_eval_dataloader: Callable[..., DataLoader[PromptBatch]]
+    lr_scheduler: Any
+    _created_lr_scheduler: bool
 
     _ref_model: Any = None  # as the user passed it
 
@@ -58,10 +69,10 @@ class TrlAttributes:
         """This rank's module of the reference. Before the first `train()`, `evaluate()` or `save_model()` it is the
         constructor's argument. `None` if the policy without its adapters is the reference, and on ranks without a part
         of it."""
-        if not self.placement.started:
+        placement = self.run.placed.placement
+        if not placement.started:
             return self._ref_model
-        calls = self.placement.plan.graph.calls_of(CallKind.FORWARD, Role.REFERENCE)
-        engines = map(self.placement.engine, calls)
+        engines = map(placement.engine, placement.plan.graph.calls_of(CallKind.FORWARD, Role.REFERENCE))
         return next((engine.head.model for engine in engines if engine is not None), None)
 
     @ref_model.setter
@@ -71,7 +82,7 @@ class TrlAttributes:
     @property
     def is_peft_model(self) -> bool:
         """True if the policy trains adapters."""
-        return bool(self.setup.roles[Role.ACTOR].adapted)
+        return bool(self.run.placed.setup.roles[Role.ACTOR].adapted)
 
     @property
     def model_adapter_name(self) -> str | None:
@@ -81,7 +92,7 @@ class TrlAttributes:
     @property
     def stop_token_id(self) -> int | None:
         """The token that ends a response; `None` where every response has `response_length` tokens."""
-        token: int | None = self.setup.stop_token_id
+        token: int | None = self.run.placed.setup.stop_token_id
         return token
 
     @stop_token_id.setter
@@ -109,6 +120,24 @@ class TrlAttributes:
         """All callbacks: Transformers' defaults, those of the reporters, and the user's."""
         callbacks: list[Any] = self.callback_handler.callbacks
         return callbacks
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of the prompts."""
+        seed: int = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return seed
+
+    def get_train_dataloader(self) -> DataLoader[PromptBatch]:
+        """Global batches, the same on every rank, in the order of the current pass."""
+        order = SeededOrder(len(self.train_dataset), self.data_seed)
+        return prompt_loader(self.train_dataset, self.args.batch_size, self.run.placed.setup.collate, order)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
+        """Global batches of evaluation prompts, the same on every rank; by default of the constructor's dataset. A name
+        is that of one of its datasets."""
+        rows = dataset_of(eval_dataset, self.eval_dataset)
+        size = self.args.per_device_eval_batch_size * self.args.world_size
+        return prompt_loader(rows, size, self.run.placed.setup.collate, None)
 
     @property
     def train_dataset_len(self) -> int:

@@ -18,6 +18,7 @@ from ...runtime.failures.alarm import Alarm
 from ...runtime.failures.temporary_folder import temporary_folder
 from ...runtime.placement.placement import Placement
 from ...runtime.placement.run_state import EXTRA_ATTRIBUTES
+from ...runtime.process_groups import wait_for_all
 from ...runtime.samples.drawn_samples import DrawnSamples
 from ..checkpoint.identity import Identity
 from ..checkpoint.write_errors import WriteErrors
@@ -148,6 +149,11 @@ class PlacedPlan(Generic[S]):
                     setattr(structure, name, getattr(module, name))
         self.host.hold(models)
         self.setup = replace(self.setup, models_before_start=models)
+
+    def end_together(self) -> None:
+        """Wait for all ranks. A process that exits closes connections from which others may still read."""
+        self.executor.exchange.flush()
+        wait_for_all(self.placement.control, self.placement.options.device)
 
     @property
     def can_go_on(self) -> bool:

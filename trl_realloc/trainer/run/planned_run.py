@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Generic
 
 from ...engines.base import EngineError
@@ -58,6 +59,22 @@ class PlannedRun(Generic[S, H]):
         begin = time.time()
         self.placed.start()
         self.change.start_seconds = time.time() - begin
+
+    def save_model(self, folder: str | None, *, pushes: bool) -> None:
+        """Save the trained models and the tokenizer. Collective over the job.
+
+        Args:
+            folder: by default the `output_dir` of the training arguments.
+            pushes: to the hub too, where the arguments ask for it.
+
+        Raises:
+            SaveError: on every rank, if one could not write.
+        """
+        trainer = self.host.trainer
+        with self.failing_together():
+            self.checkpoints.save_models(Path(folder or trainer.args.output_dir))
+        if trainer.args.push_to_hub and pushes:
+            trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
     def follow_callbacks(self) -> None:
         """From now on the message of a failure in a callback names its event, and that of one in the training loop does
