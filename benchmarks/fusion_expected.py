@@ -157,10 +157,10 @@ def simulated(
 
 def _serial(times: UnitTimes, plan: ExecutionPlan, lengths: Sequence[int], prompt: int, sharing: Sharing) -> float:
     engines = len(replicas_of(plan, GENERATE))
-    generating = Activities[int](sharing)
+    generating = Activities(sharing)
     for engine in range(engines):
         drawn = lengths[engine::engines]
-        generating.start(times.start + times.step * max(drawn) + times.sample * sum(drawn), {0: 1}, engine)
+        generating.start(times.start + times.step * max(drawn) + times.sample * sum(drawn), {0: 1}, lambda: None)
     while generating:
         generating.next()
     tokens = sum(lengths) + prompt * len(lengths)

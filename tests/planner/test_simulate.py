@@ -13,7 +13,15 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import PRESETS, flatten, interleave, separate
 from trl_realloc.planner.cost.hardware import Sharing
-from trl_realloc.planner.iteration.simulate import Task, iteration_seconds, simulate, task_times
+from trl_realloc.planner.iteration.simulate import (
+    STEADY,
+    Overlap,
+    Task,
+    iteration_seconds,
+    simulate,
+    task_times,
+    undisturbed_iteration,
+)
 
 
 CALLS = ("actor.generate", "reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")
@@ -138,6 +146,29 @@ def test_no_device_does_two_things_at_once_and_nothing_starts_before_what_it_nee
     longest = max(sum(seconds[name] for name in plan.calls_on(device)) for device in range(devices))
     one_by_one = sum(seconds.values()) + 0.3
     assert longest * iterations <= max(ends.values()) + 1e-6 <= one_by_one * iterations + 1
+
+
+@st.composite
+def drawn_tasks(draw: st.DrawFn) -> list[Task]:
+    tasks: list[Task] = []
+    count = draw(st.integers(1, 7))
+    for at in range(count):
+        mesh = DeviceMesh(draw(st.integers(0, 3)), draw(st.integers(1, 2)))
+        after = draw(st.lists(st.integers(0, at - 1), max_size=2)) if at else []
+        previous = draw(st.one_of(st.none(), st.integers(0, count - 1)))
+        tasks.append(Task(str(at), (mesh,), draw(st.floats(0, 10)), tuple(after), previous, early=draw(st.booleans())))
+    return tasks
+
+
+@given(drawn_tasks(), st.sampled_from(Overlap))
+def test_the_closed_form_of_the_search_has_the_times_of_the_simulation(tasks: list[Task], overlap: Overlap) -> None:
+    iterations = 1 + STEADY[overlap] if overlap is Overlap.NONE else STEADY[overlap]
+    *_, before, last = task_times(tasks, iterations=iterations, overlap=overlap, warm=True)
+    zero = max(end for _, end in before)
+    seconds, times = undisturbed_iteration(tasks, overlap)
+    assert seconds == pytest.approx(max(end for _, end in last) - zero, abs=1e-9)
+    for (start, end), (began, ended) in zip(times, last, strict=True):
+        assert (start, end) == pytest.approx((began - zero, ended - zero), abs=1e-9)
 
 
 # --- devices that share processors ---

@@ -1,21 +1,20 @@
 """`Activities`: work that goes on at the same time, and the order in which it ends. Activities on devices that share
 processors slow each other down.
 
-What the activities are, and what follows from their ends, is in `simulate` and `stream_simulation`.
+What devices begin next is in `device_queues`, what generation engines do in `stream_engine`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Generic, TypeVar
 
 from ..cost.hardware import Sharing
 
 
-T = TypeVar("T")
+Event = Callable[[], None]
 
 
 def devices_by_node(devices: Iterable[int], devices_per_node: int | None) -> Counter[int]:
@@ -23,8 +22,8 @@ def devices_by_node(devices: Iterable[int], devices_per_node: int | None) -> Cou
     return Counter(device // devices_per_node if devices_per_node else 0 for device in devices)
 
 
-class Activities(Generic[T]):
-    """Work in progress, each with a value that says what it is.
+class Activities:
+    """Work in progress, each with the event of its end.
 
     Args:
         sharing: how devices that compute at the same time slow each other down, on each node as the devices there do
@@ -36,25 +35,26 @@ class Activities(Generic[T]):
         self._sharing = sharing
         self._slowdown = cache(sharing.slowdown) if sharing is not None else None
         self._ends: list[tuple[float, int]] = []  # where nothing is shared
-        self._running: dict[int, tuple[float, Mapping[int, int], T]] = {}  # number -> (seconds left, devices, value)
+        self._running: dict[int, tuple[float, Mapping[int, int], Event]] = {}  # number -> (seconds left, devices, end)
         self._begun: dict[int, tuple[float, float]] = {}  # number -> (start, seconds)
         self._number = 0
 
     def __bool__(self) -> bool:
         return bool(self._running)
 
-    def start(self, seconds: float, devices: Mapping[int, int], value: T) -> int:
+    def start(self, seconds: float, devices: Mapping[int, int], end: Event) -> int:
         """Begin an activity now.
 
         Args:
             seconds: that it takes while no other activity runs.
             devices: how many devices of each node it keeps busy; empty for one that slows nothing down.
+            end: called when it ends by itself.
 
         Returns:
             Its number.
         """
         number, self._number = self._number, self._number + 1
-        self._running[number] = (seconds, devices, value)
+        self._running[number] = (seconds, devices, end)
         self._begun[number] = (self.now, seconds)
         if self._slowdown is None:
             heapq.heappush(self._ends, (self.now + seconds, number))
@@ -69,12 +69,12 @@ class Activities(Generic[T]):
         done = (self.now - start) / seconds if self._slowdown is None else 1 - left / seconds
         return min(1.0, max(0.0, done))
 
-    def next(self) -> T:
-        """Let time pass until the next activity ends, and return its value. Of those that end at the same time, the
-        first that began."""
+    def next(self) -> None:
+        """Let time pass until the next activity ends. Of those that end at the same time, the first that began."""
         number = self._next_undisturbed() if self._slowdown is None else self._next_shared()
         self._begun.pop(number)
-        return self._running.pop(number)[2]
+        _, _, event = self._running.pop(number)
+        event()
 
     def _next_undisturbed(self) -> int:
         while True:
@@ -92,9 +92,9 @@ class Activities(Generic[T]):
         passed = max(0.0, self._running[first][0] / speeds[first])
         self.now += passed
         for number, speed in speeds.items():
-            left, devices, value = self._running[number]
+            left, devices, event = self._running[number]
             left -= passed * speed
-            self._running[number] = (left if left > 1e-12 else 0.0, devices, value)
+            self._running[number] = (left if left > 1e-12 else 0.0, devices, event)
         return first
 
     def _speed(self, devices: Mapping[int, int], busy: Mapping[int, int]) -> float:

@@ -17,7 +17,7 @@ from ..cost.call_cost import CallCost
 from ..cost.pricing import Pricing
 from .activities import Activities
 from .stream_cost import StreamPrices
-from .stream_engine import EngineWork, Event, SimulatedEngine
+from .stream_engine import EngineWork, SimulatedEngine
 
 
 MOST_SAMPLES_AHEAD = 512  # of a batch in an engine; more only repeat the pattern
@@ -85,7 +85,7 @@ class EngineAhead:
         self,
         call: str,
         prices: EnginePrices,
-        activities: Activities[Event],
+        activities: Activities,
         *,
         units: Iterable[int],
         devices: Mapping[int, int],

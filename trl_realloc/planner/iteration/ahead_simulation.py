@@ -2,9 +2,9 @@
 the engines' parameters, and what is handed over between two iterations, in virtual time.
 
 The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`, what a device runs
-next in `ahead_queues`. Engines whose devices run the same calls do the same at the same time, so one of them is
-simulated: of each batch, that with the longest sample. Batches differ as random ones do, because one with a long sample
-delays the training of later ones, whose tokens grow older meanwhile.
+next in `device_queues`, where all devices that run the same calls are one. Engines whose devices run the same calls do
+the same at the same time, so one of them is simulated: of each batch, that with the longest sample. Batches differ as
+random ones do, because one with a long sample delays the training of later ones, whose tokens grow older meanwhile.
 
 While an engine's devices take parameters, it stands still. While they score, it stands still on a device of its own: a
 GPU that two processes use does the work of both in the same time. On devices that share processors, as CPU ranks do, it
@@ -14,7 +14,7 @@ is one more process that decodes on, and slows training too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -27,12 +27,11 @@ from ...plan.timeline import Span
 from ..cost.call_cost import CallCost
 from ..cost.pricing import Pricing
 from ..cost.workload import BATCHES
-from .activities import Activities, devices_by_node
+from .activities import Activities, Event, devices_by_node
 from .ahead_engine import MOST_SAMPLES_AHEAD, EngineAhead, engine_prices
 from .ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
-from .ahead_queues import DeviceQueues, Units, Work
+from .device_queues import DeviceQueues, Work
 from .stream import replicas_of
-from .stream_engine import Event
 
 
 SHOWN = 4  # iterations of a timeline
@@ -80,6 +79,29 @@ def simulate_ahead(
     return simulation.result(warm_up)
 
 
+class _Units:
+    """The devices in parts of which all devices run the same calls, and so do the same at the same time."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self.plan = plan
+        parts: dict[tuple[str, ...], list[int]] = {}
+        for device in range(plan.cluster.size):
+            if calls := plan.calls_on(device):
+                parts.setdefault(calls, []).append(device)
+        self.devices = list(parts.values())
+        self.of_call = {name: frozenset(at for at, calls in enumerate(parts) if name in calls) for name in plan.order}
+        self._of_device = {device: at for at, part in enumerate(self.devices) for device in part}
+
+    def of(self, devices: Iterable[int]) -> frozenset[int]:
+        """The parts that devices are in."""
+        return frozenset(map(self._of_device.__getitem__, devices))
+
+    def nodes(self, units: Iterable[int]) -> Mapping[int, int]:
+        """Number of devices of these units on each node, by the node's number."""
+        devices = (device for unit in units for device in self.devices[unit])
+        return devices_by_node(devices, self.plan.cluster.devices_per_node)
+
+
 class _Simulation:
     """Virtual time from the start of the first iteration to the end of the last."""
 
@@ -95,20 +117,18 @@ class _Simulation:
         self.plan, self.costs, self.moves, self.iterations = plan, costs, moves, iterations
         is_shared = pricing.rates.sharing is not None
         self.stopping = {name for name in plan.order if specs.get(name) and not is_shared}
-        self.activities = Activities[Event](pricing.rates.sharing)
+        self.activities = Activities(pricing.rates.sharing)
         graph = plan.graph
         self.ahead = calls_ahead(graph)
         self.generate = self.ahead[0]
         train = graph.train_call(graph.call(self.generate).role)
         assert train is not None, "the role that generates is trained"
         self.train = train
-        self.units = Units(plan)
+        self.units = _Units(plan)
         self.units_ahead = self.units.of(devices_ahead(graph, plan.assignments))
         self.order = AheadOrder(plan, {name: (plan.mesh(name).first,) for name in plan.order}, 0)
         self.orders: list[AheadTask] = []
-        self.queues = DeviceQueues(
-            self.units, self.activities, has_inputs=self._has_inputs, begins=self._stop_engines, ended=self._end
-        )
+        self.queues = DeviceQueues(self.activities, self.units.nodes)
         self.works: dict[tuple[int, str], Work] = {}  # that devices which train and devices ahead run together
         self.done = dict.fromkeys(plan.order, 0)  # by call, iterations; each runs its iterations in order
         self.published: dict[int, int] = {}  # by engine, batches
@@ -150,7 +170,7 @@ class _Simulation:
         self._admit()
         self._begin(0)
         while len(self.ends) < self.iterations:
-            self.activities.next()()
+            self.activities.next()
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -181,6 +201,7 @@ class _Simulation:
 
     def _report(self, call: str) -> None:
         iteration, self.done[call] = self.done[call], self.done[call] + 1
+        self.queues.happened((iteration, call))
         self._take(self.order.done(iteration, call, self.plan.mesh(call).first))
 
     # --- calls, reallocations and updates -----------------------------------------------------------------------------
@@ -191,10 +212,10 @@ class _Simulation:
             if names[0] in self.ahead:
                 continue
             for work in self._works(iteration, names):
-                self.queues.add(work, work.units - self.units_ahead)
+                self.queues.give(work, work.devices - self.units_ahead)
             if self.train in names:
                 work = self._update(iteration)
-                self.queues.add(work, work.units - self.units_ahead)
+                self.queues.give(work, work.devices - self.units_ahead)
         self._take(self.order.begin(iteration))
         self._advance()
 
@@ -204,11 +225,11 @@ class _Simulation:
             match order:
                 case RunCall(iteration, call):
                     for work in self._works(iteration, (call,)):
-                        self.queues.add(work, work.units & self.units_ahead)
+                        self.queues.give(work, work.devices & self.units_ahead)
                 case TakeUpdate(iteration):
                     work = self._update(iteration)
-                    self.queues.add(work, work.units & self.units_ahead)
-                    self.queues.add(self._load(iteration), self.units.of_call[self.generate])
+                    self.queues.give(work, work.devices & self.units_ahead)
+                    self.queues.give(self._load(iteration), self.units.of_call[self.generate])
                 case EndIteration():
                     self.is_ending = True
 
@@ -224,7 +245,7 @@ class _Simulation:
         producers = (graph.producer(column) for each in names for column in graph.call(each).inputs)
         needs, end = frozenset(filter(None, producers)), partial(self._report_all, names)
         seconds, stops = self.costs[run].seconds, name in self.stopping
-        return [*works, self._work(iteration, run, units, seconds, stops=stops, needs=needs, end=end)]
+        return [*works, self._work(iteration, run, units, seconds, stops=stops, needs=needs, then=end)]
 
     def _update(self, iteration: int) -> Work:
         units = self.units.of_call[self.train] | self.units.of_call[self.generate]
@@ -234,7 +255,7 @@ class _Simulation:
     def _load(self, iteration: int) -> Work:
         """The engines take what they have received."""
         seconds, units = self.costs[self.generate].parts.get("load", 0.0), self.units.of_call[self.generate]
-        return self._work(iteration, "", units, seconds, stops=True, end=self._updated)
+        return self._work(iteration, "", units, seconds, stops=True, then=self._updated)
 
     def _updated(self) -> None:
         for engine in self.engines:
@@ -250,14 +271,36 @@ class _Simulation:
         seconds: float,
         *,
         stops: bool,
-        needs: frozenset[str] = frozenset(),
-        end: Callable[[], None] = lambda: None,
+        needs: Iterable[str] = (),
+        then: Event | None = None,
     ) -> Work:
-        """The same object for the devices that train and for those ahead."""
-        key = iteration, name
-        if key not in self.works:
-            self.works[key] = Work(name, iteration, units, seconds, stops, needs, end)
-        return self.works[key]
+        """The same object for the devices that train and for those ahead.
+
+        Args:
+            stops: engines on these units stand still meanwhile.
+            needs: calls of the same iteration whose outputs it reads.
+            then: called when it has ended, before these engines go on.
+        """
+        if (iteration, name) not in self.works:
+            stopped = [engine for engine in self.engines if stops and engine.units & units]
+
+            def begin(_: Work) -> None:
+                for engine in stopped:
+                    engine.pause()
+
+            def end(work: Work) -> None:
+                del self.works[iteration, name]
+                self._span(iteration, work)
+                if then is not None:
+                    then()
+                for engine in stopped:
+                    engine.resume()
+                self._publish()
+                self._advance()
+
+            missing = [(iteration, call) for call in needs if self.done[call] <= iteration]
+            self.works[iteration, name] = Work(name, units, seconds, needs=missing, begins=begin, ends=end)
+        return self.works[iteration, name]
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -275,30 +318,10 @@ class _Simulation:
         if len(self.ends) < self.iterations:
             self._begin(len(self.ends))
 
-    def _has_inputs(self, work: Work) -> bool:
-        return all(self.done[call] > work.iteration for call in work.needs)
-
-    def _stop_engines(self, work: Work) -> None:
-        for engine in self._stopped_by(work):
-            engine.pause()
-
-    def _end(self, work: Work, start: float) -> None:
-        self.works.pop((work.iteration, work.name), None)
-        if work.name:
-            self._span(work, start)
-        work.end()
-        for engine in self._stopped_by(work):
-            engine.resume()
-        self._publish()
-        self._advance()
-
-    def _stopped_by(self, work: Work) -> list[EngineAhead]:
-        return [engine for engine in self.engines if work.stops and engine.units & work.units]
-
-    def _span(self, work: Work, start: float) -> None:
-        if work.iteration >= self.iterations - SHOWN:
-            of_unit = partial(Span, work.name, start=start, end=self.activities.now, step=work.iteration)
-            devices = [device for unit in work.units for device in self.units.devices[unit]]
+    def _span(self, iteration: int, work: Work) -> None:
+        if work.name and iteration >= self.iterations - SHOWN:
+            of_unit = partial(Span, work.name, start=work.start, end=work.end, step=iteration)
+            devices = [device for unit in work.devices for device in self.units.devices[unit]]
             self.spans += [of_unit(device=device) for device in devices]
 
     # --- the result ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Simulates the executor: when each device runs which call, from the seconds that each call takes alone.
 
 A device runs its calls in plan order. A call waits for its data, for its parameters and for its devices. The seconds
-are the caller's, measured or estimated.
+are the caller's, measured or estimated. An iteration after the first ones also has a closed form, for the search.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from ...plan.algorithm_graphs import has_host_loop
 from ...plan.cluster import DeviceMesh
 from ...plan.dataflow import DataflowGraph
 from ...plan.execution_plan import ExecutionPlan
-from ...plan.fused import Fused, joined, together
+from ...plan.fused import Fused, joined, parted, together
 from ...plan.streams import early_call
 from ...plan.timeline import Span, Timeline
 from ..cost.hardware import Sharing
 from .activities import Activities, devices_by_node
+from .device_queues import DeviceQueues, Work
 
 
 class Overlap(StrEnum):
@@ -36,6 +37,10 @@ class Overlap(StrEnum):
     def of_runs(graph: DataflowGraph, *, barrier: bool) -> Overlap:
         """Overlap in runs of a graph, with or without a barrier between iterations."""
         return Overlap.NONE if barrier or has_host_loop(graph) else Overlap.GENERATION
+
+
+# iterations after which what one leaves to the next is the same each time
+STEADY = {Overlap.NONE: 1, Overlap.GENERATION: 3, Overlap.ALL: 4}
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class Task:
     previous: int | None = None
     moves: bool = False
     early: bool = False
+
+    @property
+    def calls(self) -> set[str]:
+        """The calls that it runs; of a reallocation the call that it brings parameters to."""
+        return set(parted(self.name.rpartition(" -> ")[2]))
 
     @property
     def devices(self) -> list[int]:
@@ -160,65 +170,26 @@ def task_times(
             no other task runs.
         devices_per_node: devices of different nodes share no processors; `None` for one node.
     """
-    n = len(tasks)
-    shares = [[any(a.overlaps(b) for a in one.meshes for b in other.meshes) for other in tasks] for one in tasks]
-    needs: list[list[int]] = []  # of each task of all iterations in one list: the indices of those that it waits for
-    skipped: set[int] = set()
+    activities = Activities(sharing)
+    queues = DeviceQueues(activities, lambda devices: devices_by_node(devices, devices_per_node))
+    rows: list[list[Work]] = []
     for step in range(iterations):
-        for at, task in enumerate(tasks):
-            place = step * n + at
-            if task.moves and step == 0 and not warm:
-                skipped.add(place)
-                needs.append([])
-                continue
-            waits_for = [step * n + other for other in range(at) if shares[at][other] or other in task.after]
-            if step:
-                before = (step - 1) * n
-                if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not task.early):
-                    waits_for += range(before, before + n)
-                else:
-                    waits_for += [before + other for other in range(at, n) if shares[at][other]]
-                    waits_for += [before + task.previous] if task.previous is not None else []
-            needs.append(waits_for)
-    lasting = [0.0 if at in skipped else tasks[at % n].seconds for at in range(n * iterations)]
-    if sharing is None:
-        ends = _undisturbed_times(needs, lasting)
-    else:
-        ends = _shared_times(needs, lasting, [devices_by_node(t.devices, devices_per_node) for t in tasks], sharing)
-    return [ends[step * n : (step + 1) * n] for step in range(iterations)]
-
-
-def _undisturbed_times(needs: Sequence[Sequence[int]], lasting: Sequence[float]) -> list[tuple[float, float]]:
-    times: list[tuple[float, float]] = []
-    for waits_for, seconds in zip(needs, lasting, strict=True):
-        start = max([times[at][1] for at in waits_for], default=0.0)
-        times.append((start, start + seconds))
-    return times
-
-
-def _shared_times(
-    needs: Sequence[Sequence[int]], lasting: Sequence[float], devices: Sequence[Mapping[int, int]], sharing: Sharing
-) -> list[tuple[float, float]]:
-    """The times where tasks that run at the same time slow each other down.
-
-    Args:
-        devices: for each task of an iteration, how many devices of each node it keeps busy.
-    """
-    n = len(devices)
-    open_needs = [set(waits_for) for waits_for in needs]
-    activities, starts = Activities[int](sharing), [0.0] * len(needs)
-    times = [(0.0, 0.0)] * len(needs)
-    waiting = list(range(len(needs)))
-    while waiting or activities:
-        for at in [at for at in waiting if not open_needs[at]]:
-            waiting.remove(at)
-            starts[at] = activities.now
-            activities.start(lasting[at], devices[at % n], at)
-        done = activities.next()
-        times[done] = (starts[done], activities.now)
-        for at in waiting:
-            open_needs[at].discard(done)
-    return times
+        before, row = rows[-1] if rows else [], list[Work]()
+        for task in tasks:
+            needs = [row[at] for at in task.after]
+            if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not task.early):
+                needs += before
+            elif before and task.previous is not None:
+                needs.append(before[task.previous])
+            left_out = task.moves and not step and not warm
+            work = Work(task.name, () if left_out else task.devices, task.seconds, needs=needs)
+            row.append(work)
+            queues.give(work)
+        rows.append(row)
+    queues.advance()
+    while activities:
+        activities.next()
+    return [[(work.start, work.end) for work in row] for row in rows]
 
 
 def simulate(
@@ -291,12 +262,12 @@ def steady_times(
     devices_per_node: int | None = None,
 ) -> tuple[float, list[tuple[float, float]]]:
     """An iteration after the first ones: seconds since the end of the one before, and (start, end) of every task."""
-    if sharing is None and overlap is not Overlap.ALL:
-        return _undisturbed_iteration(tasks, overlap)
+    if sharing is None:
+        return undisturbed_iteration(tasks, overlap)
     times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=devices_per_node)
     if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not _gains(tasks, times[0])):
         return max(end for _, end in times[0]), times[0]
-    iterations = 4 if overlap is Overlap.ALL else 3  # what one iteration leaves to the next is then the same each time
+    iterations = STEADY[overlap]
     times = task_times(
         tasks, iterations=iterations, overlap=overlap, warm=True, sharing=sharing, devices_per_node=devices_per_node
     )
@@ -304,21 +275,23 @@ def steady_times(
     return end - before, times[-1]
 
 
-def _undisturbed_iteration(tasks: Sequence[Task], overlap: Overlap) -> tuple[float, list[tuple[float, float]]]:
-    """`steady_times` where nothing is shared, which the search asks for thousands of times. Times are relative to the
-    end of the iteration before; what an early task waits for there is known from a pass over the tasks."""
+def undisturbed_iteration(
+    tasks: Sequence[Task], overlap: Overlap = Overlap.NONE
+) -> tuple[float, list[tuple[float, float]]]:
+    """`steady_times` where nothing is shared, in closed form, because the search asks for it thousands of times. Times
+    are relative to the end of the iteration before; what a task waits for there is known from a pass over the tasks."""
     shares = [
         [any(a.overlaps(b) for a in task.meshes for b in other.meshes) for other in tasks[:n]]
         for n, task in enumerate(tasks)
     ]
     waits_for = [[at for at in range(n) if shares[n][at] or at in task.after] for n, task in enumerate(tasks)]
-    before = {  # of an early task: the tasks of the iteration before that it waits for
+    before = {  # of a task that may begin before the end of the iteration before: the tasks there that it waits for
         n: [at for at in range(len(tasks)) if at in (n, task.previous) or shares[max(n, at)][min(n, at)]]
         for n, task in enumerate(tasks)
-        if task.early and overlap is Overlap.GENERATION
+        if overlap is Overlap.ALL or (overlap is Overlap.GENERATION and task.early)
     }
     floors, ends, seconds = [0.0] * len(tasks), [0.0] * len(tasks), 0.0
-    for _ in range(3):
+    for _ in range(STEADY[overlap]):
         starts = list(floors)
         for at, task in enumerate(tasks):
             starts[at] = max([floors[at], *(ends[other] for other in waits_for[at])])

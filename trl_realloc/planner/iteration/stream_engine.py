@@ -15,9 +15,6 @@ from .activities import Activities
 from .stream_cost import StreamPrices
 
 
-Event = Callable[[], None]
-
-
 @dataclass(frozen=True)
 class EngineWork:
     """Work of a simulated generation engine.
@@ -49,7 +46,7 @@ class SimulatedEngine:
         work: EngineWork,
         samples: Sequence[int],
         prices: StreamPrices,
-        activities: Activities[Event],
+        activities: Activities,
         *,
         finished: Callable[[list[int]], None],
         withdrawn: Callable[[dict[int, int]], None],

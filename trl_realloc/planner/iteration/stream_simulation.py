@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...plan.fused import parted
 from ...plan.generation_spans import GenerationSpans
-from ...plan.streams import early_call
 from ...plan.timeline import Span
-from .activities import Activities, devices_by_node
+from .activities import Activities, Event, devices_by_node
+from .device_queues import DeviceQueues, Work
 from .dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from .simulate import Overlap, Task, tasks_of
 from .stream_cost import StreamPrices
-from .stream_engine import EngineWork, Event, SimulatedEngine
+from .stream_engine import EngineWork, SimulatedEngine
 
 
 MESSAGE = 1e-3  # seconds of a report to the dispatcher, or of an order to a rank; assumed, not measured
@@ -74,21 +73,16 @@ class _Simulation:
     def __init__(self, prices: StreamPrices, seconds: Mapping[str, float], moves: Mapping[str, float]) -> None:
         plan, stream = prices.plan, prices.stream
         self.plan, self.prices, self.stream = plan, prices, stream
-        self.activities = Activities[Event](prices.pricing.rates.sharing)
+        self.activities = Activities(prices.pricing.rates.sharing)
+        self.works = DeviceQueues(self.activities, self._nodes)
         streams = plan.streams
         assert streams is not None, "a plan with streams"
         self.dispatcher = Dispatcher(stream, streams.migration, deterministic=streams.deterministic)
-        tasks = tasks_of(plan, {**seconds, **dict.fromkeys(plan.streamed, 0.0)}, moves)
-        again = [Task(name, (plan.mesh(name),), prices.again(name, seconds.get(name, 0.0))) for name in plan.streamed]
-        self.rest = [task for task in again if task.seconds]
-        self.rest += [task for task in tasks if not _calls(task) & set(plan.streamed)]
-        self.refreshes = [task for task in tasks if task.moves and _calls(task) & set(plan.streamed)]
         self.spans: list[Span] = []
         self.rest_spans: list[Span] = []
         self.forwards: list[Score] = []
         self.moved = 0
-        self.joined: set[int] = set()  # ranks that have joined
-        self.heard: set[int] = set()  # and the dispatcher knows
+        self.heard: set[int] = set()  # ranks that have joined, and the dispatcher knows
         self.held: dict[int, list[Event]] = {}  # rank -> reports of its engine from before it joined
         self.replicas = {scoring.name: scoring.teams for scoring in stream.scorings}
         self.teams = {  # (call, number of the team) -> its ranks
@@ -104,88 +98,66 @@ class _Simulation:
         self.generated: list[list[GenerationSpans]] = []  # of each engine, by its devices; empty before its start
         self.lengths = prices.lengths(self.generation.name)
         self.engines = [self._engine(number) for number in range(len(self.generation.engines))]
-        self.refreshed: set[int] = set()
-        self.refreshing: set[int] = set()
-        self.ended: set[int] = set()  # tasks of `rest`
-        self.begun: set[int] = set()
+        self._give_works(seconds, moves)
 
     # --- the calls that do not stream, reallocations, and joining ----------------------------------------------------
 
     def run(self) -> None:
-        self._advance()
+        self.works.advance()
         while not self.dispatcher.is_finished:
-            self.activities.next()()
+            self.activities.next()
 
-    def _advance(self) -> None:
-        """Begin every task, reallocation and engine that waits for nothing more, and let ranks join."""
-        for at, task in enumerate(self.rest):
-            earlier = (other for other in range(at) if other not in self.ended)
-            waits = any(_share(task, self.rest[other]) or self._feeds(other, task) for other in earlier)
-            if at not in self.begun and not waits:
-                self.begun.add(at)
-                self._occupy(task, partial(self._end_task, at), self.rest_spans)
-        for at, task in enumerate(self.refreshes):
-            before = (other for other in range(at) if other not in self.refreshed)
-            blocked = any(_share(task, self.refreshes[other]) for other in before)
-            if at not in self.refreshing and not blocked and self._may_begin(task):
-                self.refreshing.add(at)
-                self._occupy(task, partial(self._end_refresh, at), self.spans)
+    def _give_works(self, seconds: Mapping[str, float], moves: Mapping[str, float]) -> None:
+        """Give the devices the calls that do not stream, and then the reallocations to those that do.
+
+        A generation that may begin early waits only for the calls on its devices and for the training of its
+        parameters; otherwise for all calls, as the scoring does. A rank joins when it has nothing else to do.
+        """
+        plan, streamed = self.plan, set(self.plan.streamed)
+        tasks = tasks_of(plan, {**seconds, **dict.fromkeys(streamed, 0.0)}, moves)
+        rest: dict[int, Work] = {}  # by number of the task; of a streamed call its further passes
+        for at, task in enumerate(tasks):
+            if task.name in streamed and (again := self.prices.again(task.name, seconds.get(task.name, 0.0))):
+                rest[at] = self._give(task, again, (), self.rest_spans)
+        for at, task in enumerate(tasks):
+            if not task.calls & streamed:
+                needs = [rest[other] for other in task.after if other in rest]
+                rest[at] = self._give(task, task.seconds, needs, self.rest_spans)
+        start = Work("", (), 0.0, begins=self._start_engines)
+        for task in tasks:
+            if not task.calls & streamed:
+                continue
+            trained: Iterable[Work] = rest.values()
+            if task.early and Overlap.of(plan) is not Overlap.NONE:
+                trained = () if task.previous is None else (rest[task.previous],)
+            if task.moves:
+                self._give(task, task.seconds, trained, self.spans)
+            elif task.name == self.generation.name:
+                start.waits_for = {*trained, *self.works.latest(task.devices)}
+        self.works.give(start)
+        generating = {rank for engine in self.generation.engines for rank in engine}
+        for rank in sorted(self.stream.ranks):
+            needs = [*rest.values(), *self.works.latest([rank]), *([start] if rank in generating else [])]
+            self.works.give(Work("", (), 0.0, needs=needs, begins=partial(self._join, rank)))
+
+    def _give(self, task: Task, seconds: float, needs: Iterable[Work], spans: list[Span]) -> Work:
+        def end(work: Work) -> None:
+            spans.extend(Span(task.name, device, work.start, work.end, 0) for device in task.devices)
+
+        work = Work(task.name, task.devices, seconds, needs=needs, ends=end)
+        self.works.give(work)
+        return work
+
+    def _start_engines(self, _: Work) -> None:
         name, now = self.generation.name, self.activities.now
-        fresh = all(at in self.refreshed for at, task in enumerate(self.refreshes) if _call(task) == name)
-        task = Task(name, (self.plan.mesh(name),), 0.0, early=name == self._early)
-        if not self.generated and fresh and self._may_begin(task):
-            self.generated = [
-                [GenerationSpans(name, device, 0, now) for device in devices] for devices in self.generation.engines
-            ]
-            for engine in self.engines:
-                engine.start()
-        self._join()
+        self.generated = [
+            [GenerationSpans(name, device, 0, now) for device in devices] for devices in self.generation.engines
+        ]
+        for engine in self.engines:
+            engine.start()
 
-    def _occupy(self, task: Task, event: Event, spans: list[Span]) -> None:
-        start = self.activities.now
-
-        def end() -> None:
-            spans.extend(Span(task.name, device, start, self.activities.now, 0) for device in task.devices)
-            event()
-            self._advance()
-
-        self.activities.start(task.seconds, self._nodes(task.devices), end)
-
-    def _end_task(self, at: int) -> None:
-        self.ended.add(at)
-
-    def _end_refresh(self, at: int) -> None:
-        self.refreshed.add(at)
-
-    def _feeds(self, at: int, task: Task) -> bool:
-        producers, consumers = _calls(self.rest[at]), _calls(task)
-        return any(edge.producer in producers and edge.consumer in consumers for edge in self.plan.graph.data_edges)
-
-    @property
-    def _early(self) -> str | None:
-        if Overlap.of(self.plan) is Overlap.NONE:
-            return None
-        return early_call(self.plan.graph, self.plan.assignments)
-
-    def _may_begin(self, task: Task) -> bool:
-        """True if the previous iteration lets a streamed call, or the reallocation to it, begin. The early generation
-        waits only for tasks on its devices and for the training of its parameters. Others wait for all of `rest`."""
-        if _call(task) != self._early:
-            return len(self.ended) == len(self.rest)
-        trained = self.plan.graph.train_call(self.plan.graph.call(_call(task)).role)
-        return all(
-            at in self.ended or not (_share(task, other) or trained in _calls(other))
-            for at, other in enumerate(self.rest)
-        )
-
-    def _join(self) -> None:
-        if len(self.ended) < len(self.rest):
-            return
-        refreshing = {r for at, t in enumerate(self.refreshes) if at not in self.refreshed for r in t.devices}
-        starting = set() if self.generated else {rank for engine in self.generation.engines for rank in engine}
-        for rank in sorted(self.stream.ranks - self.joined - refreshing - starting):
-            self.joined.add(rank)
-            self._report(partial(self._joined, rank))
+    def _join(self, rank: int, _: Work) -> None:
+        self._report(partial(self._joined, rank))
 
     def _joined(self, rank: int) -> None:
         self.heard.add(rank)
@@ -321,17 +293,3 @@ class _Simulation:
             tuple(self.forwards),
             (*self.spans, *shifted),
         )
-
-
-def _calls(task: Task) -> set[str]:
-    """The calls that a task runs; of a reallocation the call that it brings parameters to."""
-    return set(parted(_call(task)))
-
-
-def _call(task: Task) -> str:
-    """The call that a task runs, or brings parameters to."""
-    return task.name.rpartition(" -> ")[2]
-
-
-def _share(one: Task, other: Task) -> bool:
-    return any(a.overlaps(b) for a in one.meshes for b in other.meshes)

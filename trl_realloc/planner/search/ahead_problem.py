@@ -17,6 +17,7 @@ from ...plan.cluster import Cluster, DeviceMesh
 from ...plan.dataflow import CallKind
 from ...plan.staleness import calls_ahead
 from ..cost.call_cost import CallCost
+from ..iteration.simulate import Task, undisturbed_iteration
 from .problem import Problem
 from .space import Candidate, Space, State
 
@@ -141,27 +142,20 @@ class AheadProblem(Problem):
 
     def _training(self, state: State, moves: Mapping[int, float], update: float) -> tuple[float, float]:
         """Seconds until the engines have their update, and until all calls that do not run ahead have ended."""
-        assert self.split is not None, "the problem has a split"
-        busy: list[tuple[DeviceMesh, float]] = []
-        ends: dict[int, float] = {}
-
-        def free(*meshes: DeviceMesh) -> float:
-            return max((end for mesh, end in busy if any(mesh.overlaps(other) for other in meshes)), default=0.0)
-
-        updated = 0.0
+        tasks: list[Task] = []
+        places: dict[int, int] = {}  # of the calls' tasks
         for at in self._later:
             mesh, home = state[at].assignment.mesh, self._home[at]
             if home is not None and (seconds := moves.get(at, 0.0)) > 0:
-                both = state[home].assignment.mesh, mesh
-                end = free(*both) + seconds
-                busy += [(each, end) for each in both]
-            start = max([free(mesh), *(ends.get(producer, 0.0) for producer in self._data[at])])
-            ends[at] = start + state[at].seconds
-            busy.append((mesh, ends[at]))
+                tasks.append(Task("", (state[home].assignment.mesh, mesh), seconds))
+            after = tuple(places[producer] for producer in self._data[at] if producer in places)
+            places[at] = len(tasks)
+            tasks.append(Task("", (mesh,), state[at].seconds, after))
             if at == self._train:
-                updated = ends[at] + update
-                busy.append((mesh, updated))
-        return updated, max(end for _, end in busy)
+                updated = len(tasks)
+                tasks.append(Task("", (mesh,), update))
+        ended, times = undisturbed_iteration(tasks)
+        return times[updated][1], ended
 
     def _full_seconds(self, candidate: Candidate) -> float:
         """Seconds of a batch in an engine all of whose places are taken: later batches fill those of samples that have
