@@ -17,7 +17,7 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
 from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
 from trl_realloc.plan.model_spec import FAMILIES
-from trl_realloc.trainer.run.plan_checks import check_layouts
+from trl_realloc.trainer.checks.plan_checks import check_layouts
 
 
 SIZES = {

@@ -27,9 +27,9 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Streams
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
+from trl_realloc.trainer.checks.plan_checks import check_plan
 from trl_realloc.trainer.ppo.ppo_setup import frozen_in_part
-from trl_realloc.trainer.run.plan_checks import check_plan
 
 
 NAN, INF = math.nan, math.inf
@@ -161,9 +161,8 @@ def test_an_optimizer_on_an_nvme_drive_is_refused_because_it_could_not_be_saved(
     plan["calls"]["critic.train"]["zero_stage"] = 3
     for device, refused in (("cpu", False), ("nvme", True)):
         zero = {"zero_optimization": {"offload_optimizer": {"device": device}}}
-        args.deepspeed_plugin = type("Plugin", (), {"deepspeed_config": zero})()
         with pytest.raises(ConfigError, match="optimizer of critic.train to an NVMe") if refused else nullcontext():
-            check_plan(args, ExecutionPlan.from_dict(plan), {}, [])
+            check_plan(args, ExecutionPlan.from_dict(plan), {}, [], deepspeed=zero)
 
 
 def test_a_zero_stage_without_deepspeed_is_refused_before_a_model_is_loaded(

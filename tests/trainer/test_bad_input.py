@@ -20,7 +20,7 @@ from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
 from trl_realloc.plan.presets import flatten
 from trl_realloc.profiling.job_models import spec_of
-from trl_realloc.trainer.run.plan_checks import check_layouts
+from trl_realloc.trainer.checks.plan_checks import check_layouts
 
 
 def _long() -> Dataset:

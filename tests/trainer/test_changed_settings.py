@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_realloc import GRPOConfig, GRPOTrainer
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 
 
 ARITHMETIC: Mapping[str, Any] = {

@@ -40,7 +40,7 @@ from trl_realloc.trainer.checkpoint.resuming import newest_whole, read_resume_se
 from trl_realloc.trainer.checkpoint.saving import UnfinishedCheckpoint, surplus
 from trl_realloc.trainer.checkpoint.state_storage import Reader, Writer
 from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "response_length": 4, "num_ppo_epochs": 1}

@@ -27,9 +27,9 @@ from trl_realloc.plan.presets import separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.runtime.failures.alarm import JobFailed
 from trl_realloc.trainer.checkpoint import CheckpointError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.data_checks import check_columns
 from trl_realloc.trainer.checks.trainable import why_not_trained
-from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import check_init_kwargs
 from trl_realloc.trainer.policy import policy_trainer
 from trl_realloc.trainer.policy.policy_setup import check_moves, check_turns, of_host_loop

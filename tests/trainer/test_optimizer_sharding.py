@@ -26,17 +26,16 @@ from trl_realloc.planner.search.space import TrainingSplits
 from trl_realloc.profiling.job import Job
 from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
+from trl_realloc.trainer.checks.plan_checks import check_adapters_split, check_sharding
 from trl_realloc.trainer.ppo import ppo_setup as setup
 from trl_realloc.trainer.run.optimizer_probe import probed_splits
 from trl_realloc.trainer.run.optimizer_sharding import (
     OptimizerSharding,
     can_be_sharded,
-    check_sharding,
     splits_of,
     user_maker,
 )
-from trl_realloc.trainer.run.plan_checks import check_adapters_split
 from trl_realloc.trainer.run.plan_request import PlanRequest
 
 
@@ -152,6 +151,10 @@ def test_a_recipe_with_an_optimizer_that_counts_in_its_groups_is_planned_without
     assert [splits.allow("zero", zero_stage=stage) for stage in range(4)] == [True, True, True, False]
 
 
+def _check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
+    check_sharding(sharding.name, sharding.splits, plan)
+
+
 def _plan(**training: Any) -> ExecutionPlan:
     made = flatten(Cluster(1, 4), generation_engine="transformers").to_dict()
     made["calls"]["critic.train"] = {"mesh": "0-3", **training}
@@ -175,22 +178,22 @@ def test_adafactor_is_refused_where_a_plan_cuts_parameters(
 ) -> None:
     args = tiny.arguments(tmp_path, optim="adafactor")
     if not refused:
-        check_sharding(OptimizerSharding(args, None), _plan(**training))
+        _check_sharding(OptimizerSharding(args, None), _plan(**training))
         return
     with pytest.raises(ConfigError, match=f"optim='adafactor' does not step each element .*{refused}.*zero_stage: 0"):
-        check_sharding(OptimizerSharding(args, None), _plan(**training))
+        _check_sharding(OptimizerSharding(args, None), _plan(**training))
 
 
 def test_adagrad_is_refused_under_deepspeed_which_makes_it_anew_without_its_groups(tmp_path: Path) -> None:
     sharding = OptimizerSharding(tiny.arguments(tmp_path, optim="adagrad"), None)
     for training in ({"engine": "zero", "dp": 4}, {"engine": "megatron", "dp": 2, "tp": 2, "zero_stage": 1}):
-        check_sharding(sharding, _plan(**training))
+        _check_sharding(sharding, _plan(**training))
     assert sharding.splits == TrainingSplits(by_deepspeed=False)
     assert not sharding.splits.allow("zero", zero_stage=1) and sharding.splits.allow("megatron", tp=2, zero_stage=1)
     with pytest.raises(
         ConfigError, match="DeepSpeed does not keep the groups of optim='adagrad', so critic.train under"
     ):
-        check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=2))
+        _check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=2))
 
 
 @pytest.mark.parametrize(
@@ -226,11 +229,11 @@ def test_an_optimizer_that_counts_in_its_groups_is_not_stepped_range_by_range(tm
     assert sharding.splits == TrainingSplits(by_ranges=False)
     assert [sharding.splits.allow("zero", zero_stage=stage) for stage in range(4)] == [True, True, True, False]
     for allowed in ({"engine": "zero", "zero_stage": 2}, {"engine": "megatron", "zero_stage": 1}):
-        check_sharding(sharding, _plan(dp=4, **allowed))
+        _check_sharding(sharding, _plan(dp=4, **allowed))
     with pytest.raises(
         ConfigError, match="Counting keeps numbers in its parameter groups.*critic.train under zero_stage: 3"
     ):
-        check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=3))
+        _check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=3))
     assert not can_be_sharded(lambda module: Counting(module.parameters()), CPU), "a later plan may have ZeRO stage 3"
 
 
@@ -247,7 +250,7 @@ def test_an_optimizer_with_a_norm_of_everything_is_refused_where_parameters_are_
 ) -> None:
     given = Normed([nn.Parameter(torch.ones(3, 2))])
     with pytest.raises(ConfigError, match="Normed does not step each parameter by itself, so critic.train under"):
-        check_sharding(OptimizerSharding(tiny.arguments(tmp_path), given), _plan(engine="megatron", **training))
+        _check_sharding(OptimizerSharding(tiny.arguments(tmp_path), given), _plan(engine="megatron", **training))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
 from trl_realloc import PPOTrainer
 from trl_realloc.engines.training.group_settings import GroupSettings
 from trl_realloc.plan.dataflow import Role
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.run.optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_whole
 
 

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_realloc import ReallocationPlugin, plug
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
 from trl_realloc.trainer.policy.accelerate_fallback import plan_generation
 from trl_realloc.trainer.policy.generation_plan import GENERATE

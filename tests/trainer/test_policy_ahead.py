@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_realloc import GRPOConfig, RLOOConfig
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.policy.ahead import PolicyAheadMixin, UpcomingBatches
 
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from trl_realloc import GRPOTrainer
 from trl_realloc.engines.generation.transformers import TransformersEngine
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.policy.planned_rewards import followed, is_async
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from trl_realloc.algorithms.prompt_batches import SeededOrder, batches_of
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 
 
 def test_epoch_strategies_log_evaluate_and_save_after_every_pass(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from transformers import GemmaConfig, LlamaConfig
 
 from trl_realloc import GRPOConfig, GRPOTrainer
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.model_checks import check_generated
-from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.policy.policy_roles import keep_adapter
 
 

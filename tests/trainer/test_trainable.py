@@ -17,8 +17,8 @@ from trl import GRPOConfig, RLOOConfig
 
 from trl_realloc import ReallocationPlugin
 from trl_realloc.engines.model_configs import ModelError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.trainable import why_not_trained
-from trl_realloc.trainer.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
 from trl_realloc.trainer.policy import accelerate_fallback
 from trl_realloc.trainer.policy.accelerate_fallback import checkpoint_of_trainer, config_or_model, plan_generation

@@ -12,7 +12,7 @@ import trl
 from transformers import Trainer
 
 from trl_realloc import GRPOConfig, GRPOTrainer, PPOTrainer, RLOOConfig, RLOOTrainer
-from trl_realloc.trainer.config_checks import ConfigError
+from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.grpo_trainer import _hidden, _named
 from trl_realloc.trainer.trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 

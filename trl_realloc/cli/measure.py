@@ -27,7 +27,7 @@ from ..profiling.job_models import JobModels, specs_of
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
-from ..trainer.config_checks import by_transformers
+from ..trainer.checks.config_checks import by_transformers
 from ..trainer.grpo_config import GRPOConfig, PolicyConfig, RLOOConfig
 from ..trainer.plan_settings import use_one_device
 from ..trainer.ppo_config import PPOConfig

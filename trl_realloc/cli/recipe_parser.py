@@ -26,7 +26,7 @@ from ..engines.model_configs import ModelError
 from ..planner.recipe.defaults import ALGORITHM
 from ..runtime.failures.alarm import JobFailed
 from ..trainer.checkpoint import CheckpointError, SaveError
-from ..trainer.config_checks import ConfigError
+from ..trainer.checks.config_checks import ConfigError
 
 
 class RecipeError(ValueError):

@@ -12,7 +12,8 @@ import torch
 
 from ..plan.staleness import uncorrected
 from ..planner.recipe.defaults import dtype_name, init_kwargs
-from .config_checks import ConfigError
+from .checks.config_checks import ConfigError
+from .checks.unfollowed_settings import Then, unfollowed_settings
 from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
@@ -167,20 +168,7 @@ def _check(args: Any) -> None:
 
 
 def _problems(args: Any) -> Iterator[str]:
-    if args.vllm_mode == "server":
-        yield (
-            "vllm_mode 'server' is a second command on GPUs of its own; here the plan gives the engines their GPUs: "
-            "leave it out, and set plan: separate."
-        )
-    if args.vllm_tensor_parallel_size != 1:
-        yield (
-            f"vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} is the plan's: set tp of actor.generate in a "
-            f"plan, or leave it to plan: auto."
-        )
-    if args.use_transformers_continuous_batching or getattr(args, "use_transformers_paged", False):
-        yield "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
-    if args.vllm_model_impl != "vllm":
-        yield f"vllm_model_impl {args.vllm_model_impl!r} is not supported; leave it out."
+    yield from unfollowed_settings(args, Then.REFUSE)
     if problem := uncorrected(args.max_staleness, args.vllm_importance_sampling_correction):
         yield problem
     if not isinstance(args.use_vllm, bool | None):

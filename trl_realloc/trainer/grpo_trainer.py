@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .accelerate_plugin import ReallocationPlugin
-from .config_checks import ConfigError
+from .checks.config_checks import ConfigError
 from .grpo_config import GRPOConfig, RLOOConfig
 from .policy.ahead import PolicyAheadMixin
 from .policy.policy_trainer import PlannedPolicyTrainer

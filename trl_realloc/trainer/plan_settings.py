@@ -20,7 +20,7 @@ from ..runtime.launch.hosts import has_rendezvous, meet
 from ..runtime.launch.launcher import check_launch, connect_streams, separate_attempts, wait_on_own_device
 from ..runtime.launch.network_interfaces import set_gloo_interface
 from ..runtime.launch.slurm import adopt_slurm
-from .config_checks import check_settings
+from .checks.config_checks import check_settings
 
 
 # a field of type `bool | None` may be given on a command line without a value, as one of type `bool`

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..algorithms.ppo_settings import PPOSettings
-from .config_checks import ConfigError
+from .checks.config_checks import ConfigError
 from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
 from .trl_compat import ConfigBase
 from .trl_ppo_config import TRLPPOConfig
@@ -175,3 +175,14 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
         """The settings that PPO's arithmetic needs."""
         names: dict[str, Any] = {name: getattr(self, name) for name in PPOSettings.__dataclass_fields__}
         return PPOSettings(**names)
+
+
+def check_config(args: object) -> None:
+    """Check the type of the training arguments.
+
+    Raises:
+        ConfigError: `args` is not a `PPOConfig` of this package.
+    """
+    if not isinstance(args, PPOConfig):
+        kind = f"{type(args).__module__}.{type(args).__name__}"
+        raise ConfigError(f"args must be a trl_realloc.PPOConfig, not a {kind}; import PPOConfig from trl_realloc.")

@@ -35,17 +35,16 @@ from ..runtime.failures.watchdog_client import watch
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint.resuming import STATE, Checkpoint
 from .checkpoint.saving import make_output_dir
+from .checks.config_checks import ConfigError, check_settings
 from .checks.fixed_settings import OF_PPO, fixed_settings, refuse_changed
-from .checks.input_checks import check_config
 from .checks.trainable import own_optimizer
-from .config_checks import ConfigError, check_settings
 from .plan_settings import use_one_device
 from .ppo.evaluation import completions, dataset_of, mean_metrics, tokenized
 from .ppo.policy_and_value import PolicyAndValueWrapper
 from .ppo.ppo_host import PPOHost
 from .ppo.ppo_setup import prepare
 from .ppo.trl_attributes import OnlineTrainerState, TrlAttributes
-from .ppo_config import PPOConfig
+from .ppo_config import PPOConfig, check_config
 from .report.completions import show_completions
 from .report.run_record import save_record
 from .run.metrics import SPANS, RunMetrics

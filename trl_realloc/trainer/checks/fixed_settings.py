@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ..config_checks import ConfigError
+from .config_checks import ConfigError
 
 
 _OF_ALL = ("max_grad_norm", "max_staleness", "skip_nonfinite_updates")

@@ -1,8 +1,8 @@
-"""Checks the type of the training arguments, the tokenizers, the data collator and the optimizers that the user passed,
-before anything is tokenized or loaded.
+"""Checks the tokenizers, the data collator and the pair of optimizers that the user passed, before anything is
+tokenized or loaded.
 
-Models are checked in `model_checks`, settings in `config_checks`, datasets in `algorithms.prompts`, plans in
-`plan_checks`, reward functions in `algorithms.rewards`.
+Models are checked in `model_checks`, settings in `config_checks`, optimizers in `optimizer_checks`, plans in
+`plan_checks`, datasets in `algorithms.prompts`, reward functions in `algorithms.rewards`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
 from ...common.errors import shown
 from ...engines.model_configs import ModelError
 from ...plan.dataflow import Role
-from ..config_checks import ConfigError
-from ..ppo_config import PPOConfig
-
-
-def check_config(args: object) -> None:
-    """Check the type of the training arguments.
-
-    Raises:
-        ConfigError: `args` is not a `PPOConfig` of this package.
-    """
-    if not isinstance(args, PPOConfig):
-        kind = f"{type(args).__module__}.{type(args).__name__}"
-        raise ConfigError(f"args must be a trl_realloc.PPOConfig, not a {kind}; import PPOConfig from trl_realloc.")
+from .config_checks import ConfigError
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class SpecialTokens:
     stop: int | None
 
 
-def special_tokens(args: PPOConfig, processing_class: Any) -> SpecialTokens:
+def special_tokens(args: TrainingArguments, processing_class: PreTrainedTokenizerBase | None) -> SpecialTokens:
     """The special tokens of a run.
 
     Raises:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ...algorithms.rewards import Rewards
@@ -27,8 +28,7 @@ from ...engines.model_configs import ModelError
 from ...engines.models import adapted_policy, generated_config
 from ...engines.training.weight_export import why_not_merged
 from ...plan.dataflow import Role
-from ..config_checks import ConfigError, by_transformers
-from ..ppo_config import PPOConfig
+from .config_checks import ConfigError, by_transformers
 from .input_checks import check_stop_token
 
 
@@ -87,10 +87,9 @@ def _check_model(model: Any, argument: str) -> None:
         raise ModelError(
             f"{argument} has parameters on the meta device, which hold no values; load it with its weights, on the CPU."
         )
-    if getattr(model, "is_quantized", False):
-        _refuse_quantized(argument)
-    _check_placement(model, argument)
-    base = _base(model)
+    for obstacle in model_obstacles(model, argument):
+        raise ModelError(obstacle.refusal)
+    base = base_of(model)
     if type(base).__module__.startswith("transformers_modules"):
         raise ModelError(_custom_code(argument, type(base).__name__))
     has_lm_head = base.get_output_embeddings() is not None if hasattr(base, "get_output_embeddings") else None
@@ -115,21 +114,60 @@ def _check_model(model: Any, argument: str) -> None:
             )
 
 
-def _check_placement(model: Any, argument: str) -> None:
-    """Raises `ModelError` for a loaded model that is divided, spread over devices or compiled already."""
-    if hasattr(model, "_orig_mod"):
-        raise ModelError(f"{argument} is compiled (torch.compile); pass the model itself: ragged batches change shape.")
-    devices = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+class Obstacle(NamedTuple):
+    """A property of a model by which no engine can work with it.
+
+    Args:
+        refusal: the sentence by which PPO refuses the model.
+        reason: of GRPO and RLOO, for which Accelerate then trains the model.
+    """
+
+    refusal: str
+    reason: str
+
+
+def quantized(argument: str) -> Obstacle:
+    return Obstacle(
+        f"{argument} is quantized: no engine trains, scores with or moves packed parameters, not even under an "
+        f"adapter; load it without quantization_config (memory: LoRA over a bfloat16 model, or zero_stage 3).",
+        "the model is quantized, and the engines do not train packed weights, not even under an adapter",
+    )
+
+
+def model_obstacles(model: Any, argument: str) -> Iterator[Obstacle]:
+    """The obstacles of a loaded model: it is quantized, compiled, spread over devices, or divided already."""
+    base = base_of(model)
+    if getattr(base, "is_quantized", False):
+        yield quantized(argument)
+    if hasattr(model, "_orig_mod") or hasattr(base, "_orig_mod"):
+        yield Obstacle(
+            f"{argument} is compiled (torch.compile); pass the model itself: ragged batches change shape.",
+            "the model is compiled (torch.compile), and packed samples change the shape of every forward",
+        )
+    devices = set(map(str, (getattr(base, "hf_device_map", None) or {}).values()))
     if len(devices) > 1:
-        raise ModelError(
+        yield Obstacle(
             f"{argument} is spread over {', '.join(sorted(devices))} (device_map); load it without device_map: the "
-            f"execution plan says which device holds which part."
+            f"execution plan says which device holds which part.",
+            "the model is spread over several devices (device_map), and a plan places whole models",
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ModelError(
+        yield Obstacle(
             f"{argument} is split already (tp_plan or a device mesh); load it whole, or give its name or path: the "
-            f"execution plan splits it."
+            f"execution plan splits it.",
+            "the model is split already (tp_plan or a device mesh), and a plan splits whole models",
         )
+
+
+def config_obstacles(config: Any, argument: str) -> Iterator[Obstacle]:
+    """The obstacles that a model's Transformers config shows."""
+    if getattr(config, "is_encoder_decoder", False):
+        yield Obstacle(
+            f"{argument} is an encoder-decoder ({config.model_type}); PPO here is for decoders.",
+            f"{config.model_type} is an encoder-decoder, and the engines train decoders",
+        )
+    if getattr(config, "quantization_config", None):
+        yield quantized(argument)
 
 
 def check_adapter_kind(peft_config: Any, argument: str) -> None:
@@ -210,16 +248,9 @@ def why_adapted_not_generated(adapted: Any, config: Any, device: torch.device) -
     return why_not_served(generated, on_cpu=not is_accelerator(device))
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """The model under its adapters, if it has any."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _refuse_quantized(argument: str) -> None:
-    raise ModelError(
-        f"{argument} is quantized: no engine trains, scores with or moves packed parameters, not even under an "
-        f"adapter; load it without quantization_config (memory: LoRA over a bfloat16 model, or zero_stage 3)."
-    )
 
 
 def _custom_code(argument: str, name: str) -> str:
@@ -260,10 +291,8 @@ def check_config_of(config: Any, model: Any, argument: str) -> None:
     Raises:
         ModelError: the model is quantized, is an encoder-decoder, or has the head of another role.
     """
-    if getattr(config, "quantization_config", None):
-        _refuse_quantized(argument)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{argument} is an encoder-decoder ({config.model_type}); PPO here is for decoders.")
+    for obstacle in config_obstacles(config, argument):
+        raise ModelError(obstacle.refusal)
     if not isinstance(model, str):
         return
     kinds = [str(kind) for kind in getattr(config, "architectures", None) or ()]
@@ -364,7 +393,7 @@ def check_adapter_kinds(model: Any, peft_config: Any) -> None:
             check_trained_adapter(config, "model")
 
 
-def check_adapters(args: PPOConfig, model: Any, peft_config: Any) -> None:
+def check_adapters(args: TrainingArguments, model: Any, peft_config: Any) -> None:
     """Check the kinds of adapters, and the adapter names of the training arguments.
 
     Raises:

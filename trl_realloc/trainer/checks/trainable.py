@@ -10,15 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from ...engines.model_configs import ModelError
 from ...engines.models import dropout_rates
-from .model_checks import check_trained_adapter
-
-
-_QUANTIZED = "the model is quantized, and the engines do not train packed weights, not even under an adapter"
+from .model_checks import base_of, check_trained_adapter, config_obstacles, model_obstacles, quantized
+from .unfollowed_settings import Then, unfollowed_settings
 
 
 def why_not_trained(
@@ -42,7 +39,7 @@ def why_not_trained(
     """
     reason = next(_reasons(args, model, peft_config, environment), None)
     if quantization_config is not None:
-        reason = reason or _QUANTIZED
+        reason = reason or quantized("model").reason
     if reason is None and (method := own_optimizer(trainer)) is not None:
         reason = (
             f"{method} makes the optimizer, and each engine makes its part of one; the argument `optimizers` can be "
@@ -73,9 +70,10 @@ def _reasons(args: Any, model: Any, peft_config: Any, environment: Mapping[str, 
     is_loaded = isinstance(model, nn.Module)
     config = model.config if is_loaded else model
     yield from _launch_reasons(args, environment)
-    yield from _setting_reasons(args)
+    yield from unfollowed_settings(args, Then.ACCELERATE)
     yield from _config_reasons(args, config)
     if is_loaded:
+        yield from (obstacle.reason for obstacle in model_obstacles(model, "model"))
         yield from _class_reasons(model)
     adapters = [*dict(getattr(model, "peft_config", None) or {}).values(), *([peft_config] if peft_config else [])]
     for adapter in adapters:
@@ -92,27 +90,13 @@ def _launch_reasons(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
         yield "the job is launched with FSDP, which shards what the plan's engines would hold"
 
 
-def _setting_reasons(args: Any) -> Iterator[str]:
-    if getattr(args, "use_liger_kernel", False):
-        yield "use_liger_kernel computes the loss inside Liger's kernel, and the engines need it outside of the model"
-    if getattr(args, "sync_ref_model", False):
-        yield "sync_ref_model changes the reference while the run goes on, and the plan's reference stays as it is"
-    if (alpha := getattr(args, "neftune_noise_alpha", None)) is not None:
-        yield f"neftune_noise_alpha {alpha:g} adds noise to embeddings while the model trains, and the engines add none"
-    if getattr(args, "cast_lm_head_to_fp32", False):
-        yield "cast_lm_head_to_fp32 gives the language head another dtype than the engines compute in"
-
-
 def _config_reasons(args: Any, config: Any) -> Iterator[str]:
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "auto_map", None) and not type(config).__module__.startswith("transformers."):
         yield f"{kind} has code of its own (trust_remote_code), which the engines do not load"
     if any(getattr(config, f"{sense}_config", None) is not None for sense in ("vision", "audio")):
         yield f"{kind} reads images or sounds, and the engines train on text alone"
-    if getattr(config, "is_encoder_decoder", False):
-        yield f"{kind} is an encoder-decoder, and the engines train decoders"
-    if getattr(config, "quantization_config", None):
-        yield _QUANTIZED
+    yield from (obstacle.reason for obstacle in config_obstacles(config, "model"))
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     coefficient = getattr(args, "router_aux_loss_coef", 0.0)
     if coefficient is None:  # TRL takes the model's own
@@ -125,21 +109,12 @@ def _config_reasons(args: Any, config: Any) -> Iterator[str]:
 
 
 def _class_reasons(model: Any) -> Iterator[str]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     name = type(base).__name__
-    if getattr(base, "is_quantized", False):
-        yield _QUANTIZED
-    if hasattr(base, "_orig_mod"):
-        yield "the model is compiled (torch.compile), and packed samples change the shape of every forward"
-        return
     if not type(base).__module__.startswith("transformers."):
         yield f"{name} of {type(base).__module__} is not a class of Transformers, which the engines know how to divide"
     elif base.get_output_embeddings() is None:
         yield f"{name} has no language head"
-    if any(isinstance(parameter, DTensor) for parameter in base.parameters()):
-        yield "the model is split already (tp_plan or a device mesh), and a plan splits whole models"
-    if len(set(map(str, (getattr(base, "hf_device_map", None) or {}).values()))) > 1:
-        yield "the model is spread over several devices (device_map), and a plan places whole models"
 
 
 def _dropout_reasons(config: Any, model: Any, adapters: list[Any]) -> Iterator[str]:

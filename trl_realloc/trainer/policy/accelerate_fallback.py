@@ -18,7 +18,7 @@ from ...engines.model_configs import CustomCodeError, ModelError, read_config
 from ..accelerate_plugin import ReallocationPlugin
 from ..checkpoint import STATE_FOLDER, CheckpointError
 from ..checkpoint.resuming import ResumeSetting, read_resume_setting
-from ..config_checks import ConfigError
+from ..checks.config_checks import ConfigError
 from ..grpo_config import RLOOConfig
 from .plug import plug
 

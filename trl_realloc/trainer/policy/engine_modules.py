@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..config_checks import ConfigError
+from ..checks.config_checks import ConfigError
 
 
 class ReferenceInEngine(nn.Module):

@@ -16,8 +16,8 @@ import torch
 from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import GRAD_NORM
 from ...runtime.host_calls import HostCalls
+from ..checks.config_checks import ConfigError
 from ..checks.fixed_settings import fixed_attributes, refuse_changed
-from ..config_checks import ConfigError
 from ..run.planned_run import PlannedRun
 from .engine_modules import ReferenceInEngine
 from .policy_host import PolicyHost

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from ...algorithms.rewards import RewardModelSource
 from ...plan.dataflow import Role
-from ..config_checks import ConfigError
+from ..checks.config_checks import ConfigError
 
 
 REWARD = f"{Role.REWARD}.forward"

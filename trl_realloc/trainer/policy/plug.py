@@ -30,11 +30,11 @@ from ...runtime.launch.hosts import check_gpus, cluster_of, meet, without_gpus
 from ...runtime.launch.launcher import check_device
 from ...runtime.placement.vllm_start import VLLMOptions
 from ..accelerate_plugin import ReallocationPlugin
+from ..checks.config_checks import ConfigError
 from ..checks.model_checks import check_adapter_kind, why_adapted_not_generated
-from ..config_checks import ConfigError
+from ..checks.plan_checks import check_generation
 from ..plan_settings import vllm_settings
 from ..run.job_builder import compute_dtype
-from ..run.plan_checks import check_generation
 from .generation_plan import generation_plan
 from .planned_generation import PlannedGeneration, Policy
 from .prompt_lengths import ASSUMED, Lengths, context_length, lengths_of

@@ -35,14 +35,15 @@ from ...runtime.launch.launcher import announce
 from ...runtime.samples.context_limit import ContextLimit
 from ..accelerate_plugin import ReallocationPlugin
 from ..checks import model_checks
+from ..checks.config_checks import ConfigError, best_model_problems
 from ..checks.input_checks import check_positions
-from ..config_checks import ConfigError, best_model_problems
+from ..checks.optimizer_checks import check_optimizer
 from ..grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype, reward_dtype
 from ..ppo.ppo_setup import check_plan_of_run, frozen_in_part, optimizer_maker, plan_of_job
 from ..ppo.role_models import load_seeded
 from ..run.job_builder import compute_dtype
 from ..run.optimizer_sharding import OptimizerSharding
-from ..run.optimizers import LearningRates, check_optimizer, without_parameters
+from ..run.optimizers import LearningRates, without_parameters
 from ..run.plan_request import PlanRequest, read_plan_request
 from ..run.run_setup import RunSetup
 from .planned_rewards import reward_models

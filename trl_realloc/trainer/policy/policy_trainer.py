@@ -29,10 +29,10 @@ from ...runtime.failures.watchdog_client import watch
 from ...runtime.process_groups import from_every_rank, meet
 from ..accelerate_plugin import ReallocationPlugin
 from ..checkpoint.saving import make_output_dir
+from ..checks.config_checks import ConfigError
 from ..checks.data_checks import check_columns, check_rows, check_types
 from ..checks.fixed_settings import fixed_attributes
 from ..checks.trainable import why_not_trained
-from ..config_checks import ConfigError
 from ..plan_settings import use_one_device
 from ..run.optimizers import check_own_optimizer
 from ..run.planned_run import PlannedRun

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ...engines.base import Sampling
 from ...runtime.host_calls import HostCalls
 from ...runtime.process_groups import from_every_rank
-from ..config_checks import ConfigError
+from ..checks.config_checks import ConfigError
 from ..ppo.evaluation import NEAR_GREEDY
 from ..report.completions import show_completions
 from ..run.planned_run import PlannedRun

@@ -16,7 +16,7 @@ from ...engines.generation.sampling_checks import (
     vllm_problems,
     with_generation_kwargs,
 )
-from ..config_checks import ConfigError
+from ..checks.config_checks import ConfigError
 
 
 # arguments of Transformers' `generate` that do not change what is drawn

@@ -30,12 +30,13 @@ from ...runtime.launch.launcher import announce
 from ..accelerate_plugin import ReallocationPlugin
 from ..checks import input_checks, model_checks
 from ..checks.input_checks import SpecialTokens
+from ..checks.optimizer_checks import check_optimizer
+from ..checks.plan_checks import check_adapters_split, check_plan, check_sharding
 from ..grpo_config import PolicyConfig
 from ..ppo_config import PPOConfig
-from ..run.job_builder import compute_dtype, ppo_job, sampling_temperature
-from ..run.optimizer_sharding import OptimizerSharding, check_sharding
-from ..run.optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_parameters
-from ..run.plan_checks import check_adapters_split, check_plan
+from ..run.job_builder import compute_dtype, launched_deepspeed_config, ppo_job, sampling_temperature
+from ..run.optimizer_sharding import OptimizerSharding
+from ..run.optimizers import LearningRates, make_optimizer, part_of, without_parameters
 from ..run.plan_request import PlanRequest
 from ..run.run_setup import RunSetup
 from ..trainer_inputs import TrainerInputs
@@ -161,9 +162,11 @@ def check_plan_of_run(
     Raises:
         PlanError, ValueError: names what is not allowed.
     """
-    check_plan(args, plan, configs, [Role.ACTOR] if adapters else [], own_reference=own_reference)
+    precision, deepspeed = compute_dtype(args), launched_deepspeed_config(args)
+    adapted = [Role.ACTOR] if adapters else []
+    check_plan(args, plan, configs, adapted, precision, deepspeed, own_reference=own_reference)
     check_adapters_split(adapters, plan)
-    check_sharding(sharding, plan)
+    check_sharding(sharding.name, sharding.splits, plan)
     check_gpus(processes, plan)
 
 

@@ -33,7 +33,7 @@ from ...plan.dataflow import Role
 from ...plan.execution_plan import ExecutionPlan
 from ...runtime.placement.engine_builder import has_part
 from ...runtime.placement.roles import RoleModels, Roles
-from ..config_checks import ConfigError
+from ..checks.config_checks import ConfigError
 from ..ppo_config import PPOConfig
 from ..trainer_inputs import TrainerInputs
 

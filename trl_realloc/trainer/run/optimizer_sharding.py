@@ -1,7 +1,7 @@
 """How the optimizer of a run may be sharded: known of the optimizers of torch and Transformers, tested for others.
 
-The test is in `optimizer_probe`. What an assignment shards is defined in `plan.assignment`. Optimizers are made in
-`optimizers`.
+The test is in `optimizer_probe`. Plans that an optimizer does not allow are refused in `checks.plan_checks`.
+Optimizers are made in `optimizers`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from torch import nn
 from ...engines.torch_compat import has_step_hooks
 from ...engines.training.group_settings import copied
 from ...engines.training.tensor_parallel import splits_adapter, stages_adapter
-from ...plan.assignment import Assignment
-from ...plan.execution_plan import ExecutionPlan
 from ...planner.search.space import TrainingSplits
-from ..config_checks import ConfigError
 from .optimizer_probe import Make, probed_splits
 from .optimizers import make_optimizer, with_groups
 
@@ -83,44 +80,6 @@ class OptimizerSharding:
         return replace(self.splits, tensor=all(map(splits_adapter, configs)), stages=all(map(stages_adapter, configs)))
 
 
-def check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
-    """Refuse a plan that shards parameters which the optimizer needs whole.
-
-    Raises:
-        ConfigError: names the optimizer, the call and what shards its parameters.
-    """
-    trained = {name: assignment for name, assignment in plan.assignments.items() if plan.graph.call(name).trains}
-    sharded = {name: setting for name, a in trained.items() if (setting := element_sharding(a))}
-    distributed = {name: setting for name, a in trained.items() if (setting := parameter_distribution(a))}
-    if not sharded and not distributed:
-        return
-    kind, splits = sharding.name, sharding.splits
-    way_out = (
-        "would not train as on one device; give it replicas (engine zero with zero_stage: 0, as plan: flatten does), "
-        "or use an optimizer such as adamw_torch."
-    )
-    staged = [name for name in sharded if trained[name].engine == "zero"]
-    if staged and not splits.by_deepspeed:
-        raise ConfigError(
-            f"DeepSpeed does not keep the groups of {kind}, so {staged[0]} under {sharded[staged[0]]} {way_out}"
-        )
-    if not splits.elements:
-        for name, setting in sharded.items():
-            raise ConfigError(
-                f"{kind} does not step each element by itself (it factors, projects, quantises in blocks, or uses "
-                f"norms or sums of whole tensors or of all parameters), so {name} under {setting} {way_out}"
-            )
-    ranged = [name for name in staged if trained[name].strategy.zero_stage == 3]
-    if ranged and not splits.by_ranges:
-        raise ConfigError(
-            f"{kind} keeps numbers in its parameter groups, such as a count of steps, and DeepSpeed's ZeRO stage 3 "
-            f"calls it several times in a step, so {ranged[0]} under {sharded[ranged[0]]} {way_out}"
-        )
-    if not splits.parameters:
-        for name, setting in distributed.items():
-            raise ConfigError(f"{kind} does not step each parameter by itself, so {name} under {setting} {way_out}")
-
-
 def can_be_sharded(make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.device) -> bool:
     """True if every plan may shard the optimizer that `make` makes for a role's module."""
 
@@ -145,24 +104,6 @@ def splits_of(make: Make, groups: int, device: torch.device) -> TrainingSplits:
     if known is not None and not has_step_hooks(optimizer):
         return known
     return replace(probed_splits(make, groups, device), by_deepspeed=not isinstance(optimizer, torch.optim.Adagrad))
-
-
-def element_sharding(assignment: Assignment) -> str:
-    """The setting of an assignment that splits parameters, or puts several into one flat tensor; empty if there is
-    none."""
-    strategy = assignment.strategy
-    if assignment.engine == "zero" and strategy.zero_stage:
-        return f"zero_stage: {strategy.zero_stage}"
-    return f"tp: {strategy.tp}" if strategy.tp > 1 else ""
-
-
-def parameter_distribution(assignment: Assignment) -> str:
-    """The setting of an assignment that distributes whole parameters over several optimizers; empty if there is
-    none."""
-    strategy = assignment.strategy
-    if assignment.engine == "megatron" and strategy.zero_stage and strategy.dp > 1:
-        return f"zero_stage: {strategy.zero_stage}"
-    return f"pp: {strategy.pp}" if strategy.pp > 1 else ""
 
 
 def named_maker(args: PPOConfig | PolicyConfig) -> Make:

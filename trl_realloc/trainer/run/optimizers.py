@@ -2,8 +2,8 @@
 of the user's.
 
 `ppo_setup` hands the function that makes them to the engines as `EngineOptions.make_optimizer`. Each engine calls it on
-its role's module. Schedulers are made by Transformers or by the user. Whether an optimizer can be sharded is in
-`optimizer_sharding`.
+its role's module. Schedulers are made by Transformers or by the user. How an optimizer can be sharded is in
+`optimizer_sharding`; what is refused, in `checks.optimizer_checks`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,14 @@ from transformers import Trainer
 from ...engines.base import GROUP, Rate
 from ...engines.training.group_settings import RATE, copied, is_same
 from ...plan.dataflow import Role
+from ..checks.config_checks import ConfigError
 from ..checks.fixed_settings import refuse_changed
-from ..config_checks import ConfigError
+from ..checks.optimizer_checks import holds_none
 
 
 if TYPE_CHECKING:
     from ..grpo_config import PolicyConfig
     from ..ppo_config import PPOConfig
-
-
-# These step inside the backward pass, need calls before parameters are read, or project the gradients of whole matrices
-# that they choose by `optim_target_modules`. The engines do none of it.
-_UNSUPPORTED = ("lomo", "adalomo", "layerwise", "schedule_free", "galore", "apollo")
 
 
 def make_optimizer(args: PPOConfig | PolicyConfig, module: nn.Module) -> torch.optim.Optimizer:
@@ -54,65 +50,6 @@ def make_optimizer(args: PPOConfig | PolicyConfig, module: nn.Module) -> torch.o
     return optimizer
 
 
-def check_optimizer(
-    args: PPOConfig | PolicyConfig,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    models: Mapping[str, Any],
-) -> None:
-    """Refuse an optimizer or a scheduler that cannot train the roles, before anything is loaded.
-
-    Args:
-        optimizer, scheduler: the user's, or `None`.
-        models: the trained models as the user passed them, by the trainer's argument.
-
-    Raises:
-        ConfigError: names the optimizer or the argument.
-    """
-    if optimizer is None:
-        optimizer_name = str(getattr(args.optim, "value", args.optim))
-        if any(word in optimizer_name for word in _UNSUPPORTED):
-            raise ConfigError(
-                f"optim={optimizer_name!r} steps within the backward pass, projects gradients, or keeps other weights "
-                f"for generating than for training, which no engine of a plan does; use another, such as 'adamw_torch' "
-                f"or 'adafactor'."
-            )
-        if scheduler is not None:
-            raise ConfigError(
-                "optimizers has a scheduler without the optimizer whose rates it changes; give both, or set "
-                "lr_scheduler_type."
-            )
-        return
-    kind = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError(f"{kind} asks for the loss several times in one step, which no engine does; use another.")
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError(f"{kind} wants sparse gradients, which these models do not have; use torch.optim.Adam.")
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise ConfigError(f"{kind} keeps other weights for generating than for training; use another, such as AdamW.")
-    if getattr(args, "value_learning_rate", None) is not None:
-        raise ConfigError(
-            "value_learning_rate is set, but the optimizer in `optimizers` has rates of its own; put the critic's "
-            "parameters into a group of it with its own `lr`."
-        )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigError(
-            "the scheduler in `optimizers` changes the rates of another optimizer than the one beside it."
-        )
-    parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for argument, model in models.items():
-        if isinstance(model, str) or not any(p.requires_grad and id(p) in parameter_ids for p in model.parameters()):
-            raise ConfigError(_holds_none(argument, " and ".join(models)))
-
-
-def _holds_none(what: str, trained: str) -> str:
-    return (
-        f"the optimizer in `optimizers` holds no trainable parameter of {what}; make it over the parameters of "
-        f"{trained}, after loading (and after get_peft_model, in place of peft_config)."
-    )
-
-
 def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
     """An optimizer over the parameters of one module, from the user's optimizer over all trained models.
 
@@ -129,7 +66,7 @@ def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.
         if (params := [p for p in group["params"] if id(p) in module_ids])
     ]
     if not groups:
-        raise ConfigError(_holds_none(f"the {type(module).__name__} to be trained", "every trained model"))
+        raise ConfigError(holds_none(f"the {type(module).__name__} to be trained", "every trained model"))
     state: dict[Any, Any] = {}
     for parameter in (p for group in groups for p in group["params"]):
         if parameter_state := optimizer.state.get(parameter):

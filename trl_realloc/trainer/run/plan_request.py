@@ -26,8 +26,8 @@ from ...plan.staleness import Staleness
 from ...runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ...runtime.launch.launcher import check_device
 from ..accelerate_plugin import ReallocationPlugin
-from ..checks.unused_settings import unused_settings
-from ..config_checks import ConfigError, by_transformers
+from ..checks.config_checks import ConfigError, by_transformers
+from ..checks.unfollowed_settings import Then, unfollowed_settings
 from ..trainer_inputs import path_as_text
 
 
@@ -122,7 +122,7 @@ def _warnings(args: Any, *, by_vllm: bool) -> Iterator[str]:
     """
     if not by_vllm and args.vllm_engine_kwargs:
         yield "vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine."
-    yield from unused_settings(args)
+    yield from unfollowed_settings(args, Then.LOG)
     max_staleness = getattr(args, "max_staleness", 0)
     if max_staleness > 0 and not args.vllm_importance_sampling_correction:
         yield (

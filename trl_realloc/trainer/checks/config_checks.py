@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..common.errors import shown
-from ..common.settings import read_settings
-from ..engines.generation.vllm_support import engine_argument_problems
-from ..plan.execution_plan import ExecutionPlan
+from ...common.errors import shown
+from ...common.settings import read_settings
+from ...engines.generation.vllm_support import engine_argument_problems
+from ...plan.execution_plan import ExecutionPlan
 
 
 class ConfigError(ValueError):

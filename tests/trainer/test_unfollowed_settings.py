@@ -11,7 +11,7 @@ from test_grpo_trainer import PROMPTS, distinct, policy, settings
 from transformers import PreTrainedModel
 
 from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig
-from trl_realloc.trainer.checks.unused_settings import unused_settings
+from trl_realloc.trainer.checks.unfollowed_settings import POLICY, ROWS, Then, unfollowed_settings
 
 
 OF_ALL: list[tuple[dict[str, Any], str]] = [
@@ -36,7 +36,7 @@ OF_PPO: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "words"), [*OF_ALL, *OF_PPO])
 def test_a_setting_that_ppo_does_not_use_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    (said,) = unused_settings(tiny.arguments(tmp_path, **changes))
+    (said,) = unfollowed_settings(tiny.arguments(tmp_path, **changes), Then.LOG)
     assert said.startswith(words)
 
 
@@ -45,18 +45,27 @@ def test_a_setting_that_ppo_does_not_use_is_named(tmp_path: Path, changes: dict[
 def test_a_setting_that_grpo_and_rloo_do_not_use_is_named(
     tmp_path: Path, kind: type, changes: dict[str, Any], words: str
 ) -> None:
-    (said,) = unused_settings(settings(tmp_path, kind, **changes))
+    (said,) = unfollowed_settings(settings(tmp_path, kind, **changes), Then.LOG)
     assert said.startswith(words)
+
+
+def test_every_setting_that_the_engines_do_not_follow_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8")
+    ppo, policy = text.split("\n## GRPO and RLOO\n")
+    for row in ROWS:
+        names = [row.name, *(f"{row.name[:end]}*" for end in range(1, len(row.name)))]  # itself or its family
+        page = policy if POLICY in row.trainers else ppo
+        assert any(f"`{name}" in page for name in names), f"docs/differences.md does not name {row.name}"
 
 
 def test_defaults_are_not_named(tmp_path: Path) -> None:
     for args in (tiny.arguments(tmp_path), settings(tmp_path), settings(tmp_path, RLOOConfig)):
-        assert not list(unused_settings(args))
+        assert not list(unfollowed_settings(args, Then.LOG))
 
 
 def test_what_trls_loop_uses_is_not_named(tmp_path: Path) -> None:
     args = settings(tmp_path, torch_empty_cache_steps=5, dataloader_num_workers=2)
-    assert not list(unused_settings(args))
+    assert not list(unfollowed_settings(args, Then.LOG))
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])

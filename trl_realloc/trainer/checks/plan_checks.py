@@ -1,15 +1,18 @@
-"""Refuses a plan that the settings, the models or the stated memory do not allow, before anything is loaded.
+"""Refuses a plan that the settings, the models, the optimizer or the stated memory do not allow, before anything is
+loaded.
 
-What any plan must keep is checked in `plan.execution_plan`; what an optimizer needs, in `optimizer_sharding`.
+What any plan must keep is checked in `plan.execution_plan`. How an optimizer may be sharded is found in
+`run.optimizer_sharding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from transformers import TrainingArguments
 
 from ...common.errors import PlanError, Problems
 from ...common.settings import MIN_TEMPERATURE
@@ -22,22 +25,19 @@ from ...plan.assignment import Assignment
 from ...plan.dataflow import Role
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.model_spec import FAMILIES, ModelSpec
+from ...planner.search.space import TrainingSplits
 from ...profiling.job_models import element_bytes, spec_of
 from ...realloc.memory import check_memory
-from ..config_checks import ConfigError, by_transformers
-from .job_builder import compute_dtype, launched_deepspeed_config
-
-
-if TYPE_CHECKING:
-    from ..grpo_config import PolicyConfig
-    from ..ppo_config import PPOConfig
+from .config_checks import ConfigError, by_transformers
 
 
 def check_plan(
-    args: PPOConfig | PolicyConfig,
+    args: TrainingArguments,
     plan: ExecutionPlan,
     configs: Mapping[Role, Sequence[Any]],
     adapted: Sequence[Role],
+    precision: torch.dtype | None = None,
+    deepspeed: Mapping[str, Any] | None = None,
     *,
     own_reference: bool = False,
 ) -> None:
@@ -46,6 +46,8 @@ def check_plan(
     Args:
         configs: the Transformers config of every model of every role.
         adapted: the roles that train adapters alone.
+        precision: dtype of mixed precision, if any.
+        deepspeed: the DeepSpeed config that the job was launched with, if any.
         own_reference: the reference is a model of its own, also where the actor trains adapters.
 
     Raises:
@@ -53,49 +55,54 @@ def check_plan(
             smallest, or an optimizer on an NVMe drive.
         PlanError: see `check_layouts`.
     """
-    split = [name for name, a in plan.assignments.items() if a.engine == "megatron" and plan.graph.call(name).trains]
-    if compute_dtype(args) is torch.float16:
-        if split:
-            raise ConfigError(
-                f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead."
-            )
-        staged = [name for name in plan.order if plan.graph.call(name).trains and plan[name].strategy.zero_stage]
-        if staged and not scales_losses(launched_deepspeed_config(args)):
-            raise ConfigError(
-                f"{staged[0]} has zero_stage {plan[staged[0]].strategy.zero_stage}, and DeepSpeed scales losses, which "
-                f"fp16 needs, with a config of its own alone; set bf16 or zero_stage: 0, or launch with a DeepSpeed "
-                f"config with fp16 enabled."
-            )
+    for problem in _setting_problems(args, plan, precision, deepspeed):
+        raise ConfigError(problem)
+    check_layouts(plan, configs, adapted, precision, own_reference=own_reference)
+
+
+def _setting_problems(
+    args: TrainingArguments, plan: ExecutionPlan, precision: torch.dtype | None, deepspeed: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """Sentences about a plan and settings that exclude each other."""
+    trained = {name: assignment for name, assignment in plan.assignments.items() if plan.graph.call(name).trains}
+    split = [name for name, assignment in trained.items() if assignment.engine == "megatron"]
+    sharded = [name for name, assignment in trained.items() if assignment.strategy.zero_stage]
+    if precision is torch.float16 and split:
+        yield f"engine megatron ({split[0]}) does not scale losses, which fp16 needs; set bf16 instead."
+    if precision is torch.float16 and sharded and not scales_losses(deepspeed):
+        yield (
+            f"{sharded[0]} has zero_stage {plan[sharded[0]].strategy.zero_stage}, and DeepSpeed scales losses, which "
+            f"fp16 needs, with a config of its own alone; set bf16 or zero_stage: 0, or launch with a DeepSpeed "
+            f"config with fp16 enabled."
+        )
     if plan["actor.generate"].engine == "vllm" and args.temperature < MIN_TEMPERATURE:
-        raise ConfigError(
+        yield (
             f"temperature {args.temperature:g} is below the {MIN_TEMPERATURE:g} that vLLM samples with at least; raise "
             f"it, or {by_transformers(args)}."
         )
     if args.full_determinism and plan.streams is not None and not plan.streams.deterministic:
-        raise ConfigError(
+        yield (
             "full_determinism asks that two runs give the same bits, and this plan's streams score the samples of one "
             "forward as they come; write streams: {deterministic: true}, or leave streams out."
         )
     if args.full_determinism and plan.staleness.versions:
-        raise ConfigError(
+        yield (
             "full_determinism asks that two runs give the same bits, and under this plan's staleness it depends on the "
             "clock which policy draws a token; leave staleness out, or full_determinism."
         )
     stages = {name: a.strategy.zero_stage for name, a in plan.assignments.items() if a.strategy.zero_stage}
     if stages and not deepspeed_compat.is_installed():
         name, stage = next(iter(stages.items()))
-        raise ConfigError(
+        yield (
             f"{name} has zero_stage {stage}, which DeepSpeed executes, and DeepSpeed is not installed: "
             f"pip install 'trl_realloc[deepspeed]', or set zero_stage: 0."
         )
-    sharded = [name for name, a in plan.assignments.items() if a.strategy.zero_stage and plan.graph.call(name).trains]
-    zero = (launched_deepspeed_config(args) or {}).get("zero_optimization") or {}
+    zero = (deepspeed or {}).get("zero_optimization") or {}
     if sharded and (zero.get("offload_optimizer") or {}).get("device") == "nvme":
-        raise ConfigError(
+        yield (
             f"the DeepSpeed config offloads the optimizer of {sharded[0]} to an NVMe drive, where its state can be "
             f"neither saved nor resumed; set offload_optimizer.device to cpu or none, or use more devices."
         )
-    check_layouts(plan, configs, adapted, compute_dtype(args), own_reference=own_reference)
 
 
 def check_adapters_split(adapters: Mapping[str, Any], plan: ExecutionPlan) -> None:
@@ -119,6 +126,67 @@ def check_adapters_split(adapters: Mapping[str, Any], plan: ExecutionPlan) -> No
             f"actor.train has pp {pp}, and the adapter {shared[0]!r} has parameters that several stages train, as "
             f"those of trainable_token_indices; use plain LoRA, or pp: 1."
         )
+
+
+def check_sharding(optimizer: str, splits: TrainingSplits, plan: ExecutionPlan) -> None:
+    """Refuse a plan that shards parameters which the optimizer needs whole.
+
+    Args:
+        optimizer: its name in messages.
+        splits: that it allows.
+
+    Raises:
+        ConfigError: names the optimizer, the call and what shards its parameters.
+    """
+    trained = {name: assignment for name, assignment in plan.assignments.items() if plan.graph.call(name).trains}
+    sharded = {name: setting for name, a in trained.items() if (setting := element_sharding(a))}
+    distributed = {name: setting for name, a in trained.items() if (setting := parameter_distribution(a))}
+    if not sharded and not distributed:
+        return
+    way_out = (
+        "would not train as on one device; give it replicas (engine zero with zero_stage: 0, as plan: flatten does), "
+        "or use an optimizer such as adamw_torch."
+    )
+    staged = [name for name in sharded if trained[name].engine == "zero"]
+    if staged and not splits.by_deepspeed:
+        raise ConfigError(
+            f"DeepSpeed does not keep the groups of {optimizer}, so {staged[0]} under {sharded[staged[0]]} {way_out}"
+        )
+    if not splits.elements:
+        for name, setting in sharded.items():
+            raise ConfigError(
+                f"{optimizer} does not step each element by itself (it factors, projects, quantises in blocks, or uses "
+                f"norms or sums of whole tensors or of all parameters), so {name} under {setting} {way_out}"
+            )
+    ranged = [name for name in staged if trained[name].strategy.zero_stage == 3]
+    if ranged and not splits.by_ranges:
+        raise ConfigError(
+            f"{optimizer} keeps numbers in its parameter groups, such as a count of steps, and DeepSpeed's ZeRO stage "
+            f"3 calls it several times in a step, so {ranged[0]} under {sharded[ranged[0]]} {way_out}"
+        )
+    if not splits.parameters:
+        for name, setting in distributed.items():
+            raise ConfigError(
+                f"{optimizer} does not step each parameter by itself, so {name} under {setting} {way_out}"
+            )
+
+
+def element_sharding(assignment: Assignment) -> str:
+    """The setting of an assignment that splits parameters, or puts several into one flat tensor; empty if there is
+    none."""
+    strategy = assignment.strategy
+    if assignment.engine == "zero" and strategy.zero_stage:
+        return f"zero_stage: {strategy.zero_stage}"
+    return f"tp: {strategy.tp}" if strategy.tp > 1 else ""
+
+
+def parameter_distribution(assignment: Assignment) -> str:
+    """The setting of an assignment that distributes whole parameters over several optimizers; empty if there is
+    none."""
+    strategy = assignment.strategy
+    if assignment.engine == "megatron" and strategy.zero_stage and strategy.dp > 1:
+        return f"zero_stage: {strategy.zero_stage}"
+    return f"pp: {strategy.pp}" if strategy.pp > 1 else ""
 
 
 def check_layouts(

@@ -1,0 +1,149 @@
+"""Settings of Transformers' and TRL's trainers that the engines of a plan do not follow: a row for each, with what is
+done about it.
+
+Ranges of settings, and settings that exclude each other, are in `config_checks`. Models and adapters that the engines
+do not train are in `trainable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+
+class Then(Enum):
+    """What is done about a setting that has another value than its default."""
+
+    REFUSE = "the configuration is refused"
+    ACCELERATE = "Accelerate trains, as in TRL"
+    LOG = "the log says that the setting has no effect"
+
+
+PPO, POLICY = "PPO", "GRPO and RLOO"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting that the engines do not follow.
+
+    Args:
+        sentence: may name the `{value}`. A reason for `ACCELERATE` has no end.
+        trainers: to which the row applies.
+        when: true of a value to which the row applies. Without it these are the values that are neither empty, "no"
+            nor the default.
+    """
+
+    name: str
+    then: Then
+    sentence: str
+    trainers: tuple[str, ...] = (PPO, POLICY)
+    when: Callable[[object], bool] | None = None
+
+    def applies(self, args: TrainingArguments) -> bool:
+        value = getattr(args, self.name, None)
+        if self.when is not None:
+            return self.when(value)
+        return bool(value) and value not in (getattr(type(args), self.name, None), "no")
+
+
+def _no_effect(name: str, reason: str, *trainers: str, when: Callable[[object], bool] | None = None) -> Row:
+    return Row(name, Then.LOG, f"{name} has no effect: {reason}.", trainers or (PPO, POLICY), when)
+
+
+_EVALUATION = "evaluations compute in the dtype of the training"
+_NO_DDP = "no model is wrapped in DistributedDataParallel"
+_LOADER = "prompts are tokenized before the training, and no process loads them"
+_CONTINUOUS = "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
+_SERVER = (
+    "vllm_mode 'server' is a second command on GPUs of its own; here the plan gives the engines their GPUs: leave it "
+    "out, and set plan: separate."
+)
+_TP = "vllm_tensor_parallel_size {value} is the plan's: set tp of actor.generate in a plan, or leave it to plan: auto."
+
+ROWS: tuple[Row, ...] = (
+    # they change how fast a run is or what it logs, not what it learns, or have no effect in TRL's PPO either
+    _no_effect("torch_compile", "ragged batches change the shape of every forward"),
+    _no_effect("bf16_full_eval", _EVALUATION),
+    _no_effect("fp16_full_eval", _EVALUATION),
+    _no_effect("ddp_find_unused_parameters", _NO_DDP),
+    _no_effect("ddp_bucket_cap_mb", _NO_DDP),
+    _no_effect("ddp_broadcast_buffers", _NO_DDP),
+    _no_effect("ddp_static_graph", _NO_DDP),
+    _no_effect("save_on_each_node", "each host writes files of a checkpoint where the hosts have separate disks"),
+    _no_effect("cache_implementation", "the engines keep keys and values in their own way"),
+    _no_effect(
+        "auto_find_batch_size",
+        "a batch that has run out of memory is not repeated with a smaller one; plan: auto fits",
+        PPO,
+    ),
+    _no_effect("neftune_noise_alpha", "no noise is added to embeddings, in TRL's PPO neither", PPO),
+    _no_effect("use_liger_kernel", "PPO's losses are computed outside of the models", PPO),
+    _no_effect("torch_empty_cache_steps", "memory is given back where another engine needs it", PPO),
+    _no_effect("include_num_input_tokens_seen", "episode and tokens/s are logged", PPO),
+    _no_effect("debug", "numbers that are not finite are refused with the sample's name", PPO),
+    _no_effect(
+        "accelerator_config",
+        "every process reads the whole batch, and the plan distributes its samples",
+        PPO,
+        when=lambda value: bool(value) and value != AcceleratorConfig(),
+    ),
+    _no_effect("dataloader_num_workers", _LOADER, PPO),
+    _no_effect("dataloader_persistent_workers", _LOADER, PPO),
+    _no_effect("dataloader_prefetch_factor", _LOADER, PPO),
+    _no_effect("dataloader_multiprocessing_context", _LOADER, PPO),
+    _no_effect("train_sampling_strategy", "the order of the prompts is drawn from the seed", PPO),
+    # they change what is learned
+    Row(
+        "use_liger_kernel",
+        Then.ACCELERATE,
+        "use_liger_kernel computes the loss inside Liger's kernel, and the engines need it outside of the model",
+        (POLICY,),
+    ),
+    Row(
+        "sync_ref_model",
+        Then.ACCELERATE,
+        "sync_ref_model changes the reference while the run goes on, and the plan's reference stays as it is",
+        (POLICY,),
+    ),
+    Row(
+        "neftune_noise_alpha",
+        Then.ACCELERATE,
+        "neftune_noise_alpha {value:g} adds noise to embeddings while the model trains, and the engines add none",
+        (POLICY,),
+        lambda value: value is not None,
+    ),
+    Row(
+        "cast_lm_head_to_fp32",
+        Then.ACCELERATE,
+        "cast_lm_head_to_fp32 gives the language head another dtype than the engines compute in",
+        (POLICY,),
+    ),
+    # a plan decides them, or no engine has them
+    Row("vllm_mode", Then.REFUSE, _SERVER, (POLICY,), lambda value: value == "server"),
+    Row("vllm_tensor_parallel_size", Then.REFUSE, _TP, (POLICY,), lambda value: value != 1),
+    Row("use_transformers_continuous_batching", Then.REFUSE, _CONTINUOUS, (POLICY,)),
+    Row("use_transformers_paged", Then.REFUSE, _CONTINUOUS, (POLICY,)),  # its name in older releases of TRL
+    Row(
+        "vllm_model_impl",
+        Then.REFUSE,
+        "vllm_model_impl {value!r} is not supported; leave it out.",
+        (POLICY,),
+        lambda value: value != "vllm",
+    ),
+)
+
+
+def unfollowed_settings(args: TrainingArguments, then: Then) -> Iterator[str]:
+    """The sentences of the rows of one kind that apply to a configuration.
+
+    Args:
+        args: a `PPOConfig`, `GRPOConfig` or `RLOOConfig`.
+    """
+    trainer = PPO if hasattr(args, "num_ppo_epochs") else POLICY
+    rows = (row for row in ROWS if row.then is then and trainer in row.trainers and row.applies(args))
+    # two names of one setting have the same sentence
+    yield from dict.fromkeys(row.sentence.format(value=getattr(args, row.name)) for row in rows)
