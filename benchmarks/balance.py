@@ -29,8 +29,8 @@ from rich.table import Table
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from trl_realloc.plan.batching import balance, work  # noqa: E402
-from trl_realloc.plan.model_spec import ModelSpec  # noqa: E402
+from trl_realloc.plan.batching import balance, work
+from trl_realloc.plan.model_spec import ModelSpec
 
 
 SAMPLES, MEDIAN, SIGMA, LONGEST, PROMPT = 16, 700, 0.9, 6_000, 8

@@ -29,14 +29,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E402
-from torch.distributed.checkpoint.planner import SavePlan  # noqa: E402
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 
-from trl_realloc.engines.training_state import StateTensor, TensorSpec, flat_cells  # noqa: E402
-from trl_realloc.plan.model_spec import ModelSpec  # noqa: E402
-from trl_realloc.trainer.checkpoint.chunk_division import Chunks, Division, without_collection  # noqa: E402
-from trl_realloc.trainer.checkpoint.state_plans import Saving  # noqa: E402
-from trl_realloc.trainer.checkpoint.state_storage import Reader, Writer, file_of  # noqa: E402
+from trl_realloc.engines.training_state import StateTensor, TensorSpec, flat_cells
+from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.trainer.checkpoint.chunk_division import Chunks, Division, without_collection
+from trl_realloc.trainer.checkpoint.state_plans import Saving
+from trl_realloc.trainer.checkpoint.state_storage import Reader, Writer, file_of
 
 
 CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "llama-70b" / "Llama-3.1-70B-Instruct" / "config.json"

@@ -10,8 +10,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "multiprocess"))
 
-from test_plans import CALLS, ZERO3, split  # noqa: E402
-from test_plans import plan as written_plan  # noqa: E402
+from test_plans import CALLS, ZERO3, split
+from test_plans import plan as written_plan
 
 
 PLANS: dict[str, dict[str, Any]] = {

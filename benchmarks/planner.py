@@ -43,7 +43,6 @@ LIMIT_S = 600
 
 def make_trainer(pair: str, plan: str, folder: Path, updates: int, engine: str | None, callbacks: Any = None) -> Any:
     """The trainer of a run of a pair of models."""
-
     import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers

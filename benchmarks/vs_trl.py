@@ -14,6 +14,7 @@ eighth at a limit of 1,024 (`MEAN_SHARES`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -155,7 +156,7 @@ def _trl_split(marks: list[tuple[str, float]]) -> dict[str, float]:
     """Mean seconds per update after the first of each phase."""
     totals = {"generate": 0.0, "score": 0.0, "train": 0.0}
     updates = 0
-    for (what, at), (_, until) in zip(marks, marks[1:], strict=False):
+    for (what, at), (_, until) in itertools.pairwise(marks):
         updates += what == "end"
         if updates and what in totals:
             totals[what] += until - at

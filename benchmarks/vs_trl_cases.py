@@ -28,6 +28,7 @@ Rewards differ within every group, so every update trains.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -163,7 +164,7 @@ def worker(side: str, case: Case, updates: int, seed: int, out: Path) -> None:
     made.train()
     logs = [row for row in made.state.log_history if any(key.endswith("/mean_length") for key in row)][1:]
     lengths = [row["completions/mean_length"] for row in logs if "completions/mean_length" in row]
-    seconds = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    seconds = [end - start for start, end in itertools.pairwise(ends)]
     calls = call_seconds(logs, statistics.median) if parts is None else parts.of_update(statistics.median(seconds))
     result = {"seconds": seconds, "mean_length": statistics.fmean(lengths) if lengths else None, "calls": calls}
     if case.on_gpu:

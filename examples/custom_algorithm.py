@@ -126,7 +126,7 @@ def executor_of(
 
 
 def small_policy(words: int) -> tuple[Any, PreTrainedTokenizerFast]:
-    """A random Llama of two layers, and a tokenizer with a token for each of the words w2, w3, …"""
+    """A random Llama of two layers, and a tokenizer with a token for each of the words w2, w3 and so on."""
     vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, words)}}
     whole_words = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     whole_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import tiny
-import torch  # noqa: E402
-import trl  # noqa: E402
-from transformers import AutoModelForCausalLM, Trainer  # noqa: E402
+import torch
+import trl
+from transformers import AutoModelForCausalLM, Trainer
 
-from trl_realloc.trainer.trl_compat import HAS_TRL_PPO  # noqa: E402
+from trl_realloc.trainer.trl_compat import HAS_TRL_PPO
 
 
 pytestmark = pytest.mark.newest

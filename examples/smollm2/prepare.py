@@ -106,7 +106,7 @@ def teach_form(policy: Any, tokenizer: Any) -> None:
         batch = rows[step * START_ROWS : (step + 1) * START_ROWS]
         prompts = tokenizer([row["prompt"] for row in batch])["input_ids"]
         answers = [
-            ids + [tokenizer.eos_token_id] for ids in tokenizer([f" {row['answer']}" for row in batch])["input_ids"]
+            [*ids, tokenizer.eos_token_id] for ids in tokenizer([f" {row['answer']}" for row in batch])["input_ids"]
         ]
         width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
         ids = torch.full((len(batch), width), tokenizer.pad_token_id)

@@ -80,7 +80,7 @@ def test_gae_is_the_sum_of_discounted_errors(lengths: list[int], seed: int, gamm
     rewards, values = drawn(lengths, g), drawn(lengths, g)
     advantages, returns = gae(rewards, values, gamma, lam)
     for row, length in enumerate(lengths):
-        r, v = rewards[row].tolist(), values[row].tolist() + [0.0]
+        r, v = rewards[row].tolist(), [*values[row].tolist(), 0.0]
         deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(length)]
         naive = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
         assert advantages[row].tolist() == pytest.approx(naive, abs=1e-5)

@@ -26,9 +26,9 @@ def test_short_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_work_that_fails_is_not_called_done(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError), working("loading", after_s=0.01, every_s=10.0):
+    with pytest.raises(ValueError, match="broken"), working("loading", after_s=0.01, every_s=10.0):
         time.sleep(0.2)
-        raise ValueError
+        raise ValueError("broken")
     assert "done" not in capsys.readouterr().err
 
 

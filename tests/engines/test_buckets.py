@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +25,7 @@ def test_buckets_keep_the_order_the_limit_and_the_kind(items: list[tuple[int, st
 @given(SIZES, st.integers(0, 60))
 def test_a_bucket_ends_only_where_the_next_item_does_not_fit(items: list[tuple[int, str]], limit: int) -> None:
     made = list(in_buckets(items, lambda item: item[0], limit, lambda item: item[1]))
-    for bucket, following in zip(made, made[1:], strict=False):
+    for bucket, following in itertools.pairwise(made):
         is_full = sum(size for size, _ in bucket) + following[0][0] > limit
         assert is_full or following[0][1] != bucket[0][1]
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from replay import rollouts  # noqa: E402
+from replay import rollouts
 from torch import nn
 from whole_state import whole_state
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay import rollouts  # noqa: E402
+from replay import rollouts
 
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training import stage_run

@@ -224,7 +224,7 @@ def test_the_kept_forward_of_other_parameters_is_not_trained_on(samples: Rollout
     torch.testing.assert_close(state(after), state(alone))
 
 
-@pytest.mark.parametrize("most, computed", [(1_000, [3, 5, 8]), (40, [3, 5, 5, 8]), (0, [3, 5, 8, 8])])
+@pytest.mark.parametrize(("most", "computed"), [(1_000, [3, 5, 8]), (40, [3, 5, 5, 8]), (0, [3, 5, 8, 8])])
 def test_only_what_was_not_kept_is_computed_again(samples: Rollouts, most: int, computed: list[int]) -> None:
     trained = engine(policy_head())
     forwards = list[int]()

@@ -154,7 +154,7 @@ def test_rows_may_have_settings_of_their_own(logits: Tensor, p: float, seed: int
 
 def test_neutral_settings_change_no_logit() -> None:
     logits = random_rows(3)
-    rows, vocabulary = logits.shape
+    vocabulary = logits.shape[1]
     assert torch.equal(limited(logits, vocabulary, 1.0), logits)
     assert keep_likely(logits, 0.0) is logits
     assert penalize_repetition(logits, torch.ones_like(logits, dtype=torch.bool), 1.0) is logits

@@ -34,7 +34,9 @@ def test_token_logprobs_are_log_softmax(dtype: torch.dtype, temperature: float) 
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-13), (torch.float32, 5e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 5e-6), (torch.bfloat16, 1e-2)]
+)
 @pytest.mark.parametrize("terms", [lambda o: o[0], lambda o: o[1], lambda o: 2 * o[0] - o[1]], ids=["l", "H", "l, H"])
 def test_the_gradients_of_token_logprobs_and_entropies_are_autograds(
     dtype: torch.dtype, tolerance: float, terms: Callable[[Any], Tensor]

@@ -40,8 +40,8 @@ def imports() -> None:
     import tiny  # noqa: F401
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noqa: F401
 
-    import trl_realloc.engines.training.megatron  # noqa: F401
-    import trl_realloc.trainer.ppo_trainer  # noqa: F401
+    import trl_realloc.engines.training.megatron
+    import trl_realloc.trainer.ppo_trainer
 
     with contextlib.suppress(ImportError):
         import deepspeed  # noqa: F401

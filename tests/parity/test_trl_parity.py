@@ -24,7 +24,7 @@ from trl_realloc.engines.training.replicated import ReplicatedEngine
 
 pytest.importorskip("trl.experimental.ppo", reason="from 1.13 on TRL has no PPO to compare with")
 
-from .recorded_trl import EOS, PAD, Case, Models, PPOConfig, Recording, State, Update, run_trl  # noqa: E402
+from .recorded_trl import EOS, PAD, Case, Models, PPOConfig, Recording, State, Update, run_trl
 
 
 # TRL takes the variance of the ratios of one mini-batch, where it has but one

@@ -147,7 +147,7 @@ def moved(schedule: FusedSchedule, stage: int, tasks: Callable[[list[Task]], lis
 
 
 @pytest.mark.parametrize(
-    "change, problem",
+    ("change", "problem"),
     [
         (lambda tasks: tasks[1:], "lacks 1 tasks"),
         (lambda tasks: [*tasks, tasks[0]], "once too often or on a wrong stage, 1 tasks"),
@@ -210,7 +210,7 @@ def test_a_task_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "make, problem",
+    ("make", "problem"),
     [
         (lambda: FusedPipelines.uniform((6, 4), (1, 1), (1, 1), (1, 1)), "one number must divide the other"),
         (lambda: FusedPipelines.uniform((2, 2), (0, 1), (1, 1), (1, 1)), "0 micro-batches"),

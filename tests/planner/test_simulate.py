@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -134,7 +135,7 @@ def test_no_device_does_two_things_at_once_and_nothing_starts_before_what_it_nee
     timeline = simulate(plan, seconds, {"actor.generate": 0.3}, iterations=iterations)
     for device in timeline.devices:
         mine = sorted((span for span in timeline.spans if span.device == device), key=lambda span: span.start)
-        assert all(one.end <= other.start + 1e-9 for one, other in zip(mine, mine[1:], strict=False))
+        assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(mine))
     ends = {(span.call, span.step): span.end for span in timeline.spans}
     for span in timeline.spans:
         for edge in plan.graph.data_edges:

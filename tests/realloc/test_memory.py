@@ -16,7 +16,7 @@ from trl_realloc.realloc.memory import call_bytes, check_memory
 
 SPEC = ModelSpec.of_shapes([("w", (1000, 1000))], bytes_per_element=4)  # 4 MB
 CALLS = ("actor.generate", "reference.forward", "reward.forward", "critic.forward", "actor.train", "critic.train")
-SPECS = dict.fromkeys(CALLS, [SPEC])
+SPECS = {key: [SPEC] for key in CALLS}
 
 
 def plan(memory_gb: float | None = None, **changes: dict[str, Any]) -> ExecutionPlan:

@@ -5,6 +5,7 @@ Everything here happens in virtual time, so that no test depends on how busy the
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_samples_of_later_batches_are_generated_while_one_trains() -> None:
     assert not errors
     ages = [one.observed["staleness/mean"] for one in made]
     assert ages[0] == 0 and all(0 < age <= 1 for age in ages[1:])
-    for one, following in zip(made, made[1:], strict=False):
+    for one, following in itertools.pairwise(made):
         trained = min(span.start for span in one.spans if span.call == "critic.train")
         generated = max(span.end for span in following.spans if span.call == "actor.generate")
         assert generated < trained + 0.2, "the next batch is there when this one has been trained"

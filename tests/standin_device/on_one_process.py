@@ -52,13 +52,12 @@ of_cuda = pytest.mark.skipif(DEVICE.is_standin, reason="needs CUDA's kernels")
 
 
 @pytest.fixture(autouse=True)
-def _memory() -> Iterator[None]:
+def _memory() -> None:
     """Each test begins with an empty device of 4 GiB."""
     gc.collect()
     torch.accelerator.empty_cache()
     DEVICE.limit(4 << 30)
     torch.accelerator.reset_peak_memory_stats()
-    yield
 
 
 def allocated() -> int:

@@ -40,8 +40,15 @@ def test_reallocations_are_set_through_the_environment(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("BUCKET_MB", "big"), ("BUCKET_MB", "0"), ("TRANSFER_TIMEOUT", "-1"), ("REPLAN", "nan"), ("BUCKET_MB", "inf")]
-    + [("HEARTBEAT_TIMEOUT", "1"), ("HEARTBEAT_TIMEOUT", "nan")],
+    [
+        ("BUCKET_MB", "big"),
+        ("BUCKET_MB", "0"),
+        ("TRANSFER_TIMEOUT", "-1"),
+        ("REPLAN", "nan"),
+        ("BUCKET_MB", "inf"),
+        ("HEARTBEAT_TIMEOUT", "1"),
+        ("HEARTBEAT_TIMEOUT", "nan"),
+    ],
 )
 def test_a_setting_that_is_no_number_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TRL_REALLOC_{name}", value)

@@ -21,7 +21,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import TrainerCallback
 
@@ -91,9 +91,7 @@ def emptied(path: Path) -> None:
 def with_nan(folder: Path) -> None:
     """Changes a number of the policy's optimizer state, and nothing else."""
     metadata = Reader(folder).read_metadata()
-    index, stored = next(
-        (index, at) for index, at in metadata.storage_data.items() if index.fqn.endswith("norm.weight/exp_avg")
-    )
+    stored = next(at for index, at in metadata.storage_data.items() if index.fqn.endswith("norm.weight/exp_avg"))
     content = bytearray((folder / PARTS).read_bytes())
     chunk = content[stored.offset : stored.offset + stored.length]
     tensor = torch.load(io.BytesIO(chunk), weights_only=True)
@@ -142,7 +140,7 @@ def test_a_training_state_that_an_earlier_python_has_written_is_read(run: Path) 
             OfPython3112(file).dump(metadata)
         assert b"getattr" in (folder / METADATA).read_bytes()
         assert Reader(folder).read_metadata() == metadata
-        for kind, name in ((Metadata, "__init__"), (MemoryFormat, "mro")):
+        for kind, name in ((Metadata, "__init__"), (MEMORY_FORMAT, "mro")):
             (folder / METADATA).write_bytes(pickle.dumps(Attribute(kind, name)))
             with pytest.raises(ValueError, match="no enum"):
                 Reader(folder).read_metadata()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -34,7 +34,7 @@ def states(draw: st.DrawFn) -> list[Entries]:
         grid: list[Cuts] = []
         for size in shape:
             edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
-            grid.append(list(zip(edges, edges[1:], strict=False)))
+            grid.append(list(pairwise(edges)))
         for box in product(*grid):
             for rank in draw(ranks):
                 cell = torch.zeros([stop - start for start, stop in box], dtype=dtype)

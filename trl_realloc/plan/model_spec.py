@@ -7,6 +7,7 @@ in `realloc/layout`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -303,7 +304,7 @@ def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
     """The consecutive layers of each pipeline stage. The counts differ by at most one; the first stages have more."""
     base, remainder = divmod(layers, pp)
     starts = [stage * base + min(stage, remainder) for stage in range(pp + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
 
 
 def stage_of_layer(layers: int, pp: int, layer: int) -> int:

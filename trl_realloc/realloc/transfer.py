@@ -105,7 +105,7 @@ class Transfer:
         group: dist.ProcessGroup | None,
         device: torch.device,
         dtypes: Mapping[str, torch.dtype],
-        options: TransferOptions = TransferOptions(),  # noqa: B008 (frozen)
+        options: TransferOptions = TransferOptions(),
     ) -> None:
         self.name, self.schedule, self.rank, self.group, self.device = name, schedule, rank, group, device
         self.dtypes, self.timeout_s, self.checksum = dtypes, options.timeout_s, options.checksum

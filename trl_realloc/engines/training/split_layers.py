@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from ..mesh_group import MeshGroup
 from ..torch_compat import memory_of
@@ -119,8 +119,10 @@ def clear_gradient(parameter: nn.Parameter) -> None:
 def split_outputs(linear: nn.Linear, group: MeshGroup) -> None:
     """Let a linear layer compute this rank's outputs."""
 
-    def forward(input: Tensor) -> Tensor:  # noqa: A001 - as in the method
-        return F.linear(entered(input, group), _part(linear, "weight"), part_of(linear._parameters.get("bias")))
+    def forward(input: Tensor) -> Tensor:
+        return functional.linear(
+            entered(input, group), _part(linear, "weight"), part_of(linear._parameters.get("bias"))
+        )
 
     linear.forward = forward  # type: ignore[method-assign]
 
@@ -128,8 +130,8 @@ def split_outputs(linear: nn.Linear, group: MeshGroup) -> None:
 def split_inputs(linear: nn.Linear, group: MeshGroup) -> None:
     """Let a linear layer compute all outputs from this rank's inputs, which are those of `split_outputs`."""
 
-    def forward(input: Tensor) -> Tensor:  # noqa: A001 - as in the method
-        result = left(F.linear(input, _part(linear, "weight")), group)
+    def forward(input: Tensor) -> Tensor:
+        result = left(functional.linear(input, _part(linear, "weight")), group)
         bias = part_of(linear._parameters.get("bias"))
         return result if bias is None else result + bias.to(result.dtype)
 
@@ -144,7 +146,7 @@ def split_vocabulary(embedding: nn.Embedding, group: MeshGroup, first: Callable[
     """
     whole = embedding.forward  # a subclass may scale what it looks up
 
-    def forward(input: Tensor) -> Tensor:  # noqa: A001 - as in the method
+    def forward(input: Tensor) -> Tensor:
         ids, weight, start = input, _part(embedding, "weight"), first()
         is_here = (ids >= start) & (ids < start + len(weight))
         if not len(weight):
