@@ -21,7 +21,8 @@ from trl_realloc import PPOTrainer
 from trl_realloc.engines.training.group_settings import GroupSettings
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.trainer.checks.config_checks import ConfigError
-from trl_realloc.trainer.run.optimizers import LearningRates, check_optimizer, make_optimizer, part_of, without_whole
+from trl_realloc.trainer.checks.optimizer_checks import check_optimizer
+from trl_realloc.trainer.run.optimizers import LearningRates, make_optimizer, part_of, without_whole
 
 
 OPTIM = torch.optim

@@ -6,12 +6,16 @@ Gradients are checked in `engines.training.nonfinite_guard`, scores in `rewards`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .rollout import Ragged, Rollouts
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 LARGEST = 1e15  # losses and whitening sum squares in float32, which ends at 3.4e38: this leaves room for 1e8 tokens
@@ -116,7 +120,7 @@ def problem_of_rewards(rewards: Tensor, names: Sequence[str]) -> NonFiniteError 
     )
 
 
-def with_text(error: NonFiniteError, samples: Rollouts, processing_class: Any) -> NonFiniteError:
+def with_text(error: NonFiniteError, samples: Rollouts, processing_class: PreTrainedTokenizerBase) -> NonFiniteError:
     """The same error with the prompt and the completion of its sample in the message."""
     rows = (samples.tensor("index") == error.sample).nonzero()
     if not len(rows):

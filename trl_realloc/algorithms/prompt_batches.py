@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from .rollout import Ragged, Rollouts
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 class PromptBatch:
@@ -83,7 +87,7 @@ def _unpadded(ids: torch.Tensor, mask: Any, pad_token_id: int | None) -> torch.T
 
 
 def prompt_loader(
-    dataset: Any, batch_size: int, collate: Callable[[list[Any]], PromptBatch], order: Sampler[int] | None
+    dataset: Dataset, batch_size: int, collate: Callable[[list[Any]], PromptBatch], order: Sampler[int] | None
 ) -> DataLoader[PromptBatch]:
     """Global batches, the same on every rank, because the plan assigns samples to devices.
 

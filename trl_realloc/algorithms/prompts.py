@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 import torch
@@ -20,11 +20,17 @@ from ..common.errors import shown
 from .prompt_batches import PromptBatch
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
 class DataError(ValueError):
     """A dataset that cannot be trained on. The message names the rows and what to do."""
 
 
-def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: int | None = None) -> Dataset:
+def tokenize_prompts(
+    dataset: Dataset, processing_class: PreTrainedTokenizerBase, what: str, num_proc: int | None = None
+) -> Dataset:
     """Add the column `input_ids` (lists of token ids without padding) to a dataset, unless it has one.
 
     Args:
@@ -66,7 +72,7 @@ def tokenize_prompts(dataset: Any, processing_class: Any, what: str, num_proc: i
         )
 
 
-def as_dataset(dataset: Any, what: str) -> Dataset:
+def as_dataset(dataset: Dataset, what: str) -> Dataset:
     """A dataset of prompts as a `Dataset`.
 
     Args:
@@ -85,7 +91,7 @@ def as_dataset(dataset: Any, what: str) -> Dataset:
     return dataset
 
 
-def _converted(dataset: Any, what: str) -> Dataset:
+def _converted(dataset: Dataset, what: str) -> Dataset:
     if dataset is None:
         raise DataError(f"`{what}` is required: the prompts to respond to.")
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
@@ -154,7 +160,7 @@ def _type_name(kind: object) -> str:
 
 
 def check_prompts(
-    dataset: Any,
+    dataset: Dataset,
     what: str,
     response_length: int,
     context_length: int | None,
@@ -212,7 +218,7 @@ def check_prompts(
     return lengths
 
 
-def _chunks(dataset: Any, all_columns: bool, rows: int = 1000) -> Iterator[list[dict[str, Any]]]:
+def _chunks(dataset: Dataset, all_columns: bool, rows: int = 1000) -> Iterator[list[dict[str, Any]]]:
     """The rows in order, `rows` at a time. Without `all_columns`, other columns than those of the prompts are not
     decoded."""
     if not hasattr(dataset, "select_columns"):

@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .nonfinite import LARGEST, is_bad, is_infinite, quoted
 from .rollout import Ragged, Rollouts
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 RewardFunction = Callable[..., Any]
@@ -58,10 +62,10 @@ class RewardModelSource:
 
     name: str
     load: Callable[[], Any]
-    processing_class: Any = None
+    processing_class: PreTrainedTokenizerBase = None
 
 
-def decode(samples: Rollouts, rows: Sequence[Mapping[str, Any]], processing_class: Any) -> Texts:
+def decode(samples: Rollouts, rows: Sequence[Mapping[str, Any]], processing_class: PreTrainedTokenizerBase) -> Texts:
     """Decode samples to text without special tokens.
 
     A prompt is the dataset's `prompt` if there is one. The completion to a conversation is a conversation of one
@@ -238,7 +242,7 @@ class ModelReward:
         self,
         name: str,
         forward: Callable[[Rollouts], Mapping[str, Ragged]],
-        processing_class: Any | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
         tokens: Ragged | None = None,
     ) -> None:
         self.name, self.forward, self.processing_class, self.tokens = name, forward, processing_class, tokens

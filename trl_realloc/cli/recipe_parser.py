@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch.distributed as dist
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -27,6 +27,10 @@ from ..planner.recipe.defaults import ALGORITHM
 from ..runtime.failures.alarm import JobFailed
 from ..trainer.checkpoint import CheckpointError, SaveError
 from ..trainer.checks.config_checks import ConfigError
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class RecipeError(ValueError):
@@ -81,7 +85,7 @@ class _Parser(TrlParser):
     def error(self, message: str) -> NoReturn:
         raise RecipeError(message)
 
-    def set_defaults_with_config(self, **config: Any) -> list[str]:
+    def set_defaults_with_config(self, **config: PretrainedConfig) -> list[str]:
         own = {key: value for key, value in config.items() if key != ALGORITHM or self._has(key)}
         remaining: list[str] = super().set_defaults_with_config(**own)
         return remaining

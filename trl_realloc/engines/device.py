@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def group_device(group: Any = None) -> torch.device:
+def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """The device of tensors that a process group sends: this process's accelerator, or the host's memory with gloo.
 
     Args:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ class MeshGroup:
 
     ranks: tuple[int, ...]
     rank: int
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     device: torch.device = torch.device("cpu")
     agree: Callable[[int], int] | None = None
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .training.meta_model import has_own_head, is_untied, untie
 
@@ -23,7 +22,7 @@ class CustomCodeError(ModelError):
     """The code of a model is in its repository."""
 
 
-def read_config(model: PreTrainedModel | str, argument: str) -> Any:
+def read_config(model: PreTrainedModel | str, argument: str) -> PretrainedConfig:
     """A model's Transformers config, without loading weights. Its `dtype` is that of the parameters if the model is
     loaded, and the checkpoint's otherwise. Its `tie_word_embeddings` is what the parameters show.
 
@@ -67,7 +66,9 @@ def _check_form(model: str, argument: str) -> None:
         )
 
 
-def trained_config(config: Any, model: PreTrainedModel | str, dtype: torch.dtype = torch.float32) -> Any:
+def trained_config(
+    config: PretrainedConfig, model: PreTrainedModel | str, dtype: torch.dtype = torch.float32
+) -> PretrainedConfig:
     """The config of a model that is trained, with the dtype of its parameters in this run.
 
     Args:
@@ -77,8 +78,11 @@ def trained_config(config: Any, model: PreTrainedModel | str, dtype: torch.dtype
 
 
 def loaded_config(
-    config: Any, model: PreTrainedModel | str, dtype: torch.dtype | None = None, attention: str | None = None
-) -> Any:
+    config: PretrainedConfig,
+    model: PreTrainedModel | str,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+) -> PretrainedConfig:
     """The config of a model as it is loaded, a copy where it differs from that of its checkpoint.
 
     Args:
@@ -94,14 +98,14 @@ def loaded_config(
     return config
 
 
-def untied(config: Any) -> Any:
+def untied(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of a config that says that head and embedding are two parameters."""
     config = copy.deepcopy(config)
     untie(config)
     return config
 
 
-def _in_dtype(config: Any, dtype: torch.dtype) -> Any:
+def _in_dtype(config: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:
     if config.dtype == dtype:
         return config
     config = copy.copy(config)

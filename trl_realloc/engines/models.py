@@ -14,12 +14,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from ..common.notices import notice
 from .model_configs import ModelError, untied
@@ -27,6 +27,10 @@ from .training.meta_model import CannotReadParts, open_model
 from .training.weight_export import adapters_untie
 from .training.weight_source import Uninitialized, forget_stand_ins, set_source, stand_in
 from .transformers_compat import created_whole
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
 
 
 @contextlib.contextmanager
@@ -98,7 +102,7 @@ def _load(
     return loaded
 
 
-def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
+def shell(config: PretrainedConfig, is_policy: bool = True) -> PreTrainedModel:
     """The model's modules on the meta device, for a `Trainer` on a rank that has no part of the role."""
     if not is_policy:
         config = copy.copy(config)
@@ -108,7 +112,7 @@ def shell(config: Any, is_policy: bool = True) -> PreTrainedModel:
         return kind.from_config(config)
 
 
-def blank(config: Any, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> PreTrainedModel:
+def blank(config: PretrainedConfig, is_policy: bool, dtypes: Mapping[str, torch.dtype]) -> PreTrainedModel:
     """A model with initialized buffers, whose parameters get uninitialized memory from their engine.
 
     Args:
@@ -178,7 +182,7 @@ def dropout_rates(settings: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def with_adapters(model: PreTrainedModel, peft_config: Any, adapter: str | None) -> PreTrainedModel:
+def with_adapters(model: PreTrainedModel, peft_config: PeftConfig, adapter: str | None) -> PreTrainedModel:
     """The policy with a new adapter, if `peft_config` asks for one.
 
     Args:
@@ -220,7 +224,7 @@ _WITHOUT_WEIGHTS = frozenset(
 )
 
 
-def adapts_unread(peft_config: Any) -> bool:
+def adapts_unread(peft_config: PeftConfig | None) -> bool:
     """True if the adapters can be created before the weights that they adapt are read: LoRA whose matrices are not
     computed from the weights, with settings that are known here."""
     is_lora = str(getattr(peft_config, "peft_type", "")).rpartition(".")[2] == "LORA"
@@ -232,7 +236,7 @@ def adapts_unread(peft_config: Any) -> bool:
     return changed <= _WITHOUT_WEIGHTS and getattr(peft_config, "init_lora_weights", None) in (True, False, "gaussian")
 
 
-def adapted_shell(config: Any, peft_config: Any) -> Any:
+def adapted_shell(config: PretrainedConfig, peft_config: PeftConfig) -> PreTrainedModel:
     """The policy with new adapters, without memory. Initial values that depend on the weights are left out.
 
     Raises:
@@ -245,7 +249,9 @@ def adapted_shell(config: Any, peft_config: Any) -> Any:
         return with_adapters(shell(copy.deepcopy(config)), peft_config, None)
 
 
-def adapted_policy(model: Any, config: Any, peft_config: Any) -> Any:
+def adapted_policy(
+    model: PreTrainedModel | str, config: PretrainedConfig, peft_config: PeftConfig | None
+) -> PreTrainedModel | None:
     """The policy with its adapters, perhaps without memory; `None` if it has none.
 
     Args:
@@ -267,7 +273,7 @@ def adapted_policy(model: Any, config: Any, peft_config: Any) -> Any:
         return adapted_shell(config, same_modules)
 
 
-def generated_config(config: Any, adapted: Any) -> Any:
+def generated_config(config: PretrainedConfig, adapted: PreTrainedModel) -> PretrainedConfig:
     """The Transformers config of the policy that an engine of its own generates with, its adapters merged. Where an
     adapter changes the head or the embedding alone, the two are not tied there, against the policy's config.
 
@@ -277,7 +283,7 @@ def generated_config(config: Any, adapted: Any) -> Any:
     return untied(config) if adapted is not None and adapters_untie(adapted) else config
 
 
-def adapts_head(model: Any, config: Any, peft_config: Any) -> bool:
+def adapts_head(model: PreTrainedModel | str, config: PretrainedConfig, peft_config: PeftConfig | None) -> bool:
     """True if an adapter changes the language head of a policy. The head is then no plain linear layer.
 
     Args:
@@ -326,11 +332,11 @@ def check_trains(model: nn.Module, argument: str) -> None:
         )
 
 
-def has_adapters(model: Any) -> bool:
+def has_adapters(model: object) -> TypeGuard[PeftModel]:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def adapter_configs(model: Any, peft_config: Any) -> dict[str, Any]:
+def adapter_configs(model: PreTrainedModel | str, peft_config: PeftConfig | None) -> dict[str, PeftConfig]:
     """The PEFT configs of the adapters that a trained model has or gets, by their names.
 
     Args:
@@ -345,7 +351,7 @@ def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.M
     `ref_adapter` active."""
 
     @contextlib.contextmanager
-    def context(model: Any) -> Iterator[None]:
+    def context(model: PeftModel) -> Iterator[None]:
         if ref_adapter is None:
             with model.disable_adapter():
                 yield

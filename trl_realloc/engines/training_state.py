@@ -89,7 +89,7 @@ class TrainingState:
                     yield name, key, box, cell
 
 
-def is_elementwise(value: Any) -> bool:
+def is_elementwise(value: object) -> bool:
     """True if a value of an optimizer's state is a tensor with dimensions; others are scalars."""
     return torch.is_tensor(value) and value.dim() > 0
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 from transformers.integrations import deepspeed as deepspeed_integration
 
 
@@ -132,7 +132,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     return tied
 
 
-def form_in_checkpoint(model: Any, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def form_in_checkpoint(model: PreTrainedModel, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """The tensors of a model under the names, and in the form, in which `save_pretrained` writes them."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -223,13 +223,13 @@ def created_whole() -> Iterator[None]:
 # --- attention and tensor parallelism ---------------------------------------------------------------------------------
 
 
-def attention_name(config: Any) -> str | None:
+def attention_name(config: PretrainedConfig) -> str | None:
     """The attention implementation that a model was loaded with, such as "sdpa"."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return name
 
 
-def tensor_parallel_styles(model: Any) -> Mapping[str, str]:
+def tensor_parallel_styles(model: PreTrainedModel) -> Mapping[str, str]:
     """Transformers' way to split each module of a model beside its backbone, by pattern of module names."""
     return model._tp_plan or {}
 
@@ -237,7 +237,7 @@ def tensor_parallel_styles(model: Any) -> Mapping[str, str]:
 # --- activation checkpointing -----------------------------------------------------------------------------------------
 
 
-def recompute_activations(model: Any, settings: Mapping[str, Any] | None = None) -> None:
+def recompute_activations(model: PreTrainedModel, settings: Mapping[str, Any] | None = None) -> None:
     """Let a model compute the forwards of its layers again in its backward.
 
     Args:

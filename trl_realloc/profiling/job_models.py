@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,11 @@ from ..engines.transformers_compat import attention_name
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, ModelSpec
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 POLICIES = (Role.ACTOR, Role.REFERENCE)
@@ -42,10 +47,10 @@ class JobModels:
         attentions: the attention implementations of the models, each once.
     """
 
-    configs: Mapping[Role, Sequence[Any]]
+    configs: Mapping[Role, Sequence[PretrainedConfig]]
     specs: Mapping[str, Sequence[ModelSpec]]
-    peft_config: Any = None
-    processing_class: Any = None
+    peft_config: PeftConfig | None = None
+    processing_class: PreTrainedTokenizerBase = None
     mixed: torch.dtype | None = None
     adapts_head: bool = False
     generation_engine: str = "vllm"
@@ -61,12 +66,12 @@ class JobModels:
 
     @staticmethod
     def of_run(
-        configs: Mapping[Role, Sequence[Any]],
+        configs: Mapping[Role, Sequence[PretrainedConfig]],
         graph: DataflowGraph,
         policy: Any,
         *,
-        peft_config: Any,
-        processing_class: Any,
+        peft_config: PeftConfig | None,
+        processing_class: PreTrainedTokenizerBase,
         mixed: torch.dtype | None,
         generation_engine: str,
         own_reference: bool = False,
@@ -127,7 +132,7 @@ class JobModels:
 
 
 def specs_of(
-    configs: Mapping[Role, Sequence[Any]],
+    configs: Mapping[Role, Sequence[PretrainedConfig]],
     graph: DataflowGraph | None = None,
     mixed: torch.dtype | None = None,
     *,
@@ -176,7 +181,7 @@ def specs_of(
     return specs
 
 
-def trained_share(model: Any, config: Any, peft_config: Any) -> float:
+def trained_share(model: PreTrainedModel | str, config: PretrainedConfig, peft_config: PeftConfig | None) -> float:
     """The share of a policy's elements that it trains: 1 without adapters.
 
     Args:
@@ -184,18 +189,20 @@ def trained_share(model: Any, config: Any, peft_config: Any) -> float:
         config: its Transformers config.
         peft_config: of the adapter that is added to it; `None` for none.
     """
-    if not has_adapters(model):
-        if peft_config is None:
-            return 1.0
+    if has_adapters(model):
+        adapted = model
+    elif peft_config is None:
+        return 1.0
+    else:
         try:
-            model = adapted_shell(config, peft_config)
+            adapted = adapted_shell(config, peft_config)
         except (NotImplementedError, RuntimeError):  # adapters that read the weights: priced as if all were trained
             return 1.0
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(p.numel(), p.requires_grad) for p in adapted.parameters()]
     return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
 
 
-def _as_new(peft_config: Any) -> Any:
+def _as_new(peft_config: PeftConfig) -> PeftConfig:
     """The config of a new adapter that trains, in models of any depth. Initial values that depend on the weights, which
     may take long to compute, are left out."""
     return _changed(
@@ -203,7 +210,7 @@ def _as_new(peft_config: Any) -> Any:
     )
 
 
-def _changed(peft_config: Any, **changes: Any) -> Any:
+def _changed(peft_config: PeftConfig, **changes: Any) -> PeftConfig:
     """A copy of a PEFT config with other values of those settings that its kind of adapter has."""
     peft_config = copy.copy(peft_config)
     for name, value in changes.items():
@@ -212,13 +219,13 @@ def _changed(peft_config: Any, **changes: Any) -> Any:
     return peft_config
 
 
-def element_bytes(config: Any) -> int:
+def element_bytes(config: PretrainedConfig) -> int:
     """Bytes of one parameter element in the config's dtype; float32 where the config has none."""
     dtype = getattr(config, "dtype", None) or torch.float32
     return int((getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize)
 
 
-def spec_of(config: Any, is_policy: bool) -> ModelSpec:
+def spec_of(config: PretrainedConfig, is_policy: bool) -> ModelSpec:
     """A model's parameter spec; of a family without a table, from the parameters' names and shapes alone."""
     size = element_bytes(config)
     if config.model_type in FAMILIES:
@@ -230,7 +237,7 @@ def spec_of(config: Any, is_policy: bool) -> ModelSpec:
     return replace(spec, whole_logits=is_policy and not logits_are_of_head(model))
 
 
-def _shallow(config: Any, spec: ModelSpec, most: int) -> Any:
+def _shallow(config: PretrainedConfig, spec: ModelSpec, most: int) -> Any:
     if not spec.layers or spec.elements <= most:
         return config
     outside_layers = spec.elements - spec.layers * spec.layer_elements

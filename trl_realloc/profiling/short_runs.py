@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from ..algorithms.base import Algorithm
 from ..algorithms.nonfinite import NonFiniteError
@@ -240,7 +240,7 @@ class Runs:
             )
         return Roles(models)
 
-    def _model(self, config: Any, *, is_policy: bool) -> Any:
+    def _model(self, config: PretrainedConfig, *, is_policy: bool) -> Any:
         kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
         random = torch.random.get_rng_state()
         torch.manual_seed(0)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+
+
+T = TypeVar("T")
 
 
 class Messages(Protocol):
@@ -43,9 +46,11 @@ class GlooMessages:
         group: a gloo group; `None` in a job of one process, which sends none.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self._sends: list[tuple[Any, torch.Tensor]] = []  # handles, and buffers that must live until these are done
+        self._sends: list[
+            tuple[dist.Work, torch.Tensor]
+        ] = []  # handles, and buffers that must live until these are done
 
     def send(self, content: bytes, rank: int, tag: int) -> None:
         parts = [(2 * tag, torch.tensor([len(content)]))]
@@ -80,7 +85,7 @@ class GlooMessages:
         self._sends.clear()
 
 
-def spread(messages: Messages, ranks: Sequence[int], rank: int, value: Any, tag: int) -> Any:
+def spread(messages: Messages, ranks: Sequence[int], rank: int, value: T, tag: int) -> T:
     """The first rank's value, on every rank. All ranks call this together; the other ranks' values are ignored.
 
     Args:
@@ -99,8 +104,8 @@ def spread(messages: Messages, ranks: Sequence[int], rank: int, value: Any, tag:
 
 
 def combined(
-    messages: Messages, ranks: Sequence[int], rank: int, value: Any, combine: Callable[[Any, Any], Any], tag: int
-) -> Any:
+    messages: Messages, ranks: Sequence[int], rank: int, value: T, combine: Callable[[T, T], T], tag: int
+) -> T:
     """The combination of all ranks' values, on every rank. All ranks call this together.
 
     Args:

@@ -11,7 +11,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,16 @@ from ..plan.execution_plan import ExecutionPlan
 from .messages import GlooMessages, combined
 
 
+T = TypeVar("T")
+
+
 # How long a rank waits for another's samples and messages, unless `ddp_timeout` is longer. A call that the other runs
 # may take longer than any message; a rank that is lost is noticed by its heartbeats.
 LONGEST_CALL = timedelta(days=1)
 MEETING_TAG = 1 << 27  # above the tags of samples in the same group; each mesh has two
 
 
-def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> Any:
+def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> dist.ProcessGroup:
     """`torch.distributed.new_group`, for groups that NCCL connects in their first operations. All ranks call this
     together.
 
@@ -54,7 +57,7 @@ def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> Any:
         world.bound_device_id = bound
 
 
-def from_first_rank(value: Any, timeout_s: float) -> Any:
+def from_first_rank(value: T, timeout_s: float) -> T:
     """Rank 0's value, on every rank. All ranks call this together; the other ranks' values are ignored.
 
     Args:
@@ -67,10 +70,12 @@ def from_first_rank(value: Any, timeout_s: float) -> Any:
     return values[0]
 
 
-_host_groups: list[tuple[Any, Any]] = []  # the default group, and the gloo group over the same ranks
+_host_groups: list[
+    tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+] = []  # the default group, and the gloo group over the same ranks
 
 
-def _host_group(timeout_s: float) -> Any:
+def _host_group(timeout_s: float) -> dist.ProcessGroup | None:
     """A gloo group over all ranks, made by the first call. All ranks call this together."""
     world = dist.group.WORLD
     if not is_accelerator(group_device()):
@@ -80,7 +85,7 @@ def _host_group(timeout_s: float) -> Any:
     return _host_groups[0][1]
 
 
-def from_every_rank(value: Any, group: Any) -> list[Any]:
+def from_every_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """The values of all ranks in the order of the ranks, on every rank. All ranks of `group` call this together.
 
     Args:
@@ -93,7 +98,7 @@ def from_every_rank(value: Any, group: Any) -> list[Any]:
     return values
 
 
-def wait_for_all(group: Any, device: torch.device) -> None:
+def wait_for_all(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Wait until every rank of a job has come here and its device has done what it was asked for.
 
     Args:
@@ -105,7 +110,7 @@ def wait_for_all(group: Any, device: torch.device) -> None:
     meet(group)
 
 
-def meet(group: Any) -> None:
+def meet(group: dist.ProcessGroup | None) -> None:
     """Wait until every rank of a job has come here, whatever its device still does.
 
     Args:
@@ -115,7 +120,7 @@ def meet(group: Any) -> None:
         dist.barrier(group=group)
 
 
-def at_first_rank(value: Any, group: Any) -> list[Any]:
+def at_first_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """The values of all ranks in the order of the ranks, on the first rank; an empty list on the others. All ranks of
     `group` call this together.
 
@@ -129,7 +134,7 @@ def at_first_rank(value: Any, group: Any) -> list[Any]:
     return values
 
 
-def to_each_rank(values: Sequence[Any], group: Any) -> Any:
+def to_each_rank(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
     """This rank's item of the first rank's sequence of one item for each rank. All ranks of `group` call this together;
     the other ranks' sequences are ignored.
 
@@ -161,7 +166,9 @@ def _allow_connections(plan: ExecutionPlan) -> None:
         )
 
 
-def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dict[DeviceMesh, MeshGroup], Any]:
+def make_groups(
+    plan: ExecutionPlan, rank: int, timeout: timedelta
+) -> tuple[dict[DeviceMesh, MeshGroup], dist.ProcessGroup | None]:
     """(groups, control): a group for every mesh of the plan and for this rank alone, and a gloo group over all ranks
     for samples, which are in host memory. `control` is `None` in a job of one process. All ranks call this together.
 
@@ -189,7 +196,7 @@ def make_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> tuple[dic
     return groups, control
 
 
-def _agreement(control: Any, ranks: tuple[int, ...], rank: int, tag: int) -> Callable[[int], int]:
+def _agreement(control: dist.ProcessGroup | None, ranks: tuple[int, ...], rank: int, tag: int) -> Callable[[int], int]:
     """`MeshGroup.agree` of a mesh.
 
     Args:
@@ -250,8 +257,8 @@ class ReallocationGroups:
     source: str
     target: str
     ranks: tuple[int, ...]
-    control: Any
-    tensors: Any
+    control: dist.ProcessGroup | None
+    tensors: dist.ProcessGroup | None
     device: torch.device = torch.device("cpu")
 
 
@@ -269,7 +276,7 @@ def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta)
     return groups
 
 
-def destroy_groups(made: Any) -> None:
+def destroy_groups(made: object) -> None:
     """Destroy process groups. On every rank, when it does not use them any more. Tensor-parallel groups stay, because
     DTensor caches the device meshes of earlier operations, which know their groups by name. A group keeps its
     connections until nothing refers to it.
@@ -277,14 +284,14 @@ def destroy_groups(made: Any) -> None:
     Args:
         made: the results of the functions above, in any nesting.
     """
-    found: list[Any] = []
+    found: list[dist.ProcessGroup] = []
     _collect(made, found)
     for group in found:
         with contextlib.suppress(ValueError):  # a script may have destroyed the default group, and so all groups
             dist.destroy_process_group(group)
 
 
-def _collect(made: Any, found: list[Any]) -> None:
+def _collect(made: object, found: list[dist.ProcessGroup]) -> None:
     if isinstance(made, dist.ProcessGroup):
         if all(made is not other for other in found):
             found.append(made)

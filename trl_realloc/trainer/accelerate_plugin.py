@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.errors import PlanError, shown
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 @dataclass
@@ -91,7 +95,7 @@ class ReallocationPlugin:
                 f"heartbeat_timeout is 5 s or more, not {self.heartbeat_timeout}: a busy machine needs some seconds."
             )
 
-    def under(self, args: Any) -> ReallocationPlugin:
+    def under(self, args: TrainingArguments) -> ReallocationPlugin:
         """This plugin with what a trainer's configuration sets of its fields.
 
         Args:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,10 @@ from .checks.config_checks import ConfigError
 from .checks.unfollowed_settings import Then, unfollowed_settings
 from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, TrainingArguments
 
 
 # What `model_init_kwargs` may have; the engines place and decode in their own ways, and a model with code of its own is
@@ -132,7 +136,7 @@ class RLOOConfig(GenerationSettings, TRLRLOOConfig):
     _VALID_DICT_FIELDS = [*getattr(TRLRLOOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
 
 
-def given_dtype(args: PolicyConfig, config: Any) -> torch.dtype:
+def given_dtype(args: PolicyConfig, config: PretrainedConfig) -> torch.dtype:
     """The dtype of the parameters of a policy that is given by name: float32, or that of `model_init_kwargs`.
 
     Args:
@@ -157,7 +161,7 @@ def given_attention(args: PolicyConfig) -> str | None:
 PolicyConfig = GRPOConfig | RLOOConfig
 
 
-def _check(args: Any) -> None:
+def _check(args: TrainingArguments) -> None:
     """Refuse settings of TRL's that a plan decides, or that no engine has.
 
     Raises:
@@ -167,7 +171,7 @@ def _check(args: Any) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _problems(args: Any) -> Iterator[str]:
+def _problems(args: TrainingArguments) -> Iterator[str]:
     yield from unfollowed_settings(args, Then.REFUSE)
     if problem := uncorrected(args.max_staleness, args.vllm_importance_sampling_correction):
         yield problem

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,10 @@ from ..runtime.launch.launcher import check_launch, connect_streams, separate_at
 from ..runtime.launch.network_interfaces import set_gloo_interface
 from ..runtime.launch.slurm import adopt_slurm
 from .checks.config_checks import check_settings
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 # a field of type `bool | None` may be given on a command line without a value, as one of type `bool`
@@ -132,14 +136,14 @@ _VLLM_SETTINGS = {
 }
 
 
-def vllm_settings(args: Any) -> dict[str, Any]:
+def vllm_settings(args: TrainingArguments) -> dict[str, Any]:
     """The arguments of `VLLMEngine` that a configuration sets, of this package or of TRL."""
     given = {argument: getattr(args, setting, None) for argument, setting in _VLLM_SETTINGS.items()}
     assert not isinstance(given["engine_kwargs"], str), "TrainingArguments reads JSON"
     return {argument: value for argument, value in given.items() if value is not None}
 
 
-def use_one_device(args: Any) -> None:
+def use_one_device(args: TrainingArguments) -> None:
     """Make the job's process group, so that the number of its processes can be asked, and have each process use one
     device. Trainer would take a process without a launcher that sees n GPUs for one that uses all of them
     (DataParallel), and make its batches n times as large."""
@@ -149,7 +153,7 @@ def use_one_device(args: Any) -> None:
 
 
 @contextmanager
-def before_training_arguments(args: Any) -> Iterator[None]:
+def before_training_arguments(args: TrainingArguments) -> Iterator[None]:
     """Around `TrainingArguments.__post_init__` of a configuration: checks its settings first, and what the job was
     launched with, and sets what Transformers and Accelerate would get wrong without an accelerator.
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate import PartialState
@@ -52,6 +52,10 @@ from .run.optimizers import check_own_optimizer, follows_metrics
 from .run.plan_request import read_plan_request
 from .run.planned_run import PlannedRun
 from .trainer_inputs import TrainerInputs
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 logger = logging.get_logger(__name__)
@@ -108,7 +112,7 @@ class PPOTrainer(TrlAttributes):
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         callbacks: list[TrainerCallback] | None = None,
-        peft_config: Any = None,
+        peft_config: PeftConfig | None = None,
         reward_processing_classes: Any = None,
         reallocation_plugin: ReallocationPlugin | None = None,
     ) -> None:

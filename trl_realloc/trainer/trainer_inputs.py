@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..engines.training.deepspeed_compat import gathered
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class TrainerInputs:
         reward_model: a model, a name, a function, or a list of these.
     """
 
-    processing_class: Any
+    processing_class: PreTrainedTokenizerBase
     model: Any
     ref_model: Any
     reward_model: Any
@@ -31,7 +36,7 @@ class TrainerInputs:
     eval_dataset: Any = None
     data_collator: Any = None
     optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
-    peft_config: Any = None
+    peft_config: PeftConfig | None = None
     reward_processing_classes: Any = None
 
     @property

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from ..base import Bucket, Completion, EngineError, GenerationEngine, GenerationRequest, Sampling
 from .request_checks import check_request
@@ -130,7 +130,9 @@ class TransformersEngine:
             for start in range(0, len(by_length), self.batch_size):
                 yield from self._batch(model, by_length[start : start + self.batch_size], sampling)
 
-    def _batch(self, model: Any, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
+    def _batch(
+        self, model: PreTrainedModel, requests: Sequence[GenerationRequest], sampling: Sampling
+    ) -> Iterator[Completion]:
         width = max(len(request.prompt_ids) for request in requests)
         # Padded with token 0, which the attention mask hides. The tokenizer's padding token may be outside the model's
         # vocabulary, if it was added without resizing the embeddings.
@@ -175,7 +177,7 @@ class TransformersEngine:
         pass
 
 
-def _logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     """(rows, tokens - width, vocabulary): logits of the tokens after the prompts.
 
     Args:

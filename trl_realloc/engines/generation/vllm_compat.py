@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from torch import Tensor, nn
@@ -29,11 +29,15 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+
 # each reload would warn once per layer that rotary embeddings, which have no parameters, were not loaded
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
-def register_transfer(name: str, engine: Any) -> None:
+def register_transfer(name: str, engine: LLMEngine) -> None:
     """Register a weight-transfer engine under a name, once: registering a name twice raises."""
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, engine)
@@ -109,7 +113,7 @@ def replace_draw(model_runner: Any, processor: type[Any], make: Callable[[Any], 
     sampler.topk_topp_sampler = make(found[0])
 
 
-def drawn_so_far(engine: Any, request_id: str) -> tuple[list[int], list[float]]:
+def drawn_so_far(engine: LLMEngine, request_id: str) -> tuple[list[int], list[float]]:
     """The tokens that vLLM has returned for a request and their log-probabilities. vLLM itself returns those of an
     aborted request in its asynchronous engine alone.
 
@@ -132,7 +136,7 @@ def drawn_so_far(engine: Any, request_id: str) -> tuple[list[int], list[float]]:
     return tokens, logprobs
 
 
-def count_drawn(engine: Any, request_id: str) -> int:
+def count_drawn(engine: LLMEngine, request_id: str) -> int:
     """The number of tokens of `drawn_so_far`, in less time."""
     try:
         return len(_state(engine, request_id).detokenizer.output_token_ids)
@@ -140,7 +144,7 @@ def count_drawn(engine: Any, request_id: str) -> int:
         raise RuntimeError(f"{_NO_STATE}: {type(error).__name__}: {error}") from error
 
 
-def _state(engine: Any, request_id: str) -> Any:
+def _state(engine: LLMEngine, request_id: str) -> Any:
     processor = engine.output_processor
     (internal_id,) = processor.external_req_ids[request_id]
     return processor.request_states[internal_id]
@@ -152,7 +156,7 @@ _NO_STATE = (
 )
 
 
-def count_outputs(engine: Any) -> Callable[[], int]:
+def count_outputs(engine: LLMEngine) -> Callable[[], int]:
     """Count, from now on, the tokens that vLLM's engine core gives out, also those of requests that are aborted later.
 
     Returns:
@@ -171,13 +175,13 @@ def count_outputs(engine: Any) -> Callable[[], int]:
     return lambda: count
 
 
-def abort(engine: Any, request_ids: Sequence[str]) -> None:
+def abort(engine: LLMEngine, request_ids: Sequence[str]) -> None:
     """Abort requests between two steps. Of a step that is under way vLLM then drops these requests' tokens."""
     if request_ids:
         engine.abort_request(list(request_ids))
 
 
-def drain(engine: Any) -> list[Any]:
+def drain(engine: LLMEngine) -> list[Any]:
     """Wait for the steps that are under way, without beginning another. There are some with asynchronous scheduling,
     vLLM's default on a GPU, also when all requests have finished. They must not read weights that are being loaded, or
     memory that is given back.
@@ -208,7 +212,7 @@ def wait_without_yielding() -> None:
     vllm_utils.USE_SCHED_YIELD = False
 
 
-def end_grammars_by_eos(engine: Any) -> None:
+def end_grammars_by_eos(engine: LLMEngine) -> None:
     """Let a grammar end with the tokenizer's eos token and a request's own stop tokens alone.
 
     vLLM 0.32 and 0.33 let it end with the eos tokens of the model's config too. They do not stop a request with
@@ -231,7 +235,7 @@ def start_workers_in_turn() -> None:
     MultiprocExecutor._can_start_workers_concurrently = lambda self, inherited_fds: False
 
 
-def draws_by_position(engine: Any) -> bool:
+def draws_by_position(engine: LLMEngine) -> bool:
     """True if vLLM's own sampler draws a token by the request's seed and the token's position in the text. Its newest
     model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py of 0.27.1; read, not run), so that a
     response that another engine has begun gets the random numbers that it would have got there. The older runner has a

@@ -13,11 +13,15 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import shown, unknown_keys
 from ...plan.assignment import MOST_SLOTS
 from ...plan.model_spec import FAMILIES, ModelSpec
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 # families that vLLM 0.26 and 0.27 generate with the embedding as the head, whatever their config says
@@ -31,7 +35,7 @@ def is_vllm_available() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def why_not_served(config: Any, on_cpu: bool) -> str | None:
+def why_not_served(config: PretrainedConfig, on_cpu: bool) -> str | None:
     """The reason why vLLM cannot generate with a model of this Transformers config; `None` if none is known."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if on_cpu and getattr(text, "model_type", None) == "nemotron_h" and "moe" in getattr(text, "layers_block_type", ()):
@@ -62,7 +66,7 @@ def cpu_head_sizes() -> tuple[int, ...]:
     return ()
 
 
-def why_not_this_class(model: Any) -> str | None:
+def why_not_this_class(model: PreTrainedModel | str) -> str | None:
     """The reason why vLLM does not compute as a loaded model does: its class is not Transformers' own. `None` if it is,
     and for a model's name or path."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -10,7 +10,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ from .vllm_compat import (
 )
 from .vllm_sampler import SeededDraw, SeededRows
 from .weight_buffers import Handle, open_handle
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 MOST_PLAIN = 1 << 20  # bytes of one of `plain_tensors`
@@ -185,7 +189,7 @@ class RolloutWorker:
     """Methods that vLLM adds to its worker class; called with `collective_rpc`."""
 
     device: torch.device
-    model_config: Any
+    model_config: PretrainedConfig
     model_runner: Any
     weight_transfer_engine: Any
     _plain: list[tuple[Tensor, Tensor]]

@@ -7,7 +7,7 @@ The export of this package's own engines is in their files; what both share is i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,15 @@ from . import deepspeed_compat
 from .weight_export import buckets, checkpoint_names, persistent_buffers
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 # of modules that wrap others, in the names of parameters
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
-def why_not_exported(model: Any, fsdp_version: int | None = None) -> str | None:
+def why_not_exported(model: PreTrainedModel, fsdp_version: int | None = None) -> str | None:
     """The reason why the parameters of a model cannot be exported; `None` if they can be.
 
     Args:
@@ -46,7 +50,7 @@ def is_collective(model: nn.Module) -> bool:
     return any(deepspeed_compat.is_partitioned(p) or isinstance(p, DTensor) for p in model.parameters())
 
 
-def export(model: Any, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def export(model: PreTrainedModel, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """The parameters as full tensors. They may be live: a receiver copies what it keeps. Where it `is_collective`, all
     ranks iterate to the end.
 
@@ -60,7 +64,7 @@ def export(model: Any, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -
     return _clean(buckets(model, deepspeed_compat.full if partitioned else None, bucket_bytes))
 
 
-def _unsharded(model: Any, device: torch.device, bucket_bytes: int) -> Iterator[Bucket]:
+def _unsharded(model: PreTrainedModel, device: torch.device, bucket_bytes: int) -> Iterator[Bucket]:
     named = model.named_parameters()
     for bucket in in_buckets(named, lambda item: item[1].numel() * item[1].element_size(), bucket_bytes):
         yield checkpoint_names(model, [(_clean_name(name), _full(parameter, device)) for name, parameter in bucket])

@@ -89,7 +89,7 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if type(value) is dict else value
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(one: object, other: object) -> bool:
     """True if two values of a setting are equal. Values that cannot be compared are not."""
     try:
         if torch.is_tensor(one):
@@ -108,7 +108,7 @@ def _own(group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return value.numel() == 1 if torch.is_tensor(value) else isinstance(value, (int, float))
 
 

@@ -127,7 +127,7 @@ def _checkpoint_files(model: PreTrainedModel, files: Sequence[str] | Mapping[str
 # --- a checkpoint that contradicts its config -------------------------------------------------------------------------
 
 
-def has_own_head(name: str, config: Any) -> bool:
+def has_own_head(name: str, config: PretrainedConfig) -> bool:
     """True if a checkpoint has an output head that differs from the embedding that its config ties it to
     (`tie_word_embeddings`). Transformers then loads both, but whoever has the config alone, such as a vLLM engine or a
     new plan's empty model, would tie them.
@@ -152,14 +152,14 @@ def has_own_head(name: str, config: Any) -> bool:
         )
 
 
-def untie(config: Any) -> None:
+def untie(config: PretrainedConfig) -> None:
     """Make a config say that head and embedding are two parameters, in place."""
     for part in (config, config.get_text_config()):
         if getattr(part, "tie_word_embeddings", False):
             part.tie_word_embeddings = False
 
 
-def is_untied(model: Any) -> bool:
+def is_untied(model: PreTrainedModel) -> bool:
     """True if a model in memory has a head of its own although its config ties it to the embedding. Its adapters do not
     count."""
     ties = getattr(model.config.get_text_config(), "tie_word_embeddings", False)

@@ -133,7 +133,7 @@ def may_pack(implementation: str | None) -> bool:
     return implementation in ("sdpa", PACKED) or is_flash(implementation)
 
 
-def packed_arguments(model: Any, lengths: list[int], ids: Tensor) -> dict[str, Any]:
+def packed_arguments(model: PreTrainedModel, lengths: list[int], ids: Tensor) -> dict[str, Any]:
     """The arguments of a forward of a packed row beside its ids and positions.
 
     Args:
@@ -146,7 +146,7 @@ def packed_arguments(model: Any, lengths: list[int], ids: Tensor) -> dict[str, A
     return {"attention_mask": torch.ones_like(ids)[None], "sample_lengths": lengths}
 
 
-def _attention_of(model: Any) -> str | None:
+def _attention_of(model: PreTrainedModel) -> str | None:
     return getattr(backbone_of(model).config, "_attn_implementation", None)
 
 
@@ -164,7 +164,7 @@ def _packs(model: PreTrainedModel) -> bool:
     return kept_apart
 
 
-def _models_to_run(backbone: Any) -> Iterator[Any]:
+def _models_to_run(backbone: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The models of which the first that can be run answers for a backbone.
 
     One whose weights are not read yet cannot be run itself. In 16 bits a GPU multiplies rows of another number of
@@ -181,7 +181,7 @@ def _models_to_run(backbone: Any) -> Iterator[Any]:
     yield backbone
 
 
-def _keeps_apart(backbone: Any) -> bool | None:
+def _keeps_apart(backbone: PreTrainedModel) -> bool | None:
     """True if a backbone computes the same for two samples in a row as for each alone; `None` if it cannot be run so.
     Its attention is `PACKED` afterwards."""
     device = next(backbone.parameters()).device
@@ -221,12 +221,12 @@ def packed_rows() -> Iterator[None]:
         _packing.reset(token)
 
 
-def backbone_of(model: Any) -> Any:
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its task's head. Layers of adapters stay in it."""
     base = base_of(model)
     return getattr(base, base.base_model_prefix, base)
 
 
-def base_of(model: Any) -> Any:
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The Transformers model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -182,7 +182,7 @@ class ScoreHead(RoleHead):
         return {"scores": Ragged(scores[:, 0].float(), ones)}
 
 
-def tied_weight(model: Any) -> nn.Parameter | None:
+def tied_weight(model: PreTrainedModel) -> nn.Parameter | None:
     """The parameter that the input embedding and the language head share; `None` if they share none."""
     base = base_of(model)
     weight = getattr(base.get_input_embeddings(), "weight", None)

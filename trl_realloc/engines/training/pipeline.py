@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,11 @@ from .packed_forward import RoleHead, tied_weight
 from .probe_model import PassThrough
 
 
-def keep_stage(model: Any, stage: int, stages: int) -> None:
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def keep_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
     """Reduce the model to one stage, in place. The first stage has the embedding, the last one the final norm and the
     head, and the embedding too if the head shares its weight."""
     backbone, base = backbone_of(model), base_of(model)

@@ -6,13 +6,17 @@ What is found out with it is in `packed_attention`.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...plan.model_spec import FAMILIES
 from ..transformers_compat import draw_again, keep_values
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PassThrough(nn.Module):
@@ -22,7 +26,7 @@ class PassThrough(nn.Module):
         return hidden
 
 
-def probe_model(backbone: Any) -> Any:
+def probe_model(backbone: PreTrainedModel) -> PreTrainedModel:
     """A copy of a backbone in float32 on the CPU, with other weights: each matrix shows a vector of random numbers from
     another position in every row, so it takes the memory of a row and a column. Of layers that differ only by their
     number one is left. If the model cannot compute with such matrices, they are in memory whole.
@@ -39,7 +43,7 @@ def probe_model(backbone: Any) -> Any:
     return probe
 
 
-def _with_numbers(backbone: Any, *, shares_memory: bool) -> Any:
+def _with_numbers(backbone: PreTrainedModel, *, shares_memory: bool) -> PreTrainedModel:
     probe = _without_parameters(backbone).eval()
     layers = getattr(probe, "layers", None)
     if probe.config.model_type in FAMILIES and isinstance(layers, nn.ModuleList):
@@ -63,7 +67,7 @@ def _with_numbers(backbone: Any, *, shares_memory: bool) -> Any:
     return probe.float()
 
 
-def _without_parameters(backbone: Any) -> Any:
+def _without_parameters(backbone: PreTrainedModel) -> PreTrainedModel:
     """A copy whose parameters are on the meta device, and whose buffers are on the CPU."""
     unread = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in backbone.parameters()

@@ -11,7 +11,7 @@ import functools
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,10 @@ from ..device import group_device
 from ..mesh_group import COLLECTIVE_BYTES, MeshGroup
 from .deepspeed_compat import is_partitioned
 from .weight_source import source_of
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 _ByteRange = tuple[int, int, int]  # number of a tensor, first byte, end
@@ -111,7 +115,9 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
     return [names[row] for row in rows] if names else []
 
 
-def follow(model: Any, source: int, target: int, rank: int, control: Any, role: str, *, adapted: bool = False) -> None:
+def follow(
+    model: PreTrainedModel, source: int, target: int, rank: int, control: Any, role: str, *, adapted: bool = False
+) -> None:
     """Copy the tensors of the source rank's model to the target rank's, where both have one of the same name and shape.
     Only tensors that differ are sent, from rank to rank over the host. Digests are computed on each rank's accelerator.
     Called by these two ranks alone.
@@ -162,7 +168,7 @@ def follow(model: Any, source: int, target: int, rank: int, control: Any, role: 
             dist.send(part, target, group=control)
 
 
-def fingerprint(model: Any) -> int:
+def fingerprint(model: PreTrainedModel) -> int:
     """Fingerprint of the files that the model's parameters will be read from; 0 for a model in memory, and for
     `None`."""
     source = source_of(model)
@@ -185,7 +191,7 @@ def copy_tensors(source: Any, target: Any, *, adapted: bool = False) -> None:
             tensor.copy_(original)
 
 
-def base_names(model: Any) -> dict[str, Tensor]:
+def base_names(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors of a model with adapters, under their names in the base model."""
     wrappers = re.compile(r"^base_model\.model\.|\.(base_layer|original_module|token_adapter)(?=\.)")
     return {wrappers.sub("", name): tensor for name, tensor in model_tensors(model).items()}

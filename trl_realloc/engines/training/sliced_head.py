@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS
@@ -169,7 +170,7 @@ def row_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def works_in_slices(model: Any, tokens: int, group: MeshGroup | None = None) -> bool:
+def works_in_slices(model: PreTrainedModel, tokens: int, group: MeshGroup | None = None) -> bool:
     """True if the model's head is computed in slices for so many tokens: their logits are many, and the head is a plain
     linear layer. A head that an adapter changes and one with hooks of Accelerate are computed whole.
 
@@ -195,7 +196,7 @@ class _BackboneOutput(BaseModelOutput):
             raise AttributeError(name)
 
 
-def logits_are_of_head(model: Any) -> bool:
+def logits_are_of_head(model: PreTrainedModel) -> bool:
     """True if the logits that a model returns are those of its language head, which it does not scale or cap.
 
     The model's own forward is called with stand-ins for the backbone and the head. No weight is read, and nothing

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -77,7 +77,7 @@ class Link:
 
     def __init__(
         self,
-        group: Any,
+        group: dist.ProcessGroup | None,
         peer: int,
         order: Sequence[StageTask],
         sends: Channels,
@@ -88,9 +88,9 @@ class Link:
         self.group, self.peer, self.empty, self.has_tags = group, peer, empty, has_tags
         self._numbers = {task: number for number, task in enumerate(order)}
         self._expected = deque(task for task in order if task.channel not in sends)
-        self._arriving: dict[StageTask, tuple[Any, Tensor]] = {}
+        self._arriving: dict[StageTask, tuple[dist.Work, Tensor]] = {}
         # a tensor's memory must stay until it has been sent
-        self._sending: dict[StageTask, tuple[Any, Tensor]] = {}
+        self._sending: dict[StageTask, tuple[dist.Work, Tensor]] = {}
         if has_tags:
             self._receive_next()
 
@@ -100,7 +100,9 @@ class Link:
         number, tensor = self._numbers[task], tensor.contiguous()
         if not self.has_tags:
             self._receive_before(number)
-        self._sending[task] = dist.isend(tensor, self.peer, group=self.group, tag=number), tensor
+        work = dist.isend(tensor, self.peer, group=self.group, tag=number)
+        assert work is not None, "both ranks are in the group"
+        self._sending[task] = work, tensor
 
     def wait(self, task: StageTask) -> None:
         """Wait until this message has been sent, if it has not."""

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,16 +24,22 @@ from .packed_attention import base_of
 from .split_layers import leaf_of, split_inputs, split_outputs, split_vocabulary
 
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+
 # The style of a parameter that every rank has in full, and of whose gradient each rank has the part of its heads.
 # Transformers sums the gradient in a hook after every backward, which would add the earlier micro-batches again. The
 # engine sums it once, after the last micro-batch.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
-def split_tensors(model: Any, group: MeshGroup) -> frozenset[str]:
+def split_tensors(model: PreTrainedModel, group: MeshGroup) -> frozenset[str]:
     """Split the model's parameters over the group, in place. Returns the names of the parameters that are not split,
     but of whose gradient each rank computes only a part."""
     styles = {name: (model.get_submodule(name), style) for name, style in _styles(model)}
+    assert group.group is not None, "several ranks share the parameters"
     mesh = DeviceMesh.from_group(group.group, group.device.type)
     tied = [places for places in _places(model).values() if len(places) > 1]
     named = dict(model.named_parameters())
@@ -68,7 +74,7 @@ def _first_row(module: nn.Module) -> int:
     return box_of(module.get_parameter("weight"))[0][0]
 
 
-def splits_adapter(config: Any) -> bool:
+def splits_adapter(config: PeftConfig) -> bool:
     """True if the parameters of an adapter can be split with the weights that they adapt, as those of plain LoRA can.
 
     Args:
@@ -83,7 +89,7 @@ def splits_adapter(config: Any) -> bool:
 _SHARING = ("FROD", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA")
 
 
-def stages_adapter(config: Any) -> bool:
+def stages_adapter(config: PeftConfig) -> bool:
     """True if each parameter that an adapter trains is in one pipeline stage alone.
 
     Args:
@@ -103,7 +109,7 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return places
 
 
-def _styles(model: Any) -> Iterator[tuple[str, str]]:
+def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """The name of each split module, with Transformers' name of how it is split."""
     base = base_of(model)
     prefix = f"{base.base_model_prefix}."

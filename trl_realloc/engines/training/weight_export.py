@@ -88,7 +88,7 @@ def whole_pieces(exported: Iterator[Bucket]) -> Iterator[list[Piece]]:
         yield [Piece(name, 0, tensor.reshape(-1)) for name, tensor in bucket]
 
 
-def checkpoint_names(model: Any, tensors: list[tuple[str, Tensor]]) -> Bucket:
+def checkpoint_names(model: PreTrainedModel, tensors: list[tuple[str, Tensor]]) -> Bucket:
     """The tensors under the names, and in the form, that the family's checkpoints have. Since Transformers 5 they may
     differ from the module's: GPT-NeoX's `lm_head` is saved as `embed_out`, and the experts of a mixture, which the
     module has fused, are saved one by one."""
@@ -110,7 +110,7 @@ def _plain(model: nn.Module) -> Iterator[_Weight]:
         yield _Weight(name, (parameter,), parameter.detach)
 
 
-def _weights(model: Any) -> Iterator[_Weight]:
+def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
     if not hasattr(model, "get_base_model"):
         yield from _plain(model)
         return
@@ -127,7 +127,7 @@ def _weights(model: Any) -> Iterator[_Weight]:
             yield weight
 
 
-def adapters_untie(model: Any) -> bool:
+def adapters_untie(model: PreTrainedModel) -> bool:
     """True if an adapter changes one of two parameters that the base model ties, the head or the embedding, so that
     `buckets` gives both.
 
@@ -137,7 +137,7 @@ def adapters_untie(model: Any) -> bool:
     return not tied_names(model.get_base_model()).keys().isdisjoint(weight.name for weight in _weights(model))
 
 
-def why_not_merged(model: Any) -> str | None:
+def why_not_merged(model: PreTrainedModel) -> str | None:
     """Why PEFT cannot merge the adapters of a model, as a sentence without its end; `None` if it can.
 
     Args:
@@ -161,7 +161,7 @@ def why_not_merged(model: Any) -> str | None:
 class _Adapters:
     """The modules of PEFT in a model: which parameters they adapt, and which they replace."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import ModulesToSaveWrapper
 

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from ...realloc.layout import Box
 from ..base import EngineError
 from .packed_attention import base_of
 from .tensor_parallel import base_name, box_of
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 # Writes a box of a parameter, by its name in the model, into a tensor of the box's shape.
@@ -46,7 +50,7 @@ class WeightSource(Protocol):
         """The context in which parameters are read."""
 
 
-def source_of(model: Any) -> WeightSource | None:
+def source_of(model: PreTrainedModel) -> WeightSource | None:
     """Source of the parameters of a model that are not read yet; `None` for a model in memory."""
     source: WeightSource | None = getattr(base_of(model), _SOURCE, None)
     return source

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ...algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
@@ -58,7 +59,7 @@ class CallSettings:
     sampling: Sampling
     seed: int
     eos_token_id: int | None
-    processing_class: Any
+    processing_class: PreTrainedTokenizerBase
     functions: Sequence[FunctionReward]
     reward_weights: dict[str, float]
     skip_nonfinite: bool = False

@@ -6,7 +6,7 @@ The metrics are computed in `results`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...algorithms.base import Algorithm, training_inputs
 from ...algorithms.nonfinite import NonFiniteError, with_text
@@ -21,6 +21,10 @@ from ..samples.results import Iteration, Statistics, add_statistics, observed, s
 from .call_runner import RunningIteration
 from .generate_and_score import CallSettings
 from .training_calls import GRAD_NORM
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def iteration_results(
@@ -96,7 +100,7 @@ def _of_training(
 
 
 def job_failed(
-    failures: Sequence[CallFailure], samples: Rollouts, processing_class: Any, has_trained: bool
+    failures: Sequence[CallFailure], samples: Rollouts, processing_class: PreTrainedTokenizerBase, has_trained: bool
 ) -> JobFailed:
     """The exception for failed calls, with the text of the samples at fault. Of ranks that say the same of a call, it
     names the first.

@@ -37,14 +37,15 @@ class WatchdogClient:
 
     Args:
         rank, world_size: of this process in the job.
-        store: the job's key-value store, through which rank 0 publishes where its watchdog listens.
+        store: the job's key-value store, through which rank 0 publishes where its watchdog listens; `None` in a job of
+            one process.
         timeout_s: longest silence of a rank, and longest stop by a signal, before the job fails.
 
     Raises:
         RuntimeError: the watchdog of rank 0 did not start.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any, timeout_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, store: dist.Store | None, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self.activity = "starting"
         self.verdict: dict[str, Any] | None = None
@@ -83,18 +84,18 @@ class WatchdogClient:
             "everywhere": os.environ.get("LOCAL_WORLD_SIZE") != str(world_size),
             "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE") if os.environ.get("LOCAL_RANK") == "0" else None,
         }
-        self._configure(settings, world_size, store)
+        self._configure(settings, store if world_size > 1 else None)
         # started here, because while the interpreter shuts down Python 3.12 starts none
         for target in (self._listen, self._exit_if_late):
             threading.Thread(target=target, daemon=True, name="watchdog").start()
         atexit.register(self._send, exiting=True)
 
-    def _configure(self, settings: dict[str, Any], world_size: int, store: Any) -> None:
+    def _configure(self, settings: dict[str, Any], store: dist.Store | None) -> None:
         """Send the watchdog its settings. Rank 0's watchdog opens a port, which the other ranks read from `store`."""
         if self.rank == 0:
             settings["token"] = secrets.token_hex(16)
             self._send(settings=settings)
-            if world_size > 1:
+            if store is not None:
                 line = self._lines.readline()
                 if not line:
                     raise RuntimeError(f"the watchdog of rank 0 did not start on host {HOST}; its reason is above.")
@@ -107,7 +108,7 @@ class WatchdogClient:
                         hosts += [address for address in [gloo_address()] if not is_loopback(address)]
                 addresses = [(host, port) for host in dict.fromkeys(hosts) if host]
                 store.set(_STORE_KEY, json.dumps({"token": settings["token"], "addresses": addresses}))
-        else:
+        elif store is not None:
             self._send(settings={**settings, **json.loads(store.get(_STORE_KEY))})
 
     def _send(self, **message: Any) -> None:

@@ -97,7 +97,7 @@ def has_rendezvous() -> bool:
     return all(os.environ.get(name) for name in variables) and os.environ["WORLD_SIZE"] != "1"
 
 
-def _meet(store: Any, rank: int, size: int, place: dict[str, Any]) -> tuple[Process, ...]:
+def _meet(store: dist.Store, rank: int, size: int, place: dict[str, Any]) -> tuple[Process, ...]:
     with contextlib.ExitStack() as servers:
         problem = ""
         try:
@@ -121,7 +121,7 @@ def _meet(store: Any, rank: int, size: int, place: dict[str, Any]) -> tuple[Proc
     return processes
 
 
-def _refuse(store: Any, rank: int, size: int, problems: Iterable[str]) -> None:
+def _refuse(store: dist.Store, rank: int, size: int, problems: Iterable[str]) -> None:
     """Raise `NetworkError` with the problems on every rank, if there are any."""
     unique = list(dict.fromkeys(filter(None, problems)))
     if not unique:
@@ -143,7 +143,7 @@ def on_loopback(process: Process) -> str:
     )
 
 
-def _exchange(store: Any, key: str, rank: int, senders: Sequence[int], value: Any) -> list[Any]:
+def _exchange(store: dist.Store, key: str, rank: int, senders: Sequence[int], value: Any) -> list[Any]:
     """The senders' values, on every rank. Rank 0 collects them, so that each rank reads one message."""
     if rank in senders:
         store.set(f"{key}/{rank}", json.dumps(value))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ from ...engines.torch_compat import wrap_store
 from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan
 from .hosts import Process, ranks_by_host
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues for the streams of a process
@@ -37,7 +41,9 @@ _SHARDS = (
 )
 
 
-def check_launch(args: Any, environment: Mapping[str, str] = os.environ, *, allows_fsdp: bool = False) -> None:
+def check_launch(
+    args: TrainingArguments, environment: Mapping[str, str] = os.environ, *, allows_fsdp: bool = False
+) -> None:
     """Refuse requests of Accelerate's launcher and of `TrainingArguments` that no engine fulfils. Called before a
     process group is made.
 
@@ -52,7 +58,7 @@ def check_launch(args: Any, environment: Mapping[str, str] = os.environ, *, allo
         raise LaunchError("\n".join(problems))
 
 
-def _problems(args: Any, environment: Mapping[str, str], allows_fsdp: bool) -> Iterator[str]:
+def _problems(args: TrainingArguments, environment: Mapping[str, str], allows_fsdp: bool) -> Iterator[str]:
     def is_on(name: str) -> bool:
         return environment.get(name, "").lower() in ("1", "true", "yes", "on")
 

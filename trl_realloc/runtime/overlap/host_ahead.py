@@ -79,7 +79,8 @@ class HostAhead:
                 outcome = failed.of_job()
         self.alarm.at(f"waiting for the samples of generation {number + 1}")
         sent = replace(outcome, spans=()) if isinstance(outcome, CallOutput) else outcome
-        received: CallOutput | JobFailed = self.exchange.spread(sent)
+        received = self.exchange.spread(sent)
+        assert received is not None, "the first rank has collected it"
         if isinstance(received, JobFailed):
             raise received from current.running.failure
         return outcome if isinstance(outcome, CallOutput) else received

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,9 @@ from ..messages import GlooMessages, combined
 from ..process_groups import ReallocationGroups
 from .layout_agreement import HeldParts, agree_on_parts
 from .parameter_sinks import STALE, Holder, Sink
+
+
+T = TypeVar("T")
 
 
 AGREEMENT_TAG = 1 << 28  # above the tags of a transfer's messages, which may use the same group
@@ -158,7 +161,7 @@ class Reallocation:
         (wanted,) = versions.of_source
         return wanted, wanted if versions.of_target == {wanted} else STALE
 
-    def _combined(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    def _combined(self, value: T, combine: Callable[[T, T], T]) -> T:
         result = combined(self._messages, self.ranks, self.rank, value, combine, AGREEMENT_TAG)
         self._messages.flush()
         return result

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from typing import Any
 
 import torch
 
@@ -63,6 +62,6 @@ def check_replicas(engine: ScoringEngine, group: MeshGroup, role: str) -> None:
     )
 
 
-def _key(value: Any) -> int:
+def _key(value: object) -> int:
     """A positive number for a parameter's name or a box."""
     return zlib.crc32(repr(value).encode()) + 1

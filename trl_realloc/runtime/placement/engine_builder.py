@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...engines.base import EngineError, InPlaceEngine, ScoringEngine, TrainingEngine
@@ -195,7 +196,7 @@ class EngineBuilder:
     def _trains(self, call: str) -> bool:
         return self.graph.call(call).trains
 
-    def _head(self, role: Role, model: Any) -> RoleHead:
+    def _head(self, role: Role, model: PreTrainedModel) -> RoleHead:
         match self.roles[role].kind:
             case "policy":
                 return PolicyHead(model, self.options.temperature)
@@ -204,7 +205,7 @@ class EngineBuilder:
             case "score":
                 return ScoreHead(model)
 
-    def _copy_engine(self, call: str, home: str, model: Any) -> ScoringEngine:
+    def _copy_engine(self, call: str, home: str, model: PreTrainedModel) -> ScoringEngine:
         """The engine of a copy. Where DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its
         model and computes without autocast, as the training does."""
         dtype = parameter_dtype(self.options.deepspeed) if self.plan[home].strategy.zero_stage else None
@@ -272,7 +273,7 @@ class EngineBuilder:
 
     # --- replicas and copies ----------------------------------------------------------------------------------------
 
-    def _equalize(self, call: str, model: Any) -> None:
+    def _equalize(self, call: str, model: PreTrainedModel) -> None:
         """Set a role's model on all ranks of the call's mesh to the first rank's."""
         if not self.placement.has(call):
             return

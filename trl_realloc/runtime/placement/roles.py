@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import nn
 
 from ...plan.dataflow import DataflowGraph, Role
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 ModelKind = Literal["policy", "value", "score"]
@@ -36,7 +40,7 @@ class RoleModels:
     load: Sequence[Callable[[], Any]]
     names: Sequence[str] = ()
     processing_classes: Sequence[Any] = ()
-    config: Any = None
+    config: PretrainedConfig = None
     shell: Callable[[], Any] | None = None
     adapted: bool = False
     copy_of: Role | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,10 @@ from ..parameters.reallocation import Reallocation
 from ..process_groups import ReallocationGroups, from_every_rank
 from .placement import Placement
 from .roles import Roles
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 MOVE_BUCKET_BYTES = 64 << 20  # of a move; two are in flight at a time, beside the parts of both plans
@@ -55,7 +59,7 @@ class ModelDescription:
         extra_attributes: values of the model's attributes that are not in its config (`EXTRA_ATTRIBUTES`).
     """
 
-    config: Any
+    config: PretrainedConfig
     is_policy: bool
     dtypes: Mapping[str, torch.dtype]
     buffers: Mapping[str, torch.Tensor]
@@ -250,7 +254,7 @@ def fixed_models(placement: Placement) -> Iterator[str]:
             yield call
 
 
-def _config_of(engine: ScoringEngine, is_policy: bool) -> Any:
+def _config_of(engine: ScoringEngine, is_policy: bool) -> PretrainedConfig:
     """The config of which a model with this engine's parameters is made: the model's, or one that says that its head is
     not tied. `None` if there is none."""
     config, names = engine.head.model.config, set(engine.parameter_specs)

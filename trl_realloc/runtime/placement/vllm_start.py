@@ -27,6 +27,8 @@ from .engine_options import EngineOptions
 
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from ...engines.generation.vllm import VLLMEngine
 
 
@@ -46,7 +48,7 @@ def start_vllm(
     plan: ExecutionPlan,
     call: str,
     rank: int,
-    config: Any,
+    config: PretrainedConfig,
     options: EngineOptions | VLLMOptions,
     stack: contextlib.ExitStack,
 ) -> VLLMEngine | None:
@@ -112,7 +114,7 @@ def kept_model(folder: Path) -> Path:
     return kept
 
 
-def _dtype_name(config: Any, options: EngineOptions | VLLMOptions) -> str:
+def _dtype_name(config: PretrainedConfig, options: EngineOptions | VLLMOptions) -> str:
     """The name of the dtype that the role computes in while it trains, so that its log-probabilities agree there and in
     the engine."""
     dtype = options.compute_dtype or getattr(config, "dtype", None) or torch.float32

@@ -12,9 +12,10 @@ import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ...algorithms.nonfinite import NonFiniteError
 from ...algorithms.rewards import RewardError
@@ -27,6 +28,9 @@ from ..failures.watchdog_client import HOST
 from ..messages import GlooMessages, Messages, combined, spread
 from .routes import RESULTS, receivers, replica_ranks, sources
 from .shares import Share
+
+
+T = TypeVar("T")
 
 
 _SAMPLES, _FAILURE = b"s", b"f"  # begin a message of `Exchange.scatter`
@@ -117,7 +121,7 @@ class Exchange:
         self,
         plan: ExecutionPlan,
         rank: int,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         messages: Messages | None = None,
         first_tag: int = 0,
     ) -> None:
@@ -319,7 +323,7 @@ class Exchange:
 
     # --- results ----------------------------------------------------------------------------------------------------
 
-    def spread(self, value: Any) -> Any:
+    def spread(self, value: T) -> T:
         """Rank 0's value, on every rank. All ranks together."""
         assert RESULTS == 0, "the first of the ranks"
         return spread(self.messages, range(self.plan.cluster.size), self.rank, value, self.stream_tag - 2)

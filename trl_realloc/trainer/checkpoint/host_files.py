@@ -76,7 +76,11 @@ def by_host(reports: Sequence[HostFiles], readers: Sequence[int]) -> dict[int, H
 
 
 def copy_files(
-    folder: Path, manifest: Manifest, copies: Sequence[tuple[str, int, int]], rank: int, control: Any
+    folder: Path,
+    manifest: Manifest,
+    copies: Sequence[tuple[str, int, int]],
+    rank: int,
+    control: dist.ProcessGroup | None,
 ) -> list[str]:
     """Copy files from host to host. Collective over the job. Returns the problems of the copies.
 
@@ -99,7 +103,7 @@ def _check_copies(folder: Path, manifest: Manifest, copies: Sequence[tuple[str, 
     return [f"{name} was not copied whole" for name in received if checksum(folder / name) != manifest.files[name][1]]
 
 
-def _send(path: Path, target: int, control: Any) -> None:
+def _send(path: Path, target: int, control: dist.ProcessGroup | None) -> None:
     size = path.stat().st_size
     dist.send(torch.tensor([size]), target, group=control)
     with path.open("rb") as file:
@@ -107,7 +111,7 @@ def _send(path: Path, target: int, control: Any) -> None:
             dist.send(torch.frombuffer(bytearray(chunk), dtype=torch.uint8), target, group=control)
 
 
-def _receive(path: Path, source: int, control: Any) -> None:
+def _receive(path: Path, source: int, control: dist.ProcessGroup | None) -> None:
     size = torch.zeros(1, dtype=torch.long)
     dist.recv(size, source, group=control)
     path.parent.mkdir(parents=True, exist_ok=True)

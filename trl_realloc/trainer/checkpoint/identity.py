@@ -9,12 +9,16 @@ import json
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
 from ...engines.training.deepspeed_compat import full_shape
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 SAMPLED_ROWS = 1000
@@ -44,7 +48,7 @@ class Identity:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def data_checksum(dataset: Any) -> int:
+def data_checksum(dataset: Dataset) -> int:
     """CRC-32 of the token ids of up to `SAMPLED_ROWS` rows of a tokenized dataset."""
     crc = 0
     for ids in [dataset[at]["input_ids"] for at in _sampled_rows(dataset)]:
@@ -52,7 +56,7 @@ def data_checksum(dataset: Any) -> int:
     return crc
 
 
-def prompts_checksum(dataset: Any) -> int:
+def prompts_checksum(dataset: Dataset) -> int:
     """CRC-32 of the column `prompt` of up to `SAMPLED_ROWS` rows of a dataset: texts or conversations."""
     crc = 0
     for prompt in [dataset[at]["prompt"] for at in _sampled_rows(dataset)]:
@@ -60,7 +64,7 @@ def prompts_checksum(dataset: Any) -> int:
     return crc
 
 
-def _sampled_rows(dataset: Any) -> list[int]:
+def _sampled_rows(dataset: Dataset) -> list[int]:
     return sorted(set(np.linspace(0, len(dataset) - 1, min(SAMPLED_ROWS, len(dataset)), dtype=int).tolist()))
 
 

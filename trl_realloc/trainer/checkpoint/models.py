@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...engines.base import TrainingEngine
@@ -69,7 +70,7 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
     Args:
         options: `max_shard_size`, by default that of `save_pretrained`.
     """
-    model: Any = _of_all_stages(engine) if group.is_leader else engine.head.model
+    model: PreTrainedModel = _of_all_stages(engine) if group.is_leader else engine.head.model
     names = _adapter_names(engine, group, model) if has_adapters(model) else None
     stream = engine.pieces(SAVE_BUCKET_BYTES, names)
     if not group.is_leader:
@@ -103,7 +104,7 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
         pass
 
 
-def _adapter_names(engine: TrainingEngine, group: MeshGroup, model: Any) -> set[str]:
+def _adapter_names(engine: TrainingEngine, group: MeshGroup, model: PreTrainedModel) -> set[str]:
     """The parameters that are saved of a model with adapters, the same on every rank. Collective over the mesh: the
     first rank asks PEFT, because ranks of other pipeline stages have other modules.
 
@@ -123,7 +124,7 @@ def _adapter_names(engine: TrainingEngine, group: MeshGroup, model: Any) -> set[
     return {name for name, is_chosen in zip(engine.parameter_specs, mask.tolist(), strict=True) if is_chosen}
 
 
-def _with_other_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_other_names(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors by name, tied ones under each of their names, as in the model's `state_dict`."""
     first_names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -136,7 +137,7 @@ def _with_other_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tenso
 def _of_all_stages(engine: TrainingEngine) -> Any:
     """The engine's model. If this rank has one pipeline stage of a model with adapters, a copy of the whole without
     memory: PEFT saves the modules that it finds."""
-    model: Any = engine.head.model
+    model: PreTrainedModel = engine.head.model
     if not has_adapters(model) or set(engine.parameter_specs) <= {name for name, _ in model.named_parameters()}:
         return model
     from peft import get_peft_model
@@ -152,7 +153,7 @@ def _of_all_stages(engine: TrainingEngine) -> Any:
 
 
 @contextlib.contextmanager
-def _writing_here(model: Any) -> Iterator[None]:
+def _writing_here(model: PreTrainedModel) -> Iterator[None]:
     """Inside, `save_pretrained` writes on this rank, and without a progress bar. Transformers writes on rank 0 alone,
     and the first rank of a role may be another."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

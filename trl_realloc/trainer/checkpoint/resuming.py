@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging
 
@@ -85,7 +86,7 @@ def read_resume_setting(setting: ResumeSetting) -> ResumeSetting | Literal["auto
 
 
 def find_checkpoint(
-    setting: ResumeSetting, output_dir: Path, current_run: CurrentRun, *, rank: int, control: Any
+    setting: ResumeSetting, output_dir: Path, current_run: CurrentRun, *, rank: int, control: dist.ProcessGroup | None
 ) -> Checkpoint | None:
     """Find and check the checkpoint to resume from. Collective over the job.
 
@@ -127,7 +128,7 @@ def find_checkpoint(
     raise CheckpointError(f"cannot resume from {'; '.join(rejected)}.{_others(folders[0])}")
 
 
-def fetch(checkpoint: Checkpoint, needed: Collection[str], *, rank: int, control: Any) -> None:
+def fetch(checkpoint: Checkpoint, needed: Collection[str], *, rank: int, control: dist.ProcessGroup | None) -> None:
     """Copy files of a checkpoint to the hosts whose ranks need them and that lack them. Collective over the job.
 
     Args:
@@ -191,7 +192,7 @@ class _Inspection:
     remedy: str = ""
 
 
-def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: Any) -> _Inspection:
+def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: dist.ProcessGroup | None) -> _Inspection:
     """Check one checkpoint. Collective over the job; the result is the same on all ranks."""
     inspection = _Inspection()
     places = from_every_rank(place_of(folder), control)

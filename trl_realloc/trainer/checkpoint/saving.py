@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from transformers.utils import logging
 
 from ...runtime.process_groups import from_every_rank
@@ -38,7 +39,7 @@ from .write_errors import WriteErrors
 logger = logging.get_logger(__name__)
 
 
-def new_run(control: Any) -> str:
+def new_run(control: dist.ProcessGroup | None) -> str:
     """A random name for a run, the same on all ranks."""
     name: str = from_every_rank(uuid.uuid4().hex, control)[0]
     return name
@@ -104,7 +105,7 @@ class UnfinishedCheckpoint:
         about: Mapping[str, Any],
         *,
         rank: int,
-        control: Any,
+        control: dist.ProcessGroup | None,
     ) -> None:
         self.final, self.run, self.about = final, run, about
         self.problems = WriteErrors(rank, control)

@@ -11,7 +11,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import torch.distributed as dist
 
 from ...runtime.failures.watchdog_client import HOST
 from ...runtime.process_groups import from_every_rank
@@ -27,7 +28,7 @@ class WriteErrors:
         control: a gloo group over the job; `None` for one process.
     """
 
-    def __init__(self, rank: int, control: Any) -> None:
+    def __init__(self, rank: int, control: dist.ProcessGroup | None) -> None:
         self.rank, self.control = rank, control
         self._messages: list[str] = []
         self._written: list[Path] = []

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,16 +21,20 @@ from ...engines.generation.vllm_support import engine_argument_problems
 from ...plan.execution_plan import ExecutionPlan
 
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
 class ConfigError(ValueError):
     """A setting that is not allowed. The message names the setting, its value and what to do."""
 
 
-def by_transformers(args: Any) -> str:
+def by_transformers(args: TrainingArguments) -> str:
     """Advice for an error message: the setting of this configuration that selects generation by Transformers."""
     return f"set {'use_vllm: false' if hasattr(args, 'use_vllm') else 'generation_engine: transformers'}"
 
 
-def check_settings(args: Any) -> None:
+def check_settings(args: TrainingArguments) -> None:
     """Check a configuration, and set numbers to what they are read as: NumPy's as Python's, 1e4 episodes as 10000. An
     `int` stays as it is, also where a `float` may be given, such as `logging_steps`.
 
@@ -46,7 +50,7 @@ def check_settings(args: Any) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _problems(args: Any) -> Iterator[str]:
+def _problems(args: TrainingArguments) -> Iterator[str]:
     """Sentences about settings that are no numbers, and about settings that exclude each other."""
     if not isinstance(args.plan, str | os.PathLike | Mapping | ExecutionPlan | None):
         yield f"plan must be auto, a preset, a YAML file's path, a dict or an ExecutionPlan, not {shown(args.plan)}."
@@ -62,7 +66,7 @@ def _problems(args: Any) -> Iterator[str]:
         yield from engine_argument_problems(_read_json(args.vllm_engine_kwargs), on_cpu)
 
 
-def _ppo_problems(args: Any) -> Iterator[str]:
+def _ppo_problems(args: TrainingArguments) -> Iterator[str]:
     """Sentences about settings of PPO that exclude each other."""
     if args.stop_token is not None and args.stop_token_id is not None:
         yield "stop_token and stop_token_id are both set; keep one of them."
@@ -70,7 +74,7 @@ def _ppo_problems(args: Any) -> Iterator[str]:
     yield from _correction_problems(args)
 
 
-def best_model_problems(args: Any) -> Iterator[str]:
+def best_model_problems(args: TrainingArguments) -> Iterator[str]:
     """Sentences about `load_best_model_at_end` in a run that the plan's engines train. Where Accelerate trains, Trainer
     loads the best model."""
     if args.save_only_model and args.load_best_model_at_end:
@@ -80,7 +84,7 @@ def best_model_problems(args: Any) -> Iterator[str]:
         )
 
 
-def _correction_problems(args: Any) -> Iterator[str]:
+def _correction_problems(args: TrainingArguments) -> Iterator[str]:
     """Sentences about `max_staleness` and the `vllm_importance_sampling_*` settings."""
     corrects, mode = args.vllm_importance_sampling_correction, args.vllm_importance_sampling_mode
     least, most = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max

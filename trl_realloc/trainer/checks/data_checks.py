@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_peft_available
 
 from ...algorithms.prompts import DataError
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def check_types(inputs: Mapping[str, Any]) -> None:
@@ -68,7 +72,7 @@ def _datasets(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "eval_dataset", evaluation
 
 
-def check_rows(args: Any, dataset: Any, processes: int) -> None:
+def check_rows(args: TrainingArguments, dataset: Dataset, processes: int) -> None:
     """Refuse a training data set that does not fill one generation, of which nothing would be trained.
 
     Args:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config_checks import ConfigError
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 _OF_ALL = ("max_grad_norm", "max_staleness", "skip_nonfinite_updates")
@@ -27,7 +31,7 @@ OF_POLICY = _OF_ALL
 DRAWN_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
 
 
-def fixed_settings(args: Any, names: Iterable[str]) -> dict[str, Any]:
+def fixed_settings(args: TrainingArguments, names: Iterable[str]) -> dict[str, Any]:
     """The values that these settings have now, by name."""
     return {name: getattr(args, name) for name in names}
 

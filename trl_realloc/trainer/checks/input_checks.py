@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
 from ...common.errors import shown
 from ...engines.model_configs import ModelError
@@ -54,7 +53,9 @@ def special_tokens(args: TrainingArguments, processing_class: PreTrainedTokenize
     return SpecialTokens(pad, eos, eos if args.stop_token == "eos" else args.stop_token_id)
 
 
-def check_parts(processing_class: Any, reward_processing_classes: Any, data_collator: Any, optimizers: Any) -> None:
+def check_parts(
+    processing_class: object, reward_processing_classes: object, data_collator: object, optimizers: object
+) -> None:
     """Check the types of tokenizers, data collator and optimizers.
 
     Raises:
@@ -82,7 +83,7 @@ def check_parts(processing_class: Any, reward_processing_classes: Any, data_coll
         )
 
 
-def check_positions(configs: Mapping[Role, Sequence[Any]], longest: int) -> None:
+def check_positions(configs: Mapping[Role, Sequence[PretrainedConfig]], longest: int) -> None:
     """Refuse rotary embeddings whose factors depend on the longest sample of a forward, if a sample can be that long.
     The result of a sample would depend on which samples share its micro-batch.
 
@@ -104,7 +105,7 @@ def check_positions(configs: Mapping[Role, Sequence[Any]], longest: int) -> None
                 )
 
 
-def _position_limit(config: Any) -> tuple[str, int | None]:
+def _position_limit(config: PretrainedConfig) -> tuple[str, int | None]:
     """The type of a rotary embedding whose factors change with the longest sample of a forward, and the longest sample
     for which they do not; `None` for other embeddings."""
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging
 
 from ...algorithms.rewards import Rewards
@@ -32,6 +32,10 @@ from .config_checks import ConfigError, by_transformers
 from .input_checks import check_stop_token
 
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+
 logger = logging.get_logger(__name__)
 
 CLASSIFIER = "ForSequenceClassification"
@@ -40,7 +44,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 UNMERGED = ("ADAPTION_PROMPT", "CARTRIDGE", "HIRA", "LILY", "LN_TUNING", "POLY", "SHADOW", "XLORA")
 
 
-def check_models(model: Any, ref_model: Any, value_model: Any, reward_models: Sequence[Any]) -> None:
+def check_models(model: object, ref_model: object, value_model: object, reward_models: Sequence[Any]) -> None:
     """Refuse arguments that are not models, one object for two roles, models that no engine can run, and models without
     the head of their role. The config of a model by path is checked later, in `check_config_of`.
 
@@ -65,7 +69,7 @@ def check_models(model: Any, ref_model: Any, value_model: Any, reward_models: Se
             _check_model(candidate, argument)
 
 
-def check_policy(model: Any) -> None:
+def check_policy(model: object) -> None:
     """Refuse a policy that no engine can run. The config of a model by path is checked later, in `check_config_of`.
 
     Raises:
@@ -76,7 +80,7 @@ def check_policy(model: Any) -> None:
     _check_model(model, "model")
 
 
-def _check_model(model: Any, argument: str) -> None:
+def _check_model(model: object, argument: str) -> None:
     if isinstance(model, str):
         if os.path.isdir(model):
             _check_weights(Path(model), argument)
@@ -134,7 +138,7 @@ def quantized(argument: str) -> Obstacle:
     )
 
 
-def model_obstacles(model: Any, argument: str) -> Iterator[Obstacle]:
+def model_obstacles(model: PreTrainedModel, argument: str) -> Iterator[Obstacle]:
     """The obstacles of a loaded model: it is quantized, compiled, spread over devices, or divided already."""
     base = base_of(model)
     if getattr(base, "is_quantized", False):
@@ -159,7 +163,7 @@ def model_obstacles(model: Any, argument: str) -> Iterator[Obstacle]:
         )
 
 
-def config_obstacles(config: Any, argument: str) -> Iterator[Obstacle]:
+def config_obstacles(config: PretrainedConfig, argument: str) -> Iterator[Obstacle]:
     """The obstacles that a model's Transformers config shows."""
     if getattr(config, "is_encoder_decoder", False):
         yield Obstacle(
@@ -170,7 +174,7 @@ def config_obstacles(config: Any, argument: str) -> Iterator[Obstacle]:
         yield quantized(argument)
 
 
-def check_adapter_kind(peft_config: Any, argument: str) -> None:
+def check_adapter_kind(peft_config: PeftConfig, argument: str) -> None:
     """Check that a PEFT config is of adapters that can be merged into the weights, as generation engines and copies of
     the role need them.
 
@@ -187,7 +191,7 @@ def check_adapter_kind(peft_config: Any, argument: str) -> None:
     raise ModelError(f"{argument} has an adapter of the kind {kind}, which {why}; use LoRA.")
 
 
-def check_trained_adapter(peft_config: Any, argument: str) -> None:
+def check_trained_adapter(peft_config: PeftConfig, argument: str) -> None:
     """Check that a PEFT config is of adapters that the training engines can train.
 
     Raises:
@@ -203,7 +207,7 @@ def check_trained_adapter(peft_config: Any, argument: str) -> None:
     raise ModelError(f"{argument}: {what}, and the engines move and train each parameter by itself; leave it out.")
 
 
-def _ties_matrices(peft_config: Any) -> bool:
+def _ties_matrices(peft_config: PeftConfig) -> bool:
     """True if PEFT ties the LoRA matrices of the head to those of the embedding. If `modules_to_save` has the embedding
     or the head, PEFT ties whole parameters instead, and a tied parameter is listed only once."""
     if not getattr(peft_config, "ensure_weight_tying", False):
@@ -220,7 +224,9 @@ def _ties_matrices(peft_config: Any) -> bool:
     return adapted and not saved
 
 
-def check_generated(args: Any, model: Any, config: Any, peft_config: Any) -> None:
+def check_generated(
+    args: TrainingArguments, model: PreTrainedModel | str, config: PretrainedConfig, peft_config: PeftConfig | None
+) -> None:
     """Check that vLLM engines can generate with the policy whose adapters are merged.
 
     Args:
@@ -235,7 +241,7 @@ def check_generated(args: Any, model: Any, config: Any, peft_config: Any) -> Non
         raise ConfigError(f"vLLM cannot generate with these adapters: {problem}; {by_transformers(args)}.")
 
 
-def why_adapted_not_generated(adapted: Any, config: Any, device: torch.device) -> str | None:
+def why_adapted_not_generated(adapted: PreTrainedModel, config: PretrainedConfig, device: torch.device) -> str | None:
     """Why vLLM engines on such devices cannot generate with a policy with adapters; `None` if they can.
 
     Args:
@@ -248,7 +254,7 @@ def why_adapted_not_generated(adapted: Any, config: Any, device: torch.device) -
     return why_not_served(generated, on_cpu=not is_accelerator(device))
 
 
-def base_of(model: Any) -> Any:
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model under its adapters, if it has any."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -282,7 +288,7 @@ def _check_weights(folder: Path, argument: str) -> None:
         raise ModelError(f"{argument}: there are no weights (*.safetensors) in {folder}, only a config.")
 
 
-def check_config_of(config: Any, model: Any, argument: str) -> None:
+def check_config_of(config: PretrainedConfig, model: PreTrainedModel | str, argument: str) -> None:
     """Check a model's config against its role.
 
     Args:
@@ -317,13 +323,13 @@ def check_config_of(config: Any, model: Any, argument: str) -> None:
 
 
 def check_roles(
-    configs: Mapping[Role, Sequence[Any]],
-    model: Any,
-    ref_model: Any,
-    value_model: Any,
+    configs: Mapping[Role, Sequence[PretrainedConfig]],
+    model: object,
+    ref_model: object,
+    value_model: object,
     reward_models: Sequence[Any],
     rewards: Rewards,
-    processing_class: Any,
+    processing_class: PreTrainedTokenizerBase,
     stop_token_id: int | None,
 ) -> None:
     """Check every model's config against its role and the policy's vocabulary, and the stop token against the
@@ -352,11 +358,13 @@ def check_roles(
     check_stop_token(stop_token_id, vocabulary)
 
 
-def _vocabulary(config: Any) -> int:
+def _vocabulary(config: PretrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def check_vocabularies(policy: int, others: Sequence[tuple[str, int]], processing_class: Any) -> None:
+def check_vocabularies(
+    policy: int, others: Sequence[tuple[str, int]], processing_class: PreTrainedTokenizerBase
+) -> None:
     """Refuse models that read the policy's token ids and have a smaller vocabulary.
 
     Args:
@@ -380,7 +388,7 @@ def check_vocabularies(policy: int, others: Sequence[tuple[str, int]], processin
             )
 
 
-def check_adapter_kinds(model: Any, peft_config: Any) -> None:
+def check_adapter_kinds(model: PreTrainedModel | str, peft_config: PeftConfig | None) -> None:
     """Check the kinds of the policy's adapters, and of those that are added to it.
 
     Raises:
@@ -393,7 +401,7 @@ def check_adapter_kinds(model: Any, peft_config: Any) -> None:
             check_trained_adapter(config, "model")
 
 
-def check_adapters(args: TrainingArguments, model: Any, peft_config: Any) -> None:
+def check_adapters(args: TrainingArguments, model: PreTrainedModel | str, peft_config: PeftConfig | None) -> None:
     """Check the kinds of adapters, and the adapter names of the training arguments.
 
     Raises:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import TrainingArguments
+from transformers import PretrainedConfig, TrainingArguments
 
 from ...common.errors import PlanError, Problems
 from ...common.settings import MIN_TEMPERATURE
@@ -31,10 +31,14 @@ from ...realloc.memory import check_memory
 from .config_checks import ConfigError, by_transformers
 
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+
 def check_plan(
     args: TrainingArguments,
     plan: ExecutionPlan,
-    configs: Mapping[Role, Sequence[Any]],
+    configs: Mapping[Role, Sequence[PretrainedConfig]],
     adapted: Sequence[Role],
     precision: torch.dtype | None = None,
     deepspeed: Mapping[str, Any] | None = None,
@@ -105,7 +109,7 @@ def _setting_problems(
         )
 
 
-def check_adapters_split(adapters: Mapping[str, Any], plan: ExecutionPlan) -> None:
+def check_adapters_split(adapters: Mapping[str, PeftConfig], plan: ExecutionPlan) -> None:
     """Refuse a plan that splits the policy's training by tp or pp where an adapter cannot be.
 
     Args:
@@ -191,7 +195,7 @@ def parameter_distribution(assignment: Assignment) -> str:
 
 def check_layouts(
     plan: ExecutionPlan,
-    configs: Mapping[Role, Sequence[Any]],
+    configs: Mapping[Role, Sequence[PretrainedConfig]],
     adapted: Sequence[Role],
     mixed: torch.dtype | None = None,
     *,
@@ -227,7 +231,7 @@ def check_layouts(
     check_memory(plan, specs, adapted)
 
 
-def check_generation(plan: ExecutionPlan, config: Any) -> None:
+def check_generation(plan: ExecutionPlan, config: PretrainedConfig) -> None:
     """Refuse a plan whose vLLM engines cannot split the policy. Of a family without a table only the heads are known.
 
     Args:
@@ -248,7 +252,7 @@ def check_generation(plan: ExecutionPlan, config: Any) -> None:
     problems.refuse()
 
 
-def _spec(config: Any, assignment: Assignment, is_policy: bool) -> ModelSpec:
+def _spec(config: PretrainedConfig, assignment: Assignment, is_policy: bool) -> ModelSpec:
     """The parameter spec of a call's model. Raises `PlanError` where the model cannot be split as assigned."""
     if assignment.engine == "megatron":
         head: Literal["lm", "score"] = "lm" if is_policy else "score"

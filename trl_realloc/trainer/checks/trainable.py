@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import Trainer
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from ...engines.model_configs import ModelError
 from ...engines.models import dropout_rates
@@ -18,10 +18,14 @@ from .model_checks import base_of, check_trained_adapter, config_obstacles, mode
 from .unfollowed_settings import Then, unfollowed_settings
 
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+
 def why_not_trained(
-    args: Any,
+    args: TrainingArguments,
     model: Any,
-    peft_config: Any = None,
+    peft_config: PeftConfig | None = None,
     environment: Mapping[str, str] = os.environ,
     *,
     quantization_config: Any = None,
@@ -66,7 +70,9 @@ def own_optimizer(kind: type) -> str | None:
     return None
 
 
-def _reasons(args: Any, model: Any, peft_config: Any, environment: Mapping[str, str]) -> Iterator[str]:
+def _reasons(
+    args: TrainingArguments, model: Any, peft_config: PeftConfig | None, environment: Mapping[str, str]
+) -> Iterator[str]:
     is_loaded = isinstance(model, nn.Module)
     config = model.config if is_loaded else model
     yield from _launch_reasons(args, environment)
@@ -85,12 +91,12 @@ def _reasons(args: Any, model: Any, peft_config: Any, environment: Mapping[str, 
         yield from _dropout_reasons(config, model if is_loaded else None, adapters)
 
 
-def _launch_reasons(args: Any, environment: Mapping[str, str]) -> Iterator[str]:
+def _launch_reasons(args: TrainingArguments, environment: Mapping[str, str]) -> Iterator[str]:
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on") or getattr(args, "fsdp", None):
         yield "the job is launched with FSDP, which shards what the plan's engines would hold"
 
 
-def _config_reasons(args: Any, config: Any) -> Iterator[str]:
+def _config_reasons(args: TrainingArguments, config: PretrainedConfig) -> Iterator[str]:
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "auto_map", None) and not type(config).__module__.startswith("transformers."):
         yield f"{kind} has code of its own (trust_remote_code), which the engines do not load"
@@ -108,7 +114,7 @@ def _config_reasons(args: Any, config: Any) -> Iterator[str]:
         )
 
 
-def _class_reasons(model: Any) -> Iterator[str]:
+def _class_reasons(model: PreTrainedModel) -> Iterator[str]:
     base = base_of(model)
     name = type(base).__name__
     if not type(base).__module__.startswith("transformers."):
@@ -117,7 +123,7 @@ def _class_reasons(model: Any) -> Iterator[str]:
         yield f"{name} has no language head"
 
 
-def _dropout_reasons(config: Any, model: Any, adapters: list[Any]) -> Iterator[str]:
+def _dropout_reasons(config: PretrainedConfig, model: Any, adapters: list[Any]) -> Iterator[str]:
     """Reasons of a policy with dropout. TRL's forward for the old log-probabilities draws other masks than its training
     forward does, and the engines compute without."""
     way_out = "and the engines train without dropout; disable_dropout: true lets them"

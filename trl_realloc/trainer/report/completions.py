@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...algorithms.rollout import Rollouts
 
 
-def completion_rows(samples: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def completion_rows(samples: Rollouts, processing_class: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """A dict with `query`, `model response` and `score` for each sample, the columns of TRL's table."""
     queries = processing_class.batch_decode(
         [row.tolist() for row in samples.ragged("prompts").rows()], skip_special_tokens=True

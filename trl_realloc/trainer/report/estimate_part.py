@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from pydantic import FiniteFloat
 from rich.table import Table
@@ -14,6 +13,7 @@ from typing_extensions import TypedDict
 from ...common.files import MOST_RECORD_BYTES, exists, read_json
 from ...common.schema import checked
 from ...plan.timeline import Timeline
+from .logged_updates import LogRow
 
 
 AGES = {"staleness/mean": "mean_age", "staleness/oldest": "oldest"}  # metric -> field of an estimate
@@ -64,7 +64,7 @@ class _Ages(TypedDict):
     oldest: FiniteFloat
 
 
-def age_table(expected: Mapping[str, float] | None, rows: Sequence[Mapping[str, Any]]) -> Table | None:
+def age_table(expected: Mapping[str, float] | None, rows: Sequence[LogRow]) -> Table | None:
     """The estimated and the measured ages of tokens when they are trained on; `None` for a run without a staleness.
 
     Args:
@@ -84,7 +84,7 @@ def age_table(expected: Mapping[str, float] | None, rows: Sequence[Mapping[str, 
     return table
 
 
-def age_lines(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def age_lines(folder: Path, rows: Sequence[LogRow]) -> list[str]:
     """A table of the tokens' ages; empty for a run without a staleness."""
     file = folder / AGES_FILE
     expected = None

@@ -14,6 +14,9 @@ from ...common.files import MOST_RECORD_BYTES, exists, parse_json, read_json_map
 from ..checkpoint.manifest import step_of
 
 
+LogRow = Mapping[str, Any]  # a row of `trainer_state.json`: numbers, and now and then a text
+
+
 SCORES = "objective/scores"
 TRL_REWARD = "reward"  # what TRL's GRPO and RLOO log for it
 REPORTED = ("time/step", "tokens/s")  # what a report needs of every update under a plan, besides the score

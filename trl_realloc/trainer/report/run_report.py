@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from pydantic import FiniteFloat
 from rich.console import Console
@@ -27,7 +26,7 @@ from ...plan.fused import Fused
 from ...plan.timeline import Timeline
 from ...planner.iteration.simulate import iteration_seconds
 from .estimate_part import age_lines, estimate_lines, markdown
-from .logged_updates import SCORES, logged_updates
+from .logged_updates import SCORES, LogRow, logged_updates
 from .stage_part import makespans, stage_lines, stages_of
 
 
@@ -73,7 +72,7 @@ class RewardSummary:
         return self.window == WINDOW and self.rise > CLEARLY * math.hypot(self.first_error, self.last_error)
 
 
-def reward_summary(rows: Sequence[Mapping[str, Any]], key: str = SCORES) -> RewardSummary:
+def reward_summary(rows: Sequence[LogRow], key: str = SCORES) -> RewardSummary:
     """The first against the last `WINDOW` updates, or the first against the second half of fewer.
 
     Raises:
@@ -93,7 +92,7 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+def call_times(rows: Sequence[LogRow]) -> dict[str, tuple[float, float]]:
     """The mean seconds per update of each call, and its share of the update. Shares add up to more than 1 where calls
     overlap."""
     whole = fmean(row["time/step"] for row in rows)
@@ -103,7 +102,7 @@ def call_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, floa
     return {name: (seconds, seconds / whole) for name, seconds in means.items()}
 
 
-def reward_curve(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+def reward_curve(rows: Sequence[LogRow], path: str | Path) -> None:
     """Draw the score of every update and its running mean to `path`, in the image format of its suffix."""
     from matplotlib.figure import Figure
 
@@ -131,12 +130,12 @@ def reward_table(summary: RewardSummary) -> Table:
     return table
 
 
-def has_times(rows: Sequence[Mapping[str, Any]]) -> bool:
+def has_times(rows: Sequence[LogRow]) -> bool:
     """True if the updates have the times of their calls. Those of a trainer without a plan have none."""
     return all("time/step" in row for row in rows)
 
 
-def time_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def time_table(rows: Sequence[LogRow]) -> Table:
     table = Table("call", "seconds per update", "share", title="time by call", title_justify="left")
     for name, (seconds, share) in call_times(rows).items():
         table.add_row(name, f"{seconds:.3f}", f"{share:.0%}")
@@ -146,7 +145,7 @@ def time_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def realloc_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+def realloc_table(rows: Sequence[LogRow]) -> Table | None:
     """The bytes that each reallocation sent between devices, summed over all devices; `None` if the plan has none."""
     calls = [key.removeprefix("realloc/bytes/") for key in rows[-1] if key.startswith("realloc/bytes/")]
     if not calls:
@@ -159,7 +158,7 @@ def realloc_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
     return table
 
 
-def print_summary(rows: Sequence[Mapping[str, Any]], folder: Path | None = None) -> RewardSummary:
+def print_summary(rows: Sequence[LogRow], folder: Path | None = None) -> RewardSummary:
     """Print all tables to the terminal.
 
     Args:
@@ -179,10 +178,10 @@ def print_summary(rows: Sequence[Mapping[str, Any]], folder: Path | None = None)
 
 def write_report(
     folder: str | Path,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[LogRow],
     plan: str,
-    before: Sequence[Mapping[str, Any]] = (),
-    after: Sequence[Mapping[str, Any]] = (),
+    before: Sequence[LogRow] = (),
+    after: Sequence[LogRow] = (),
     *,
     timeline: str = "",
     simulated: float | None = None,
@@ -216,7 +215,7 @@ def write_report(
     return path
 
 
-def _reward_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _reward_lines(rows: Sequence[LogRow]) -> list[str]:
     summary = reward_summary(rows)
     episodes = f", {rows[-1]['episode']:,.0f} episodes" if "episode" in rows[-1] else ""
     return [
@@ -233,7 +232,7 @@ def _reward_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _time_lines(rows: Sequence[Mapping[str, Any]], timeline: str, simulated: float | None, fused: Fused) -> list[str]:
+def _time_lines(rows: Sequence[LogRow], timeline: str, simulated: float | None, fused: Fused) -> list[str]:
     both = f" {' and '.join(fused)} train together, so each has the seconds of both." if fused else ""
     return [
         "## Time by call",
@@ -247,7 +246,7 @@ def _time_lines(rows: Sequence[Mapping[str, Any]], timeline: str, simulated: flo
     ]
 
 
-def _completion_lines(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[str]:
+def _completion_lines(before: Sequence[LogRow], after: Sequence[LogRow]) -> list[str]:
     lines = ["## Completions", "", "| prompt | before | score | after | score |", "| --- | --- | --- | --- | --- |"]
     for old, new in zip(before, after, strict=False):
         cells = [old["query"], old["model response"], f"{old['score']:.2f}", new["model response"]]
@@ -351,7 +350,7 @@ def _overlap_in(plan: str) -> tuple[Fused, int]:
     return parsed.fused, parsed.staleness.versions
 
 
-def _simulated_lines(simulated: float, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _simulated_lines(simulated: float, rows: Sequence[LogRow]) -> list[str]:
     measured = fmean(row["time/step"] for row in rows)
     return [
         f"From these times the plan's timeline takes {simulated:.3f} s per update; measured were {measured:.3f} s. The "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -24,6 +24,8 @@ from .optimizers import make_optimizer, with_groups
 
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
+
     from ..grpo_config import PolicyConfig
     from ..ppo_config import PPOConfig
 
@@ -70,7 +72,7 @@ class OptimizerSharding:
         """The ways in which training calls may be split with this optimizer."""
         return splits_of(self._make, self._groups, self._device)
 
-    def splits_with(self, adapters: Mapping[str, Any]) -> TrainingSplits:
+    def splits_with(self, adapters: Mapping[str, PeftConfig]) -> TrainingSplits:
         """The ways in which training calls may be split with this optimizer and these adapters of the policy.
 
         Args:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 
 from ...engines.base import GROUP, Rate
@@ -106,12 +107,12 @@ def without_whole(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callabl
     return make
 
 
-def follows_metrics(scheduler: Any) -> bool:
+def follows_metrics(scheduler: LRScheduler) -> bool:
     """True if a scheduler steps with the metric of each evaluation (reduce_lr_on_plateau) and not after each update."""
     return "metrics" in inspect.signature(scheduler.step).parameters
 
 
-def check_own_optimizer(optimizer: Any, rates: LearningRates) -> None:
+def check_own_optimizer(optimizer: torch.optim.Optimizer, rates: LearningRates) -> None:
     """Refuse an optimizer that was set on a trainer after it had been made. The engines would not step it.
 
     Args:
@@ -150,7 +151,7 @@ class LearningRates:
     def of(
         args: PPOConfig | PolicyConfig,
         optimizer: torch.optim.Optimizer | None,
-        scheduler: Any,
+        scheduler: LRScheduler | None,
         roles: Sequence[Role] = (Role.ACTOR, Role.CRITIC),
     ) -> LearningRates:
         """The rates of the user's optimizer and scheduler, or those of the training arguments.
@@ -241,7 +242,7 @@ def _placed_as(first: Any, value: Any) -> Any:
     return value.to(first.device) if torch.is_tensor(first) and torch.is_tensor(value) else value
 
 
-def _is_saved(value: Any) -> bool:
+def _is_saved(value: object) -> bool:
     """True if `torch.load` with `weights_only` can read the value again."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_saved, value))

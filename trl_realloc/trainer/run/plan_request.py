@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from ...common.errors import in_file
@@ -49,14 +50,14 @@ class PlanRequest:
     cluster: Cluster
     engine: str
     processes: Sequence[Process]
-    policy_config: Any
+    policy_config: PretrainedConfig
 
 
 def read_plan_request(
-    args: Any,
+    args: TrainingArguments,
     plugin: ReallocationPlugin,
     world: Any,
-    model: Any,
+    model: PreTrainedModel | str,
     graph: DataflowGraph,
 ) -> PlanRequest:
     """The execution plan of this job, unless the planner is to choose it (`auto`). All ranks together.
@@ -99,7 +100,7 @@ def read_plan_request(
     return PlanRequest(plan, cluster, engine, processes, config if isinstance(model, str) else None)
 
 
-def _why_not_vllm(model: Any, config: Any, device: Any) -> str | None:
+def _why_not_vllm(model: PreTrainedModel | str, config: PretrainedConfig, device: Any) -> str | None:
     """Why vLLM cannot generate with the policy, as a sentence without its end; `None` if it can.
 
     Args:
@@ -114,7 +115,7 @@ def _why_not_vllm(model: Any, config: Any, device: Any) -> str | None:
     return problem
 
 
-def _warnings(args: Any, *, by_vllm: bool) -> Iterator[str]:
+def _warnings(args: TrainingArguments, *, by_vllm: bool) -> Iterator[str]:
     """Sentences about settings that have no effect, or an effect that the user may not expect.
 
     Args:
@@ -166,7 +167,7 @@ def _requested_plan(
     return None
 
 
-def _with_settings(plan: ExecutionPlan, args: Any, *, is_preset: bool) -> ExecutionPlan:
+def _with_settings(plan: ExecutionPlan, args: TrainingArguments, *, is_preset: bool) -> ExecutionPlan:
     """The plan with what the training arguments say of it: its staleness, and engines that sleep.
 
     Args:

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from ...engines.base import EngineError
 from ...runtime.failures.alarm import Alarm
@@ -19,6 +19,10 @@ from ..checkpoint import CheckpointError
 from .checkpoints import Checkpoints
 from .placed_plan import H, PlacedPlan, S
 from .plan_change import PlanChange
+
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
 class PlannedRun(Generic[S, H]):
@@ -82,7 +86,9 @@ class PlannedRun(Generic[S, H]):
         trainer = self.host.trainer
         call_event = trainer.callback_handler.call_event
 
-        def followed(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        def followed(
+            event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        ) -> TrainerControl:
             if event == "on_save" and self.checkpoints.unfinished is not None:
                 return control  # `Checkpoints.finish` will call it
             after = f"after update {state.global_step}"
