@@ -173,7 +173,7 @@ def test_ranks_look_for_rank_0_by_the_address_that_its_groups_have_too(
     store: dict[str, str] = {}
     monkeypatch.setenv("MASTER_ADDR", "service")
     monkeypatch.setattr(watchdog_client, "gloo_address", lambda: address)
-    client._configure({"everywhere": local == "1"}, 2, SimpleNamespace(set=store.__setitem__))
+    client._configure({"everywhere": local == "1"}, SimpleNamespace(set=store.__setitem__))
     (published,) = store.values()
     assert json.loads(published)["addresses"] == [[host, 7] for host in hosts]
 
