@@ -15,8 +15,7 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Streams
 from trl_realloc.runtime.calls.generate_and_score import TEXTS
-from trl_realloc.runtime.host_calls import HostCalls
-from trl_realloc.runtime.samples.known_outputs import KnownOutputs
+from trl_realloc.runtime.host_calls import HostCalls, KnownOutputs
 
 
 WHOLE = flatten(Cluster(1, 1), generation_engine="transformers", graph=GRAPH)

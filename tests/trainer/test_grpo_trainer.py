@@ -26,12 +26,12 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.runtime.failures.alarm import JobFailed
+from trl_realloc.trainer import grpo_trainer
 from trl_realloc.trainer.checkpoint import CheckpointError
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.data_checks import check_columns
 from trl_realloc.trainer.checks.trainable import why_not_trained
 from trl_realloc.trainer.grpo_config import check_init_kwargs
-from trl_realloc.trainer.policy import policy_trainer
 from trl_realloc.trainer.policy.policy_setup import check_moves, check_turns, of_host_loop
 from trl_realloc.trainer.policy.trl_sampling import sampling_of
 from trl_realloc.trainer.run.plan_request import PlanRequest
@@ -172,7 +172,7 @@ def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(policy_trainer.logger, "warning", said.append)
+    monkeypatch.setattr(grpo_trainer.logger, "warning", said.append)
     made = GRPOTrainer(
         policy(attention_dropout=0.1), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer()
     )
@@ -555,7 +555,7 @@ def test_a_subclass_that_makes_its_optimizer_is_trained_by_accelerate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(policy_trainer.logger, "warning", said.append)
+    monkeypatch.setattr(grpo_trainer.logger, "warning", said.append)
     made = OwnOptimizer(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
     assert made.run is None and "OwnOptimizer.create_optimizer makes the optimizer" in said[0]
     made.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from trl_realloc import GRPOConfig, RLOOConfig
 from trl_realloc.trainer.checks.config_checks import ConfigError
-from trl_realloc.trainer.policy.ahead import PolicyAheadMixin, UpcomingBatches
+from trl_realloc.trainer.policy.ahead import PromptsAhead, UpcomingBatches
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), looks=st.lists(st.integers(0, 9), max_size=30))
@@ -65,32 +66,16 @@ class Loader:
             yield from [[{"prompt": number}] for _ in range(self.every)]
 
 
-class Loop:
+class Trainer:
     """What Trainer and TRL's class do with the micro-batches."""
 
-    def __init__(self, loader: Loader) -> None:
-        self.callback_handler = SimpleNamespace(train_dataloader=loader)
-        self.every, self.step = loader.every, 0
-        self.announced: list[list[int]] = []
-
-    def get_batch_samples(self, iterator: Iterator[Any], count: int, device: Any) -> tuple[list[Any], None]:
-        return [item for _, item in zip(range(count), iterator, strict=False)], None
-
-    def _prepare_inputs(self, batch: Any) -> Any:
-        if self.step % self.every == 0:
-            self._generate([row["prompt"] for row in batch])
-        self.step += 1
-
-    def _generate(self, prompts: Any) -> Any:
-        self.announced[-1].insert(0, prompts[0])
-        return prompts
-
-
-class Trainer(PolicyAheadMixin, Loop):
     def __init__(
         self, generations: int, steps: int, iterations: int, accumulated: int, versions: int, last: int
     ) -> None:
-        super().__init__(Loader(generations, steps * iterations))
+        loader = Loader(generations, steps * iterations)
+        self.callback_handler = SimpleNamespace(train_dataloader=loader)
+        self.every, self.step = loader.every, 0
+        self.announced: list[list[int]] = []
         self.num_iterations = iterations
         self.args = SimpleNamespace(
             steps_per_generation=steps, gradient_accumulation_steps=accumulated, ignore_data_skip=False
@@ -102,6 +87,14 @@ class Trainer(PolicyAheadMixin, Loop):
             announce=lambda prompts: self.announced.append([of_one[0] for of_one in prompts]),
             take_ages=dict,
         )
+        self.ahead = PromptsAhead(self)
+
+    def prepare_inputs(self, batch: Any) -> Any:
+        self.ahead.advance()
+        if self.step % self.every == 0:
+            with self.ahead.announcing():
+                self.announced[-1].insert(0, batch[0]["prompt"])
+        self.step += 1
 
     def _tokenize_prompts(self, prompts: list[int]) -> Any:
         return prompts, None, {}
@@ -114,10 +107,10 @@ class Trainer(PolicyAheadMixin, Loop):
             iterator = iter(loader)
             for update in range(-(-micro_batches // accumulated)):
                 count = min(accumulated, micro_batches - update * accumulated)
-                batches, _ = self.get_batch_samples(iterator, count, None)
+                batches = list(itertools.islice(self.ahead.batches(iterator), count))
                 assert len(batches) == count
                 for batch in batches:
-                    self._prepare_inputs(batch)
+                    self.prepare_inputs(batch)
                 self.state.global_step += 1
                 self.state.epoch = epoch + (update * accumulated + count) / micro_batches
                 if self.state.global_step == self.state.max_steps:
@@ -146,13 +139,13 @@ def test_reading_ahead_leaves_the_random_numbers_of_the_training_as_they_were() 
     for versions in (0, 2):
         torch.manual_seed(0)
         trainer = Trainer(3, 1, 1, 1, versions, 7)
-        prepare, numbers = trainer._prepare_inputs, list[float]()
+        prepare, numbers = trainer.prepare_inputs, list[float]()
 
         def shuffled(batch: Any, prepare: Any = prepare, numbers: list[float] = numbers) -> None:
             prepare(batch)
             numbers.append(float(torch.rand(1)))  # as TRL does after a generation
 
-        trainer._prepare_inputs = shuffled  # type: ignore[method-assign]
+        trainer.prepare_inputs = shuffled  # type: ignore[method-assign]
         trainer.run()
         drawn.append(numbers)
     assert drawn[0] == drawn[1]

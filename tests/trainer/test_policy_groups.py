@@ -15,7 +15,7 @@ from test_policy_scoring import conversations
 
 import trl_realloc
 from trl_realloc.engines.generation.transformers import TransformersEngine
-from trl_realloc.trainer.policy.group_scores import Group, groupable, groups_of, is_async
+from trl_realloc.trainer.policy.group_scores import PromptGroup, groupable, groups_of, is_async
 
 
 LIMIT_S = 120.0  # of a wait for what must happen
@@ -232,6 +232,6 @@ def test_objects_and_partial_functions_may_be_async() -> None:
 
 
 def test_a_rank_may_have_parts_of_groups() -> None:
-    assert groups_of(8, 4, 8) == [Group(0, 4), Group(4, 8)]
-    assert groups_of(6, 4, 6) == [Group(0, 2), Group(2, 6)]
+    assert groups_of(8, 4, 8) == [PromptGroup(0, 4), PromptGroup(4, 8)]
+    assert groups_of(6, 4, 6) == [PromptGroup(0, 2), PromptGroup(2, 6)]
     assert groups_of(0, 4, 0) == []

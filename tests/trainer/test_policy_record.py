@@ -94,7 +94,7 @@ def test_responses_before_the_training_are_in_no_record(tmp_path: Path) -> None:
     made.model.train()
     responses = made._generate(["w2 w3"] * 4)[1]
     made.close()
-    assert len(responses) == 4 and made._lengths is None
+    assert len(responses) == 4 and made.record.lengths is None
 
 
 def test_completions_are_those_of_the_policy_at_its_most_probable_with_their_scores(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`window`: from TRL's padded tensors to samples and back, and what is computed for a window of batches."""
+"""`Window`: from TRL's padded tensors to samples and back, and what is computed for a window of batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl_realloc.algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.trainer.policy.window import Leaves, Rows, Window
+from trl_realloc.trainer.policy.loss import Leaves, Rows, Window
 
 
 CPU = torch.device("cpu")

@@ -15,14 +15,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import whole_texts
-from ..algorithms.rollout import Ragged, Rollouts
-from ..engines.base import Rate
+from ..algorithms.rollout import Ragged, Rollouts, token_keys
+from ..engines.base import Rate, Sampling
 from ..plan.dataflow import CallKind, Role
 from ..plan.timeline import Span
 from .calls.generate_and_score import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
@@ -31,7 +30,6 @@ from .overlap.host_ahead import HostAhead
 from .process_groups import from_every_rank
 from .samples.drawn_samples import DrawnSamples
 from .samples.finished_samples import FinishedSamples
-from .samples.known_outputs import KnownOutputs
 from .samples.results import ages
 
 
@@ -109,6 +107,7 @@ class HostCalls:
         prompts: Sequence[Sequence[int]],
         texts: Sequence[bytes] | None = None,
         ended: Callable[[int, Rollouts], None] | None = None,
+        sampling: Sampling | None = None,
     ) -> Rollouts:
         """Responses to this rank's prompts.
 
@@ -116,6 +115,7 @@ class HostCalls:
             texts: of each prompt what `CallSettings.reward_tokens` reads, if `reads_texts`.
             ended: called for each of this rank's samples as it ends, as of `FinishedSamples.begin`. On all ranks or on
                 none. Not where batches are generated ahead.
+            sampling: replaces the run's sampling. Not where batches are generated ahead.
 
         Returns:
             Columns `responses` (token ids) and `logprobs`, in the order of the prompts; in a training under a plan with
@@ -128,7 +128,7 @@ class HostCalls:
         if texts is not None and self.reads_texts:
             of_bytes = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
             own = own.plus(**{TEXTS: Ragged.of(of_bytes, torch.uint8)})
-        return self._generate(own, ended)
+        return self._generate(own, ended, sampling)
 
     def finish_turns(self) -> None:
         """Take part in the generations of other ranks until all ranks have called this. A rank calls it when it has no
@@ -142,7 +142,12 @@ class HostCalls:
         self._all_finished = False
 
     def _generate(
-        self, own: Rollouts, ended: Callable[[int, Rollouts], None] | None = None, *, finished: bool = False
+        self,
+        own: Rollouts,
+        ended: Callable[[int, Rollouts], None] | None = None,
+        sampling: Sampling | None = None,
+        *,
+        finished: bool = False,
     ) -> Rollouts:
         (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
         self._rounds[self._evaluates] += 1  # on every rank, whether it has prompts or not: any may draw for the others
@@ -151,21 +156,16 @@ class HostCalls:
         if self.ahead is not None:
             self.ahead.stop()
         self.generation += not self._evaluates
-        return self._perform(name, own, finished=finished, ended=ended)
+        return self._perform(name, own, finished=finished, ended=ended, sampling=sampling)
 
-    def _run_followed(
-        self, ended: Callable[[int, Rollouts], None], run: Run, name: str, own: Rollouts, sizes: Sequence[int]
-    ) -> Rollouts:
-        """Generate, and tell every rank of its samples as they end."""
-        executor = self.executor
+    def _followed(self, sizes: Sequence[int], ended: Callable[[int, Rollouts], None]) -> FinishedSamples:
+        """Tells every rank of its samples of the next generation as they end."""
         if self._finished is None:
-            messages, tag = executor.exchange.messages.twin(), executor.exchange.free_tag
-            self._finished = FinishedSamples(messages, executor.plan.cluster.size, executor.rank, tag)
-            executor.settings = replace(executor.settings, finished=self._finished.add)
+            exchange = self.executor.exchange
+            size, rank = self.executor.plan.cluster.size, self.executor.rank
+            self._finished = FinishedSamples(exchange.messages.twin(), size, rank, exchange.free_tag)
         self._finished.begin(sizes, ended)
-        outputs = run(name, own, sizes)
-        self._finished.end()
-        return outputs
+        return self._finished
 
     def _generate_ahead(self, ahead: HostAhead, own: Rollouts) -> Rollouts:
         self.executor.alarm.at(f"generation {self.generation + 1} (the prompts of all ranks)")
@@ -285,6 +285,7 @@ class HostCalls:
         finished: bool = False,
         model: str = "",
         ended: Callable[[int, Rollouts], None] | None = None,
+        sampling: Sampling | None = None,
     ) -> Rollouts:
         """Run a call on all ranks' samples; the outputs for this rank's samples, or the statistics of a training."""
         call, executor = self.executor.plan.graph.call(name), self.executor
@@ -298,15 +299,25 @@ class HostCalls:
         sizes = [max(size, 0) for size in sizes]
         if not any(sizes):
             return Rollouts()
-        executor.begin(Step(number, learning_rates=rates or {}, draw=self._rounds[self._evaluates], model=model))
         with self.around():
+            followed = None if ended is None else self._followed(sizes, ended)
+            executor.begin(
+                Step(
+                    number,
+                    learning_rates=rates or {},
+                    sampling=sampling,
+                    draw=self._rounds[self._evaluates],
+                    model=model,
+                    finished=None if followed is None else followed.add,
+                )
+            )
             run: Run = executor.perform_own
             if call.kind is CallKind.GENERATE:
                 self._streamed.clear()  # nobody asks for what was made of an earlier generation
                 run = self._run_streamed if executor.plan.streamed else run
-            if ended is not None:
-                run = partial(self._run_followed, ended, run)
             outputs = run(name, own, sizes)
+            if followed is not None:
+                followed.end()
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
         return outputs
 
@@ -346,3 +357,42 @@ class HostCalls:
         first = sum(size for size, _ in of_ranks[: self.executor.rank])
         samples = Rollouts.cat([Rollouts.from_bytes(part) for size, part in of_ranks if size] or [Rollouts()])
         return samples.plus(index=torch.arange(len(samples))) if len(samples) else samples, first
+
+
+class KnownOutputs:
+    """The outputs of one scoring call by the token ids of the samples that it read, so that none is computed twice."""
+
+    def __init__(self) -> None:
+        self._outputs = Rollouts()
+        self._at: dict[tuple[bytes, bytes], int] = {}
+
+    def add(self, samples: Rollouts, outputs: Rollouts) -> None:
+        """Keep the outputs for these samples.
+
+        Args:
+            samples: with `prompts` and `responses`.
+            outputs: of the same samples in the same order.
+        """
+        self._keep(token_keys(samples), outputs)
+
+    def _keep(self, keys: Sequence[tuple[bytes, bytes]], outputs: Rollouts) -> None:
+        if keys:
+            first = len(self._outputs)
+            self._outputs = Rollouts.cat([self._outputs, outputs])
+            self._at |= {key: first + at for at, key in enumerate(keys)}
+
+    def complete(self, samples: Rollouts, compute: Callable[[Rollouts], Rollouts]) -> Rollouts:
+        """The outputs for these samples, in their order.
+
+        Args:
+            compute: makes the outputs of those that are not known, of equal ones once. It is also called without any,
+                because all ranks run a call together.
+        """
+        keys = token_keys(samples)
+        missing = list({key: at for at, key in enumerate(keys) if key not in self._at}.values())
+        self._keep([keys[at] for at in missing], compute(samples.select(missing)))
+        return self._outputs.select([self._at[key] for key in keys]) if keys else Rollouts()
+
+    def forget(self) -> None:
+        """Forget all of them: the parameters that computed them have changed, or nobody will ask for them again."""
+        self._outputs, self._at = Rollouts(), {}

@@ -1,28 +1,367 @@
-"""`GRPOTrainer` and `RLOOTrainer`: TRL's classes of the same names under a plan. What a plan replaces is in
-`policy_trainer`.
+"""`GRPOTrainer` and `RLOOTrainer`: TRL's classes of the same names under a plan.
+
+TRL keeps the host: data, tools, rewards, advantages, the arithmetic of the loss, logs, and Trainer's loop. The devices
+are the plan's: generation, the log-probabilities of policy and reference, and the training. `PlannedPolicyTrainer` has
+the methods of TRL's and Trainer's that a plan replaces; by what is in `policy.policy_host`. From inputs to a plan is in
+`policy_setup`, what a failure ends in `planned_run`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from accelerate import PartialState
+from transformers import Trainer
+from transformers.utils import logging
 
+from ..engines.training.packed_attention import base_of
+from ..plan.dataflow import Role
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.timeline import Timeline
+from ..runtime.failures.alarm import Alarm
+from ..runtime.failures.watchdog_client import watch
 from .accelerate_plugin import ReallocationPlugin
+from .checkpoint.saving import make_output_dir
 from .checks.config_checks import ConfigError
+from .checks.data_checks import check_columns, check_types
+from .checks.trainable import why_not_trained
 from .grpo_config import GRPOConfig, RLOOConfig
-from .policy.ahead import PolicyAheadMixin
-from .policy.policy_trainer import PlannedPolicyTrainer
-from .policy.record import PolicyRecordMixin
-from .policy.sampled_completions import PolicyCompletionsMixin
+from .plan_settings import use_one_device
+from .policy.accelerate_fallback import (
+    check_resumable,
+    checkpoint_of_trainer,
+    config_or_model,
+    plan_generation,
+)
+from .policy.loss import ModelInEngine
+from .policy.planned_generation import PlannedGeneration
+from .policy.planned_rewards import REWARD, planned_rewards
+from .policy.policy_host import PolicyHost
+from .policy.policy_setup import PolicySetup, prepare_policy
+from .policy.record import PolicyRecord, sampled_completions
+from .run.planned_run import PlannedRun
 from .trainer_inputs import path_as_text
 from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 
 
-class GRPOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, PolicyCompletionsMixin, TRLGRPOTrainer):
+logger = logging.get_logger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def under_plan(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of `PlannedPolicyTrainer` for runs under a plan. Where Accelerate trains, TRL's is called."""
+
+    @functools.wraps(method)
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
+        trainer: Any = args[0]
+        if trainer.run is not None:
+            return method(*args, **kwargs)
+        of_trl: Callable[..., R] = getattr(super(PlannedPolicyTrainer, trainer), method.__name__)
+        return of_trl(*args[1:], **kwargs)
+
+    return chosen
+
+
+class PlannedPolicyTrainer(Trainer):
+    """A trainer of one policy of TRL's, such as `GRPOTrainer`, with its model calls under a plan. To be inherited from
+    before TRL's class. Its methods replace those of TRL's and Trainer's with the same names.
+
+    Attributes:
+        run: the run under the plan; `None` where the plan's engines cannot train it (`trainable`). Accelerate trains
+            then, and the methods are TRL's.
+        record: the times of the updates.
+    """
+
+    run: PlannedRun[PolicySetup, PolicyHost] | None = None
+    setup = property(attrgetter("run.placed.setup"))
+    placement = property(attrgetter("run.placed.placement"))
+    executor = property(attrgetter("run.placed.executor"))
+    alarm = property(attrgetter("run.placed.alarm"))
+    observer = property(attrgetter("run.change.observer"))
+    replanner = property(attrgetter("run.change.replanner"))
+    measuring = property(attrgetter("run.change.measuring"))
+    calls = property(attrgetter("run.host.calls"))
+    _config: type  # this package's configuration for TRL's class
+    _trl: type  # TRL's class
+
+    def __init__(self, *args: Any, reallocation_plugin: ReallocationPlugin | None = None, **kwargs: Any) -> None:
+        self.record = PolicyRecord(self)
+        arguments = _named(self._trl, self._config, args, kwargs)
+        is_by_name, config = isinstance(arguments["model"], str), arguments["args"]
+        self.plugin = (reallocation_plugin or ReallocationPlugin()).under(config)
+        arguments = self._plan(arguments)
+        hidden: dict[str, Any] = {"use_vllm": False}  # TRL makes no engine
+        if self.run is not None:
+            hidden["beta"] = 0.0  # and no reference
+            if is_by_name:  # nor does it say that it ignores settings of a model that has been loaded by them
+                hidden["model_init_kwargs"] = None
+        with _hidden(config, **hidden):
+            super().__init__(**arguments)
+        if self.run is None:
+            plan_generation(self, self.plugin)
+        else:
+            self.run.host.take_over()
+
+    def _plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Check the inputs and choose the plan. Returns the arguments of the constructor of TRL's class.
+
+        Args:
+            arguments: those of our constructor that TRL's has too, by name.
+        """
+        args = arguments["args"]
+        check_types(arguments)
+        check_columns(arguments)
+        make_output_dir(Path(args.output_dir))
+        use_one_device(args)
+        world = PartialState()
+        reason = why_not_trained(
+            args,
+            config_or_model(args, arguments["model"]),
+            arguments.get("peft_config"),
+            quantization_config=arguments.get("quantization_config"),
+            trainer=type(self),
+        )
+        if reason is not None:
+            if args.max_staleness:
+                raise ConfigError(f"{reason} It generates nothing ahead: set max_staleness to 0.")
+            if world.is_main_process:
+                logger.warning(reason)
+            return arguments
+        alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
+        with alarm.covers():
+            setup = prepare_policy(args, self.plugin, world, arguments)
+        host = PolicyHost(self)
+        settings = replace(setup.call_settings, reward_tokens=host.scoring.tokens_for_reward_models)
+        setup = replace(setup, call_settings=settings)
+        self.run = PlannedRun(host, setup, self.plugin, world.process_index, alarm)
+        return {
+            **arguments,
+            **planned_rewards(arguments, setup.reward_models, lambda *texts: self.calls.score(REWARD, *texts)),
+            # TRL's class would add an adapter to a model that has some
+            "model": base_of(setup.models_before_start[Role.ACTOR]),
+            "peft_config": None,
+            "optimizers": (setup.rates.scheduled, (arguments.get("optimizers") or (None, None))[1]),
+        }
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The execution plan that this run follows.
+
+        Raises:
+            ConfigError: there is none, because Accelerate trains and TRL generates.
+        """
+        if self.run is not None:
+            return self.run.placed.plan
+        if not isinstance(getattr(self, "vllm_generation", None), PlannedGeneration):
+            raise ConfigError("Accelerate trains this run and TRL generates, so it has no plan.")
+        return self.vllm_generation.plan  # type: ignore[no-any-return]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The start and the end of the calls of the latest updates; empty before the first. Rank 0 keeps up to
+        `metrics.SPANS` of them, the other ranks none."""
+        return self.record.timeline
+
+    @property
+    def _run(self) -> PlannedRun[PolicySetup, PolicyHost]:
+        assert self.run is not None, "Accelerate trains by TRL's methods"
+        return self.run
+
+    @property
+    def _host(self) -> PolicyHost:
+        return self._run.host
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train as Trainer does.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder; True for the newest complete checkpoint in
+                `args.output_dir`; or "auto" for the same if there is one, and a new run if there is none.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is not complete, or this run cannot continue its run.
+            DataError: the training data set does not fill one generation.
+            JobFailed: a call failed, here or on another rank.
+        """
+        if self.run is None:
+            given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+            folder = checkpoint_of_trainer(given, self.args.output_dir)
+            check_resumable(folder, self.args.output_dir)
+            self.record.begin_training()
+            return super().train(folder, trial, ignore_keys_for_eval)
+        with self._host.training(resume_from_checkpoint) as resumed:
+            return super().train(resumed, trial, ignore_keys_for_eval)
+
+    @under_plan
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        return self._host.prepare_for_training(max_steps, train_dataloader)
+
+    @under_plan
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer whose learning rate the scheduler changes. The engines have the real ones."""
+        return self.optimizer
+
+    @under_plan
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        return ModelInEngine(self)
+
+    @under_plan
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Nothing: each engine moves its model to its device."""
+
+    @under_plan
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        self._host.ahead.sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._host.ahead.sampler
+
+    @under_plan
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        return super().get_batch_samples(self._host.ahead.batches(epoch_iterator), num_batches, device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.record.begin_update()
+        return super().training_step(*args, **kwargs)
+
+    @under_plan
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        self._host.begin_micro_batch()
+        return super()._prepare_inputs(generation_batch)
+
+    # --- completions and rewards ------------------------------------------------------------------------------------
+
+    @under_plan
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self._host.generating_and_scoring(inputs):
+            return super()._generate_and_score_completions(inputs)
+
+    def _generate(self, prompts: Any) -> Any:
+        with contextlib.nullcontext() if self.run is None else self._host.generating(prompts):
+            made = super()._generate(prompts)
+        self.record.add_responses(made[1])
+        return made
+
+    @under_plan
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        return self._host.as_trl_generates(super()._generate_single_turn(*args, **kwargs))
+
+    @under_plan
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._host.scoring.calling():
+            rewards = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+        return self._host.scoring.checked(rewards, prompts, completions)
+
+    # --- the loss, and an optimizer step by its gradients -----------------------------------------------------------
+
+    @under_plan
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss, of a micro-batch of the training on leaf tensors."""
+        with self._host.loss.of_micro_batch(inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @under_plan
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._host.loss.logps_and_entropies(model, *args, **kwargs)
+
+    @under_plan
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self._host.loss.grad_norm()
+
+    @under_plan
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self._host.loss.grad_norm()
+
+    # --- logs, checkpoints, evaluation ------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.nullcontext() if self.run is None else self._host.between_updates():
+            self.record.end_update()
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self.record.add_to(logs)
+        super().log(logs, start_time)
+
+    @under_plan
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy (or its adapter) and the tokenizer to `output_dir`. Collective over the job.
+
+        Raises:
+            SaveError: on every rank, if one could not write.
+        """
+        self._run.save_model(output_dir, pushes=not _internal_call)
+
+    @under_plan
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._run.checkpoints.save()
+
+    @under_plan
+    def _load_best_model(self) -> None:
+        self._run.checkpoints.load_best()
+
+    @under_plan
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: `_prepare_for_training` loads the weights with the training state."""
+
+    @under_plan
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as Trainer does."""
+        with self._host.evaluating():
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+            return metrics
+
+    @under_plan
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as Trainer does."""
+        with self._host.evaluating():
+            return super().predict(*args, **kwargs)
+
+    # --- methods that TRL's class does not have ----------------------------------------------------------------------
+
+    def generate_completions(self) -> list[dict[str, Any]]:
+        """Near-greedy completions of the evaluation prompts, one of each, with their scores. A completion is a single
+        turn, without tools or environments. Five are printed as a table. All ranks together.
+
+        Returns:
+            `list[dict]`: `query`, `model response` and `score` (the weighted sum of the rewards) of each prompt, in the
+            dataset's order; empty without an evaluation dataset, and on ranks other than 0.
+
+        Raises:
+            ConfigError: Accelerate trains this run.
+        """
+        if self.run is None:
+            raise ConfigError(
+                "generate_completions is for runs that the plan's engines train, and Accelerate trains this one; leave "
+                "it out."
+            )
+        return sampled_completions(self)
+
+    def close(self) -> None:
+        """Stop the engines. They are also stopped when the process exits."""
+        if self.run is not None:
+            self.run.placed.placement.close()
+        elif isinstance(getattr(self, "vllm_generation", None), PlannedGeneration):
+            self.vllm_generation.close()
+
+
+class GRPOTrainer(PlannedPolicyTrainer, TRLGRPOTrainer):
     """TRL's `GRPOTrainer` with every model call on the devices that the execution plan gives it.
 
     Takes the arguments of the installed TRL's class, in its order, and a `ReallocationPlugin` as `reallocation_plugin`.
@@ -30,16 +369,10 @@ class GRPOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, Pol
     """
 
     _tag_names = ["trl", "grpo", "trl-realloc"]
-
-    def __init__(self, *args: Any, reallocation_plugin: ReallocationPlugin | None = None, **kwargs: Any) -> None:
-        arguments = _named(TRLGRPOTrainer, GRPOConfig, args, kwargs)
-        arguments = self._plan(arguments, reallocation_plugin)
-        with _hidden(arguments["args"], **self._hidden_settings):
-            super().__init__(**arguments)
-        self._take_over()
+    _config, _trl = GRPOConfig, TRLGRPOTrainer
 
 
-class RLOOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, PolicyCompletionsMixin, TRLRLOOTrainer):
+class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
     """TRL's `RLOOTrainer` with every model call on the devices that the execution plan gives it.
 
     Takes the arguments of the installed TRL's class, in its order, and a `ReallocationPlugin` as `reallocation_plugin`.
@@ -49,14 +382,7 @@ class RLOOTrainer(PlannedPolicyTrainer, PolicyAheadMixin, PolicyRecordMixin, Pol
     """
 
     _tag_names = ["trl", "rloo", "trl-realloc"]
-
-    def __init__(self, *args: Any, reallocation_plugin: ReallocationPlugin | None = None, **kwargs: Any) -> None:
-        arguments = _named(TRLRLOOTrainer, RLOOConfig, args, kwargs)
-        arguments = self._plan(arguments, reallocation_plugin)
-        with _hidden(arguments["args"], **self._hidden_settings):
-            super().__init__(**arguments)
-        self._take_over()
-
+    _config, _trl = RLOOConfig, TRLRLOOTrainer
     vllm_importance_sampling_correction = False  # of a run that the plan's engines train
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:

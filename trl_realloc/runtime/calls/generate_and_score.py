@@ -51,7 +51,6 @@ class CallSettings:
         sampling_of: by call name, the sampling of calls that do not use `sampling`.
         reward_tokens: from samples with the column `TEXTS` to what each reward model reads of them, by its name: token
             ids, int64; `None` where reward models read prompts and responses.
-        finished: called on the rank that generates, with samples as they end and the columns generated of them.
         attention_at: by role, as of `plan.batching.work`; without one, samples are divided by their tokens.
         context: of the engines; `None` where every prompt leaves room for the sampling's `max_tokens`.
     """
@@ -67,7 +66,6 @@ class CallSettings:
     attention_at: Mapping[Role, float] = field(default_factory=dict)
     context: ContextLimit | None = None
     reward_tokens: Callable[[Rollouts], Mapping[str, Ragged]] | None = None
-    finished: Callable[[Rollouts], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,7 @@ class Step:
         draw: which of the iteration's generations by the same call this is, where there are several.
         model: the reward model that is run; empty for all.
         first: the place of the batch's first sample in the data set of an evaluation, which seeds its draws.
+        finished: called on the rank that generates, with samples as they end and the columns generated of them.
     """
 
     number: int
@@ -91,6 +90,7 @@ class Step:
     draw: int = 0
     model: str = ""
     first: int = 0
+    finished: Callable[[Rollouts], None] | None = None
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ def generate(
     if placement.generators.get(call.name) is None:
         return Rollouts()
     made = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun, poll)
-    tells = settings.finished if placement.rank in sources(placement.plan, call.name) else None
+    tells = step.finished if placement.rank in sources(placement.plan, call.name) else None
     ended: list[Completion] = []
     for completion in _polled(made, poll):
         ended.append(completion)

@@ -1,4 +1,4 @@
-"""`PolicyAheadMixin`: under a plan with a staleness, tells the generation which prompts come next (`UpcomingBatches`),
+"""`PromptsAhead`: under a plan with a staleness, tells the generation which prompts come next (`UpcomingBatches`),
 and logs how old the tokens are that it gets.
 
 What is generated when is in `runtime.overlap.host_ahead`.
@@ -6,6 +6,7 @@ What is generated when is in `runtime.overlap.host_ahead`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,8 +14,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-
-from ...runtime.host_calls import HostCalls
 
 
 class UpcomingBatches(Iterator[Any]):
@@ -72,54 +71,47 @@ class UpcomingBatches(Iterator[Any]):
         return updates + self.following.updates_until(places - len(self._read), accumulated, 0)
 
 
-class PolicyAheadMixin:
-    """Announces prompts. The attributes are those of the trainer that the class is mixed into."""
+class PromptsAhead:
+    """Reads the batches of later generations, and announces their prompts.
 
-    args: Any
-    num_iterations: int  # TRL's
-    state: Any
-    model: Any
-    callback_handler: Any
-    calls: HostCalls
-    _metrics: Any  # TRL's
-    _tokenize_prompts: Callable[..., Any]
+    Args:
+        trainer: a `PlannedPolicyTrainer`.
 
-    run: Any  # `None` where Accelerate trains: nothing is generated ahead then
-    _epoch: Iterator[Any] | None = None  # Trainer's iterator
-    _upcoming: UpcomingBatches | None = None
-    _sampler: Any = None  # of the training prompts; `None` if their data set has no length
-    _step_place = 0  # of the current micro-batch in its optimizer step
-    _updates_before = -1  # optimizer steps before the previous micro-batch
-    _has_begun = False  # the training has asked for the first micro-batch of those that `_upcoming` has given
+    Attributes:
+        sampler: of the training prompts; `None` if their data set has no length.
+    """
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._epoch = self._upcoming = None
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.sampler: Any = None
+        self._step_place = 0  # of the current micro-batch in its optimizer step
+        self._updates_before = -1  # optimizer steps before the previous micro-batch
+        self._has_begun = False  # the training has asked for the first micro-batch of those that `_upcoming` has given
+        self._draws_seed = False  # the iterator of an epoch has drawn a random number when it began
+        self.begin_training()
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        self._sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
-        return self._sampler
+    def begin_training(self) -> None:
+        """A training begins: nothing has been read."""
+        self._epoch: Iterator[Any] | None = None  # Trainer's iterator
+        self._upcoming: UpcomingBatches | None = None
 
     @property
-    def _runs_ahead(self) -> bool:
-        return self.run is not None and self.calls.ahead is not None and self.model.training
+    def _announces(self) -> bool:
+        return self.trainer.calls.ahead is not None and bool(self.trainer.model.training)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        if self.run is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc, no-any-return]
-        if self._epoch is not epoch_iterator:
-            self._begin_epoch(epoch_iterator)
-        return super().get_batch_samples(self._upcoming, num_batches, device)  # type: ignore[misc, no-any-return]
+    def batches(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
+        """The micro-batches that Trainer's iterator of an epoch has, to be read by Trainer's loop in its place."""
+        if self._upcoming is None or self._epoch is not epoch_iterator:
+            return self._begin_epoch(epoch_iterator)
+        return self._upcoming
 
-    def _begin_epoch(self, epoch_iterator: Iterator[Any]) -> None:
+    def _begin_epoch(self, epoch_iterator: Iterator[Any]) -> UpcomingBatches:
         """Read an epoch from now on: what of it has been read ahead, or else Trainer's iterator."""
-        epoch = int(self.state.epoch or 0)
-        if self._upcoming is None and not self.args.ignore_data_skip:
+        epoch = int(self.trainer.state.epoch or 0)
+        if self._upcoming is None and not self.trainer.args.ignore_data_skip:
             random = torch.get_rng_state()  # which a sampler of the user's may draw its seeds from
-            for _ in range(epoch if self._sampler is not None else 0):
-                next(iter(self._sampler), None)  # a run that resumes goes on in the order that the sampler had reached
+            for _ in range(epoch if self.sampler is not None else 0):
+                next(iter(self.sampler), None)  # a run that resumes goes on in the order that the sampler had reached
             torch.set_rng_state(random)
         begun = None if self._upcoming is None else self._upcoming.following
         if begun is None:
@@ -127,8 +119,7 @@ class PolicyAheadMixin:
         elif self._draws_seed:
             _draw_seed()
         self._epoch, self._upcoming, self._has_begun = epoch_iterator, begun, False
-
-    _draws_seed = False  # the iterator of an epoch has drawn a random number when it began
+        return begun
 
     def _open_epoch(self, epoch: int) -> UpcomingBatches | None:
         """Begin to read an epoch before Trainer does, in the order that Trainer would get. All ranks together.
@@ -136,7 +127,7 @@ class PolicyAheadMixin:
         Trainer's own iterator of this epoch is then never read. That is possible where it is a generator, as those of
         Accelerate's data loaders are, which does nothing before it is read.
         """
-        loader = self.callback_handler.train_dataloader
+        loader = self.trainer.callback_handler.train_dataloader
         if not inspect.isgenerator(self._epoch):
             return None
         for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
@@ -153,38 +144,42 @@ class PolicyAheadMixin:
         torch.set_rng_state(random)
         return UpcomingBatches(chain(first, source), lambda: self._open_epoch(epoch + 1))
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if self.run is not None and self.model.training and self._upcoming is not None:
-            if self._has_begun:
-                self._upcoming.advance()
-            is_first = not self._has_begun or self._updates_before != self.state.global_step
-            self._step_place = 0 if is_first else self._step_place + 1
-            self._has_begun, self._updates_before = True, self.state.global_step
-        return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+    def advance(self) -> None:
+        """The training goes on to the next micro-batch."""
+        if self._upcoming is None:
+            return
+        if self._has_begun:
+            self._upcoming.advance()
+        updates = self.trainer.state.global_step
+        is_first = not self._has_begun or self._updates_before != updates
+        self._step_place = 0 if is_first else self._step_place + 1
+        self._has_begun, self._updates_before = True, updates
 
-    def _generate(self, prompts: Any) -> Any:
-        if self._runs_ahead:
-            self.calls.announce(list(self._next_prompts()))
-        made = super()._generate(prompts)  # type: ignore[misc]
-        if self._runs_ahead:
-            for name, value in self.calls.take_ages().items():
-                self._metrics["train"][name].append(value)
-        return made
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Around a generation: the prompts of the next ones are announced before it, and its ages logged afterwards."""
+        calls = self.trainer.calls
+        if self._announces:
+            calls.announce(list(self._next_prompts()))
+        yield
+        if self._announces:
+            for name, value in calls.take_ages().items():
+                self.trainer._metrics["train"][name].append(value)
 
     def _next_prompts(self) -> Iterator[list[list[int]]]:
         """The token ids of this rank's prompts in each of the next generations, as far as the run has them. TRL's loop
         gives a generation's batch once for each micro-batch that is trained on it."""
-        ahead, every = self.calls.ahead, self.args.steps_per_generation * self.num_iterations
-        assert ahead is not None, "the plan has a staleness"
-        accumulated, left = self.args.gradient_accumulation_steps, self.state.max_steps - self.state.global_step
-        for number in range(1, ahead.versions + 1):
+        trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
+        every = args.steps_per_generation * trainer.num_iterations
+        accumulated, left = args.gradient_accumulation_steps, state.max_steps - state.global_step
+        for number in range(1, trainer.calls.ahead.versions + 1):
             places = number * every
             if self._upcoming is None or (self._step_place + places) // accumulated >= left:
                 return
             rows = self._upcoming.after(places)
             if rows is None or self._upcoming.updates_until(places, accumulated, self._step_place) >= left:
                 return
-            yield self._tokenize_prompts([row["prompt"] for row in rows])[0]
+            yield trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
 
 
 def _draw_seed() -> None:

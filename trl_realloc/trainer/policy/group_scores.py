@@ -36,7 +36,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """The samples of one prompt on this rank.
 
     Args:
@@ -62,11 +62,11 @@ class Batch:
     functions: Mapping[int, RewardFunction]
     rows: Sequence[Mapping[str, Any]]
     prompts: Sequence[Any]
-    groups: Sequence[Group]
+    groups: Sequence[PromptGroup]
     columns: Mapping[str, Sequence[Any]]
     others: Mapping[str, Any]
-    answers: dict[tuple[int, Group], Future[Answer]] = field(default_factory=dict)
-    ready: queue.SimpleQueue[Group | None] = field(default_factory=queue.SimpleQueue)  # None: no group any more
+    answers: dict[tuple[int, PromptGroup], Future[Answer]] = field(default_factory=dict)
+    ready: queue.SimpleQueue[PromptGroup | None] = field(default_factory=queue.SimpleQueue)  # None: no group any more
     is_dropped: bool = False  # nobody will ask for its scores
 
     def __post_init__(self) -> None:
@@ -74,13 +74,13 @@ class Batch:
         self.ids: list[list[int] | None] = [None] * len(self.rows)
         self.group_of = {at: group for group in self.groups for at in range(group.start, group.stop)}
 
-    def add(self, at: int, ids: list[int], completion: Any) -> Group | None:
+    def add(self, at: int, ids: list[int], completion: Any) -> PromptGroup | None:
         """A sample has ended. Returns its group if it was the last one of it."""
         self.ids[at], self.completions[at] = ids, completion
         group = self.group_of[at]
         return None if None in self.ids[group.start : group.stop] else group
 
-    def arguments_of(self, group: Group, logged: list[Any]) -> dict[str, Any]:
+    def arguments_of(self, group: PromptGroup, logged: list[Any]) -> dict[str, Any]:
         """The arguments of a reward function for one group. What it logs is added to `logged`."""
 
         def log(name: str, *values: Any, **named: Any) -> None:
@@ -263,7 +263,7 @@ def groupable(rewards: Sequence[Any], awaits: bool) -> dict[int, RewardFunction]
     }
 
 
-def groups_of(count: int, size: int, first: int) -> list[Group]:
+def groups_of(count: int, size: int, first: int) -> list[PromptGroup]:
     """The groups of a rank's samples, of which the first and the last may be parts of a group.
 
     Args:
@@ -272,20 +272,20 @@ def groups_of(count: int, size: int, first: int) -> list[Group]:
         first: the number of the first sample among those of all ranks.
     """
     parts = [list(part) for _, part in groupby(range(count), lambda at: (first + at) // size)]
-    return [Group(part[0], part[-1] + 1) for part in parts]
+    return [PromptGroup(part[0], part[-1] + 1) for part in parts]
 
 
-def _called(function: RewardFunction, batch: Batch, group: Group) -> Answer:
+def _called(function: RewardFunction, batch: Batch, group: PromptGroup) -> Answer:
     logged: list[Any] = []
     return _checked(function, function(**batch.arguments_of(group, logged)), group, logged)
 
 
-async def _awaited(function: RewardFunction, batch: Batch, group: Group) -> Answer:
+async def _awaited(function: RewardFunction, batch: Batch, group: PromptGroup) -> Answer:
     logged: list[Any] = []
     return _checked(function, await function(**batch.arguments_of(group, logged)), group, logged)
 
 
-def _checked(function: RewardFunction, returned: Any, group: Group, logged: list[Any]) -> Answer:
+def _checked(function: RewardFunction, returned: Any, group: PromptGroup, logged: list[Any]) -> Answer:
     scores, expected = list(returned), group.stop - group.start
     if len(scores) != expected:
         name = getattr(function, "__name__", type(function).__name__)

@@ -1,128 +1,104 @@
-"""`PolicyLossMixin`: TRL's loss with its log-probabilities from the plan's calls, and the training by its gradients.
+"""TRL's loss under a plan: its log-probabilities come from the plan's calls, and the engines train by its gradients.
 
 TRL's loss reads a model through its log-probabilities and entropies alone, so it is computed on leaf tensors with their
-values, and their gradients are what the engines train with (`algorithms.linear_loss`). The micro-batches of an
-optimizer step are collected in `window`.
+values (`EngineLoss`), and their gradients, the slopes, are what the engines train with (`algorithms.linear_loss`).
+`Window` is between TRL's padded tensors and the samples of the engines, and collects the slopes of an optimizer step.
+`ModelInEngine` and `ReferenceInEngine` stand in TRL's and Trainer's code for models that are in engines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 
+from ...algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
+from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import GRAD_NORM
-from ...runtime.host_calls import HostCalls
+from ...runtime.host_calls import HostCalls, KnownOutputs
 from ..checks.config_checks import ConfigError
-from ..checks.fixed_settings import fixed_attributes, refuse_changed
-from ..run.planned_run import PlannedRun
-from .engine_modules import ReferenceInEngine
-from .policy_host import PolicyHost
-from .policy_setup import PolicySetup
-from .window import Leaves, Rows
 
 
-class PolicyLossMixin:
-    """The methods between TRL's rows and its optimizer step. To be mixed in before TRL's class."""
+FORWARD, REFERENCE = "actor.forward", "reference.forward"
 
-    args: Any
-    state: Any
-    model: Any
-    accelerator: Any
-    current_gradient_accumulation_steps: int
-    is_in_train: bool
-    plan: Any
-    calls: HostCalls
-    run: PlannedRun[PolicySetup, PolicyHost] | None
-    _metrics: Any  # TRL's
 
-    _fixed: dict[str, Any]  # the settings that may not change, as they were when the trainer was made
-    _leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
-    _following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
-    _grad_norm: torch.Tensor  # of the latest step
-    _buffered_inputs: Any = None  # TRL's
+class EngineLoss:
+    """TRL's loss and the training by it, from one executor on.
 
-    @property
-    def _host(self) -> PolicyHost:
-        assert self.run is not None, "Accelerate trains by TRL's methods"
-        return self.run.host
+    Args:
+        trainer: a `PlannedPolicyTrainer`.
+        calls: runs the calls.
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if self.run is not None:
-            refuse_changed(self._fixed, fixed_attributes(self))
-            self.calls.at(self.state.global_step, evaluates=not self.model.training)
-        return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+    Attributes:
+        window: the micro-batches of the optimizer step that is being made.
+        untrained: micro-batches of an optimizer step that has not been made yet, or has failed.
+    """
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, without log-probabilities where TRL's generation by Transformers would have none."""
-        made = super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
-        if self.run is None:
-            return made
-        by_vllm = self.plan["actor.generate"].engine == "vllm"
-        return (made[0], None) if isinstance(made, tuple) and not by_vllm else made
+    def __init__(self, trainer: Any, calls: HostCalls) -> None:
+        self.trainer, self.calls = trainer, calls
+        self.window = Window(calls, trainer.accelerator.device)
+        self.untrained = 0
+        self._leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
+        self._following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """TRL's loss, of a micro-batch of the training on leaf tensors."""
-        if self.run is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+    @contextlib.contextmanager
+    def of_micro_batch(self, inputs: Any) -> Iterator[None]:
+        """Around TRL's loss of a micro-batch; of the training, where gradients are enabled."""
         if torch.is_grad_enabled():
             self._following = tuple(self._rows_after(inputs))
         try:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            yield
         finally:
             self._following = ()
-            if not torch.is_grad_enabled() and not self.model.training:
-                self._host.window.forget_logprobs()  # of an evaluation, which asks for each sample once
+            if not torch.is_grad_enabled() and not self.trainer.model.training:
+                self.window.forget_logprobs()  # of an evaluation, which asks for each sample once
 
     def _rows_after(self, inputs: Any) -> Iterator[Rows]:
         """The micro-batches of the same optimizer step that have been generated already; none where a forward for an
         earlier one had them."""
-        buffer = self._buffered_inputs or ()
+        buffer = self.trainer._buffered_inputs or ()
         at = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
-        if at and len(self._host.window):
+        if at and len(self.window):
             return
-        left = self.current_gradient_accumulation_steps - len(self._host.window) - 1
+        left = self.trainer.current_gradient_accumulation_steps - len(self.window) - 1
         for part in buffer[at + 1 : at + 1 + left]:
             ids, masks = (
                 torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
             )
             yield Rows.of(ids, masks, part["completion_ids"].size(1))
 
-    def _get_per_token_logps_and_entropies(
+    def logps_and_entropies(
         self,
         model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
         logits_to_keep: int,
-        *args: Any,
+        *_: Any,
         compute_entropy: bool = False,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        **__: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
         """(rows, `logits_to_keep`) log-probabilities and, if asked for, entropies, by the plan's calls; where gradients
         are enabled, leaf tensors."""
-        if self.run is None:
-            return super()._get_per_token_logps_and_entropies(  # type: ignore[misc, no-any-return]
-                model, input_ids, attention_mask, logits_to_keep, *args, compute_entropy=compute_entropy, **kwargs
-            )
-        if not self.run.placed.placement.started:  # outside of a training
-            self.run.placed.start()
+        if not self.trainer.placement.started:  # outside of a training
+            self.trainer.run.placed.start()
         rows = Rows.of(input_ids, attention_mask, logits_to_keep)
         if isinstance(model, ReferenceInEngine):
-            return self._host.window.of_reference(rows), None, None
-        logprobs, entropies = self._host.window.of_policy(rows, self._following)
+            return self.window.of_reference(rows), None, None
+        logprobs, entropies = self.window.of_policy(rows, self._following)
         if torch.is_grad_enabled():
-            if self._leaves is not None and self.is_in_train:
+            if self._leaves is not None and self.trainer.is_in_train:
                 raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
-            entropies.requires_grad_(getattr(self, "_entropy_bonus_enabled", False))
+            entropies.requires_grad_(getattr(self.trainer, "_entropy_bonus_enabled", False))
             self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies)
         return logprobs, entropies if compute_entropy else None, None
 
-    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor) -> None:
         """In the place of Accelerate's backward: collect the slopes of a micro-batch."""
         leaves, self._leaves = self._leaves, None
         if leaves is None:
@@ -130,41 +106,230 @@ class PolicyLossMixin:
                 "the loss has not asked for the policy's log-probabilities by _get_per_token_logps_and_entropies, so "
                 "the plan's engines cannot train by it."
             )
-        loss.backward()
-        host = self._host
-        host.window.add(leaves, 1 / self.accelerator.num_processes)
-        if self.accelerator.sync_gradients:
-            host.untrained = len(host.window)
+        loss.backward()  # type: ignore[no-untyped-call]
+        accelerator = self.trainer.accelerator
+        self.window.add(leaves, 1 / accelerator.num_processes)
+        if accelerator.sync_gradients:
+            self.untrained = len(self.window)
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
         """In the place of the optimizer's step, which Trainer asks for after the last micro-batch of one: train."""
-        start, host = time.perf_counter(), self._host
-        assert self.run is not None
-        with self.run.checkpoints.saving_good_state():
-            outputs = host.calls.train(host.window.take(), self.run.placed.setup.rates.role(Role.ACTOR))
-        host.untrained = 0
-        if self.args.skip_nonfinite_updates:
-            self._metrics["train"]["skipped_updates/policy"].append(float(not len(outputs)))
+        start, run, metrics = time.perf_counter(), self.trainer.run, self.trainer._metrics["train"]
+        with run.checkpoints.saving_good_state():
+            outputs = self.calls.train(self.window.take(), run.placed.setup.rates.role(Role.ACTOR))
+        self.untrained = 0
+        if self.trainer.args.skip_nonfinite_updates:
+            metrics["skipped_updates/policy"].append(float(not len(outputs)))
         if len(outputs):
             self._grad_norm.fill_(float(outputs.tensor(GRAD_NORM)[0]))
-        if times := self._metrics["train"]["step_time"]:
+        if times := metrics["step_time"]:
             times[-1] += time.perf_counter() - start  # TRL measures to the end of the last backward
 
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+    def grad_norm(self) -> Tensor:
         """The norm of the step's gradient before the engine clips it, a 0-dimensional float64 tensor on the CPU, which
         is set by the step: Trainer asks before it, and reads the number afterwards."""
-        return super()._clip_grad_norm(model) if self.run is None else self._get_grad_norm(model)  # type: ignore[misc]
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if self.run is None:
-            return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
         self._grad_norm = torch.zeros((), dtype=torch.float64)
         return self._grad_norm
 
     def forget_step(self) -> None:
         """Forget the slopes and log-probabilities of an optimizer step."""
         self._leaves = None
-        self._host.window.forget()
+        self.window.forget()
 
 
-__all__ = ["PolicyLossMixin"]
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a micro-batch, without padding.
+
+    Args:
+        samples: `prompts` and `responses` of the rows that have a response, int64 on the CPU.
+        mask: (rows, width) bool on the CPU: the tokens of the responses in TRL's tensor.
+        spare: the first row with one token of its response, whether it is left out or not.
+    """
+
+    samples: Rollouts
+    mask: Tensor
+    spare: Rollouts
+
+    @staticmethod
+    def of(input_ids: Tensor, attention_mask: Tensor, width: int) -> Rows:
+        """The rows of TRL's tensors.
+
+        Args:
+            input_ids: (rows, length) prompts, padded on the left, and responses, padded on the right.
+            attention_mask: of the same shape; 0 where there is padding, and on responses that are left out.
+            width: of the responses.
+        """
+        ids, mask = input_ids.cpu(), attention_mask.cpu().bool()
+        columns = {
+            "prompts": (ids[:, :-width], mask[:, :-width]),
+            "responses": (ids[:, -width:], mask[:, -width:]),
+        }
+        ragged = {name: Ragged(part[kept], kept.sum(1)) for name, (part, kept) in columns.items()}
+        has_response = ragged["responses"].lengths.nonzero()[:, 0]
+        one = Ragged(ids[:1, -width], torch.ones(1, dtype=torch.long))
+        spare = Rollouts(prompts=ragged["prompts"].select([0]), responses=one)
+        return Rows(Rollouts(**ragged).select(has_response), mask[:, -width:], spare)
+
+    def padded(self, column: Ragged, device: torch.device) -> Tensor:
+        """(rows, width): a value per response token, 0 elsewhere."""
+        out = torch.zeros(self.mask.shape, dtype=column.values.dtype)
+        out[self.mask] = column.values
+        return out.to(device)
+
+    def unpadded(self, tensor: Tensor) -> Ragged:
+        """The inverse of `padded`."""
+        lengths = self.mask.sum(1)
+        return Ragged(tensor.detach().cpu()[self.mask], lengths[lengths > 0])
+
+
+@dataclass
+class Leaves:
+    """The tensors that TRL's loss of one micro-batch reads in place of the policy's outputs.
+
+    Args:
+        logprobs: (rows, width) float32; a leaf that gets a gradient.
+        entropies: (rows, width) float32; a leaf too where the loss has an entropy term.
+    """
+
+    rows: Rows
+    logprobs: Tensor
+    entropies: Tensor
+
+
+class Window:
+    """The micro-batches of one optimizer step.
+
+    Args:
+        calls: runs the forward of the policy.
+        device: of TRL's tensors.
+    """
+
+    def __init__(self, calls: HostCalls, device: torch.device) -> None:
+        self.calls, self.device = calls, device
+        self._known = KnownOutputs()  # log-probabilities and entropies under the policy as it is
+        self._slopes: list[Rollouts] = []
+        self._spare = Rollouts()
+
+    def __len__(self) -> int:
+        """The number of micro-batches whose gradients have been collected."""
+        return len(self._slopes)
+
+    def of_policy(self, rows: Rows, following: Sequence[Rows] = ()) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the rows' responses under the policy as it is, (rows, width) float32 each.
+        All ranks together.
+
+        Args:
+            following: micro-batches that will be asked for before the policy changes. They are computed in the same
+                forward.
+        """
+        samples = Rollouts.cat([part.samples for part in (rows, *following)])
+        known = self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
+        if not len(rows.samples):
+            nothing = rows.padded(Ragged.of([], torch.float32), self.device)
+            return nothing, nothing.clone()
+        known = known.select(range(len(rows.samples)))
+        columns = (known.ragged(name) for name in ("policy_logprobs", "entropies"))
+        logprobs, entropies = (rows.padded(column, self.device) for column in columns)
+        return logprobs, entropies
+
+    def of_reference(self, rows: Rows) -> Tensor:
+        """Log-probabilities of the rows' responses under the reference, (rows, width) float32. All ranks together."""
+        outputs = self.calls.forward(REFERENCE, rows.samples)
+        column = outputs.ragged("ref_logprobs") if len(outputs) else Ragged.of([], torch.float32)
+        return rows.padded(column, self.device)
+
+    def add(self, leaves: Leaves, scale: float) -> None:
+        """Collect the gradients of a micro-batch.
+
+        Args:
+            scale: of the gradients; 1 / the number of processes where the losses of all are averaged.
+        """
+        rows, tensors = leaves.rows, {LOGPROB_SLOPES: leaves.logprobs}
+        if leaves.entropies.requires_grad:
+            tensors[ENTROPY_SLOPES] = leaves.entropies
+        columns = {
+            name: rows.unpadded(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale)
+            for name, leaf in tensors.items()
+        }
+        self._slopes.append(rows.samples.plus(**columns))
+        zero = Ragged(torch.zeros(1), torch.ones(1, dtype=torch.long))
+        self._spare = rows.spare.plus(**dict.fromkeys(tensors, zero))
+
+    def take(self) -> Rollouts:
+        """The samples of the optimizer step with their slopes. What is known of the policy is forgotten.
+
+        If all responses are left out, there is one sample whose slopes are 0: the optimizer still makes its step, which
+        changes weights by momentum and weight decay.
+        """
+        samples = Rollouts.cat(self._slopes)
+        samples = samples if len(samples) else self._spare
+        self.forget()
+        return samples
+
+    def forget(self) -> None:
+        """Forget slopes and log-probabilities: the policy has changed, or a step was abandoned."""
+        self._slopes = []
+        self.forget_logprobs()
+
+    def forget_logprobs(self) -> None:
+        """Forget the policy's log-probabilities and entropies."""
+        self._known.forget()
+
+
+class ReferenceInEngine(nn.Module):
+    """Stands for the reference where TRL asks for its log-probabilities. The model is in an engine."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises `ConfigError`: only the plan's engine runs the reference."""
+        raise ConfigError(
+            "ref_model is in an engine of the plan; ask for its log-probabilities by "
+            "trainer._get_per_token_logps_and_entropies(trainer.ref_model, ...)."
+        )
+
+
+class ModelInEngine(nn.Module):
+    """Stands for the wrapped model in Trainer's loop. Forwards and missing attributes are passed on to the trainer's
+    current module; gradients are computed by the engine."""
+
+    _trainer: Any
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self.__dict__["_trainer"] = trainer  # not a submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the trainer's current module without gradients.
+
+        Raises:
+            ConfigError: gradients are enabled in a training. The engines would not see them.
+        """
+        if torch.is_grad_enabled() and self._trainer.model.training:
+            raise ConfigError(
+                "the loss calls the model itself, and the plan's engines train by the log-probabilities and entropies "
+                "of self._get_per_token_logps_and_entropies(model, ...) alone; use these, or train with TRL's class."
+            )
+        return self._trainer.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._trainer.model, name)
+
+    def train(self, mode: bool = True) -> ModelInEngine:
+        self._trainer.model.train(mode)
+        return self
+
+    def eval(self) -> ModelInEngine:
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what has been collected for an optimizer step. Trainer calls this before the first and after each."""
+        self._trainer.run.host.forget_step()
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self._trainer.model.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._trainer.model.named_parameters(*args, **kwargs)

@@ -232,7 +232,7 @@ _PROMPT_METHODS = (
     *("_prepare_inputs", "_generate_and_score_completions", "_generate", "_tokenize_prompts"),
     "_generate_single_turn",
 )
-_KNOWN_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", __name__.rpartition(".")[0])
+_KNOWN_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", __name__.partition(".")[0] + ".")
 
 
 def _reads_prompts_as_given(trainer: Any) -> bool:

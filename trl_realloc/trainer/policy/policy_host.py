@@ -1,22 +1,38 @@
-"""`PolicyHost`: a trainer of one policy, such as GRPO's, whose loop is TRL's, as the host of its run."""
+"""`PolicyHost`: a trainer of one policy, such as GRPO's, whose loop is TRL's, as the host of its run.
+
+It is composed of the calls that the loop asks for (`runtime.host_calls`), the loss (`loss`), the rewards (`scoring`)
+and the prompts of later generations (`ahead`). Which of TRL's methods use it is in `grpo_trainer`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from ...engines.model_configs import ModelError
+from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import Role
+from ...runtime.calls.training_calls import check_first_weights
 from ...runtime.executor import Executor
 from ...runtime.host_calls import HostCalls
+from ...runtime.process_groups import from_every_rank, meet
 from ...runtime.samples.drawn_samples import DrawnSamples
 from ..checkpoint.identity import Identity, prompts_checksum
-from ..checkpoint.resuming import ENTROPY_STATE
+from ..checkpoint.resuming import ENTROPY_STATE, ResumeSetting
 from ..checkpoint.write_errors import WriteErrors
-from .engine_modules import ModelInEngine
-from .host_generation import HostGeneration
-from .window import Window
+from ..checks.data_checks import check_rows
+from ..checks.fixed_settings import fixed_attributes, refuse_changed
+from ..run.optimizers import check_own_optimizer
+from .ahead import PromptsAhead
+from .loss import EngineLoss, ModelInEngine, ReferenceInEngine
+from .plug import finish_turns, takes_turns
+from .scoring import Scoring
 
 
 class PolicyHost:
@@ -26,21 +42,161 @@ class PolicyHost:
         trainer: a `PlannedPolicyTrainer`.
 
     Attributes:
-        calls: runs the calls that TRL's loop asks for.
-        window: the micro-batches of the optimizer step that is being made.
-        untrained: micro-batches of an optimizer step that has not been made yet, or has failed.
+        calls: runs the calls that TRL's loop asks for; from `follow` on, as the loss.
     """
 
     iteration = "generation"
     calls_on_save = False
     counters: tuple[str, ...] = ("global_step",)
     calls: HostCalls
-    window: Window
+    loss: EngineLoss
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.untrained = 0
+        self.scoring, self.ahead = Scoring(trainer), PromptsAhead(trainer)
         self._generations = 0  # under the plans before
+
+    def take_over(self) -> None:
+        """Put the plan's calls in the place of TRL's, after the constructor of TRL's class. All ranks together."""
+        trainer, run = self.trainer, self.trainer.run
+        trainer.model = trainer.model_wrapped = run.placed.setup.models_before_start[Role.ACTOR]
+        # newer releases of TRL replace the method by a closure over this model, which its copies would run
+        vars(base_of(trainer.model)).pop("forward", None)
+        trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False  # the engines do what the launcher asked for
+        run.follow_callbacks()
+        trainer.accelerator.backward = lambda loss, **_: self.loss.backward(loss)
+        run.place()
+        trainer.beta = trainer.args.beta
+        trainer.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
+        trainer.vllm_importance_sampling_correction = run.placed.setup.corrects
+        has_reference = "reference.forward" in run.placed.plan.graph.order
+        trainer.ref_model = ReferenceInEngine() if has_reference else None
+        trainer._last_loaded_step = -1
+        trainer.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
+        self._fixed = fixed_attributes(trainer)  # the settings that may not change
+        if takes_turns(trainer):
+            finish_turns(trainer, lambda: self.calls.finish_turns())  # a plan change replaces `self.calls`
+
+    # --- around what Trainer's loop does ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def training(self, resume: ResumeSetting) -> Iterator[str | None]:
+        """Around a training: the folder of the checkpoint that it resumes from, if there is one.
+
+        Args:
+            resume: the argument of `PlannedPolicyTrainer.train`.
+        """
+        trainer, run = self.trainer, self.trainer.run
+        check_rows(trainer.args, trainer.train_dataset, trainer.accelerator.num_processes)
+        placed, rates = run.placed, run.placed.setup.rates
+        check_own_optimizer(trainer.optimizer, rates)
+        trainer.is_in_train = True
+        with run.failing_together(), rates.unstepped(lambda: self.loss.train_step()):
+            self._resumed = run.checkpoints.find(resume)
+            run.start()
+            check_first_weights(placed.placement, "they were given")
+            self.ahead.begin_training()
+            trainer.record.begin_training()
+            yield None if self._resumed is None else str(self._resumed.folder)
+            if trainer.accelerator.is_main_process:
+                trainer.record.save()
+            run.checkpoints.finish()
+            self.calls.stop()
+            placed.end_together()
+        trainer.is_in_train = False
+
+    def prepare_for_training(self, max_steps: int, train_dataloader: Any) -> tuple[Any, Any]:
+        """The scheduler, and the state of a checkpoint. Model and optimizer are the engines'."""
+        trainer = self.trainer
+        if trainer._created_lr_scheduler:
+            trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
+        trainer.create_scheduler(num_training_steps=max_steps)
+        trainer.model_wrapped = ModelInEngine(trainer)
+        if self._resumed is not None:
+            trainer.run.checkpoints.load(self._resumed)
+            # TRL's, for what it keeps in a file of its own; there is none of Trainer's optimizer
+            trainer._load_optimizer_and_scheduler(str(self._resumed.folder))
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(trainer.callback_handler, name, getattr(trainer, name))
+        trainer.callback_handler.train_dataloader = train_dataloader
+        return trainer.model_wrapped, train_dataloader
+
+    def begin_micro_batch(self) -> None:
+        """A micro-batch of a training or an evaluation begins."""
+        trainer = self.trainer
+        refuse_changed(self._fixed, fixed_attributes(trainer))
+        self.calls.at(trainer.state.global_step, evaluates=not trainer.model.training)
+        if trainer.model.training:
+            self.ahead.advance()
+
+    @contextlib.contextmanager
+    def generating_and_scoring(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Around the generation of completions for rows of the data set, and their scoring."""
+        saves = self.trainer.model.training
+        with (
+            self.scoring.of_rows(rows),
+            self.trainer.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def generating(self, prompts: Sequence[Any]) -> Iterator[None]:
+        """Around the generation of completions of these prompts."""
+        with self.scoring.of_prompts(prompts), self.ahead.announcing():
+            yield
+
+    def as_trl_generates(self, made: Any) -> Any:
+        """A generation of TRL's GRPO, without log-probabilities where TRL's generation by Transformers would have
+        none."""
+        by_vllm = self.trainer.plan["actor.generate"].engine == "vllm"
+        return (made[0], None) if isinstance(made, tuple) and not by_vllm else made
+
+    @contextlib.contextmanager
+    def between_updates(self) -> Iterator[None]:
+        """Around what Trainer does after an optimizer step. After the last one on a generation the plan may change,
+        where another is faster: nothing of TRL's is left then that the engines have computed."""
+        trainer, run = self.trainer, self.trainer.run
+        run.checkpoints.finish(wait=False)
+        # a callback may have taken one rank long, and the devices gather the loss next
+        meet(run.placed.placement.control)
+        yield
+        if trainer.control.should_training_stop:
+            run.checkpoints.finish()  # Trainer looks for the best one at the end, and may delete the others
+        period = trainer.record.period
+        # Trainer also does this at the end of an epoch
+        if self._is_within_generation or not period.generations or not period.seconds:
+            return
+        trainer.record.begin_period()
+        if trainer.control.should_training_stop:
+            return
+        placed = run.placed
+        lengths = [n for of_rank in from_every_rank(period.lengths, placed.placement.control) for n in of_rank]
+        updates = trainer.state.max_steps - trainer.state.global_step
+        left = updates * trainer.args.gradient_accumulation_steps // self._micro_batches
+        with self.mode_kept():
+            is_first = placed.rank == 0
+            run.change.note(period.spans, lengths if is_first else [], period.seconds, left, period.generations)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation."""
+        run = self.trainer.run
+        with run.failing_together():
+            run.placed.start()
+            self.calls.begin_evaluation()
+            yield
+
+    @contextlib.contextmanager
+    def mode_kept(self) -> Iterator[None]:
+        """Engines switch a module to evaluation, and TRL asks `trainer.model.training` whether it trains or
+        evaluates."""
+        training = self.trainer.model.training
+        try:
+            yield
+        finally:
+            self.trainer.model.train(training)
+
+    # --- the host of a run ------------------------------------------------------------------------------------------
 
     def hold(self, models: Mapping[Role, Any]) -> None:
         trainer = self.trainer
@@ -50,12 +206,12 @@ class PolicyHost:
 
     def follow(self, executor: Executor) -> None:
         trainer = self.trainer
-        self.calls = HostCalls(executor, trainer._mode_kept, self._generations)
-        self.window = Window(self.calls, trainer.accelerator.device)
+        self.calls = HostCalls(executor, self.mode_kept, self._generations)
+        self.loss = EngineLoss(trainer, self.calls)
         context_length = executor.placement.options.context_length
-        trainer.vllm_generation = HostGeneration(self.calls, context_length, trainer)
+        trainer.vllm_generation = HostGeneration(self.calls, context_length, self.scoring)
         # TRL's loop then begins with a generation, as that of a new trainer
-        trainer._step, trainer._buffered_inputs, trainer._leaves, self.untrained = 0, None, None, 0
+        trainer._step, trainer._buffered_inputs = 0, None
 
     def stop_early(self) -> None:
         self.calls.stop()
@@ -65,7 +221,7 @@ class PolicyHost:
         # TRL's loop generates again where a run goes on in the middle of a generation, or before an optimizer step that
         # has not been made, whose micro-batches it has counted
         given, on_each = self.trainer._step, self._micro_batches
-        begun, trained = -(-given // on_each), (given - self.untrained) // on_each
+        begun, trained = -(-given // on_each), (given - self.loss.untrained) // on_each
         return self.calls.samples_under_way(again=begun - trained)
 
     def go_on_with(self, drawn: DrawnSamples | None) -> None:
@@ -78,12 +234,12 @@ class PolicyHost:
         return count
 
     @property
-    def is_within_generation(self) -> bool:
+    def _is_within_generation(self) -> bool:
         """True if the next micro-batch comes from responses that have already been generated."""
         return bool(self.trainer._step % self._micro_batches)
 
     def forget_step(self) -> None:
-        self.trainer.forget_step()
+        self.loss.forget_step()
 
     def identity(self, optimizer: str) -> Identity:
         args, data = self.trainer.args, self.trainer.setup.train_dataset
@@ -107,4 +263,68 @@ class PolicyHost:
                 (folder / ENTROPY_STATE).write_text(json.dumps(state), encoding="utf-8")
 
 
-__all__ = ["PolicyHost"]
+class HostGeneration:
+    """Stands in for `trl.generation.vllm_generation.VLLMGeneration`, with the attributes and methods that TRL's GRPO
+    and RLOO trainers use.
+
+    Args:
+        calls: runs the generation.
+        scoring: scores samples while others are generated.
+        max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
+
+    An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
+
+    Attributes:
+        logprobs: for each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
+    """
+
+    __slots__ = ("calls", "llm", "logprobs", "scoring")
+
+    def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scoring) -> None:
+        self.calls, self.scoring = calls, scoring
+        self.logprobs: list[torch.Tensor] = []
+        config = SimpleNamespace(max_model_len=max_model_len)
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+
+    def sync_weights(self) -> None:
+        """Does nothing: the engines take new parameters before they generate, if there are any."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Any] | None = None,
+        num_generations: int = 1,
+        profiler: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+        """Responses to this rank's prompts. All ranks together; a rank may have none.
+
+        Args:
+            prompts: token ids; a prompt with several responses is given several times.
+            num_generations: not used, for that reason.
+            profiler: a context around the generation.
+
+        Returns:
+            (prompts, responses, log-probabilities, token ids): of each token TRL expects a list, here of the one token
+            that was drawn.
+
+        Raises:
+            ModelError: there are images.
+            JobFailed: the generation failed on some rank.
+        """
+        if images is not None and any(images):
+            raise ModelError(
+                "the prompts have images, and this policy is trained and generates by the plan's engines, which take "
+                "text alone; leave the columns image and images out of the dataset, or give a policy that reads images."
+            )
+        with profiler or contextlib.nullcontext():
+            texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
+            outputs = self.calls.generate(prompts, texts, self.scoring.follow(prompts))
+        self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
+        if not len(outputs):
+            return [], [], [], []
+        responses = [row.tolist() for row in outputs.ragged("responses").rows()]
+        logprobs = [[[value] for value in row.tolist()] for row in self.logprobs]
+        return list(map(list, prompts)), responses, logprobs, [[[token] for token in row] for row in responses]
+
+
+__all__ = ["HostGeneration", "PolicyHost"]

@@ -1,27 +1,32 @@
-"""`PolicyRecordMixin`: the times that a run of `PlannedPolicyTrainer` adds to TRL's logs, and the files that its report
-is made of.
+"""`PolicyRecord`: the times that a trainer of one policy adds to TRL's logs, and the files that its report is made of.
+`sampled_completions`: completions of the evaluation prompts, for which TRL's class has no method.
 
 The report itself is written by `run_report`.
 """
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ...algorithms.rollout import Rollouts
 from ...plan.timeline import Span, Timeline
-from ...runtime.host_calls import HostCalls
+from ...runtime.process_groups import from_every_rank
 from ...runtime.samples.results import observed
+from ..checks.config_checks import ConfigError
+from ..ppo.evaluation import NEAR_GREEDY
+from ..report.completions import show_completions
 from ..report.run_record import save_record
 from ..run.metrics import LENGTHS, SPANS
-from ..run.planned_run import PlannedRun
-from .policy_host import PolicyHost
-from .policy_setup import PolicySetup
+from .trl_sampling import tokenizer_of
 
 
 @dataclass
@@ -40,87 +45,89 @@ class Period:
     seconds: float = 0.0
 
 
-class PolicyRecordMixin:
-    """Keeps the times of a run's calls. The attributes are those of the trainer that the class is mixed into.
+class PolicyRecord:
+    """Keeps the times of a trainer's updates and their calls, and the lengths of its responses.
 
     To TRL's values every log of updates gets means over the updates since the last one: `time/step` and `tokens/s`; on
     rank 0 also `time/<call>`, seconds of the slowest device, and for reallocations `realloc/seconds/<call>` and
     `realloc/bytes/<call>`. An update is an optimizer step.
+
+    Args:
+        trainer: a `PlannedPolicyTrainer`.
+
+    Attributes:
+        lengths: tokens of this rank's latest responses; `None` before the training.
+        period: the updates since the plan could be changed last.
     """
 
-    args: Any
-    state: Any
-    model: Any
-    accelerator: Any
-    run: PlannedRun[PolicySetup, PolicyHost] | None
-    calls: HostCalls
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.lengths: deque[int] | None = None
+        self._reset()
 
-    _updates: deque[tuple[Span, ...]]  # spans of the latest updates; on rank 0, empty on the others
-    _lengths: deque[int] | None = None  # tokens of this rank's latest responses; None before the training
-    _times: _Times
-    _period: Period
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._updates, self._times, self._period = deque(), _Times(), Period()
-        super().__init__(*args, **kwargs)
+    def _reset(self) -> None:
+        self._updates: deque[tuple[Span, ...]] = deque()  # spans of the latest updates; on rank 0, empty on the others
+        self._times, self.period = _Times(), Period()
 
     @property
     def timeline(self) -> Timeline:
-        """The start and the end of the calls of the latest updates; empty before the first. Rank 0 keeps up to
-        `metrics.SPANS` of them, the other ranks none."""
+        """`PlannedPolicyTrainer.timeline`."""
         return Timeline(span for spans in self._updates for span in spans)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, which saves the record of the run at its end."""
-        self._updates, self._lengths, self._times = deque(), deque(maxlen=LENGTHS), _Times()
-        self._period = Period()
-        output = super().train(*args, **kwargs)  # type: ignore[misc]
-        if self.accelerator.is_main_process and self.run is not None:
-            config, lengths = self.args, list(self._lengths or ())
-            observer = self.run.change.observer
-            expected, chosen = observer.end(lengths), observer.when_chosen(lengths)
-            # the planner estimates a generation with all its optimizer steps
-            of_update = config.num_iterations * config.steps_per_generation == config.gradient_accumulation_steps
-            folder = Path(config.output_dir)
-            save_record(self.run.placed.plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update)
-        return output
+    def begin_training(self) -> None:
+        """A training begins: forget the one before."""
+        self._reset()
+        self.lengths = deque(maxlen=LENGTHS)
 
-    def _take_spans(self) -> tuple[Span, ...]:
-        return () if self.run is None else self.calls.take_spans()
-
-    def _generate(self, prompts: Any) -> Any:
-        made = super()._generate(prompts)  # type: ignore[misc]
-        if self._lengths is not None and self.model.training:
-            lengths = list(map(len, made[1]))
-            self._lengths.extend(lengths)
-            self._period.generations += 1
-            self._period.lengths += lengths
-        return made
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def begin_update(self) -> None:
+        """A micro-batch begins, maybe the first one of an update."""
         if not self._times.runs:
             self._take_spans()  # of what was before the update
-            self._times.start(self.state.num_input_tokens_seen)
-        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            self._times.start(self.trainer.state.num_input_tokens_seen)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """After an update: keep its times, then what Trainer does."""
-        if self._times.runs:
-            spans = self._take_spans()
-            seconds = self._times.stop(self.state.num_input_tokens_seen, observed(Rollouts(), spans))
-            self._period.spans += spans
-            self._period.seconds += seconds
-            if spans:
-                self._updates.append(spans)
-            while sum(map(len, self._updates)) > SPANS and len(self._updates) > 1:
-                self._updates.popleft()
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+    def add_responses(self, responses: Sequence[Sequence[int]]) -> None:
+        """Keep the lengths of a generation's responses, if it is the training's."""
+        if self.lengths is not None and self.trainer.model.training:
+            lengths = list(map(len, responses))
+            self.lengths.extend(lengths)
+            self.period.generations += 1
+            self.period.lengths += lengths
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.model.training:
+    def end_update(self) -> None:
+        """An update may have ended: keep its times."""
+        if not self._times.runs:
+            return
+        spans = self._take_spans()
+        seconds = self._times.stop(self.trainer.state.num_input_tokens_seen, observed(Rollouts(), spans))
+        self.period.spans += spans
+        self.period.seconds += seconds
+        if spans:
+            self._updates.append(spans)
+        while sum(map(len, self._updates)) > SPANS and len(self._updates) > 1:
+            self._updates.popleft()
+
+    def begin_period(self) -> None:
+        """The plan could be changed now."""
+        self.period = Period()
+
+    def add_to(self, logs: dict[str, float]) -> None:
+        """Add the means over the latest updates to the values of a log of updates."""
+        if "loss" in logs and self.trainer.model.training:
             logs.update(self._times.means())
             self._times = _Times()
-        super().log(logs, start_time)  # type: ignore[misc]
+
+    def save(self) -> None:
+        """Save the record of a run under a plan in its output directory."""
+        config, run, lengths = self.trainer.args, self.trainer.run, list(self.lengths or ())
+        observer = run.change.observer
+        expected, chosen = observer.end(lengths), observer.when_chosen(lengths)
+        # the planner estimates a generation with all its optimizer steps
+        of_update = config.num_iterations * config.steps_per_generation == config.gradient_accumulation_steps
+        folder = Path(config.output_dir)
+        save_record(run.placed.plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update)
+
+    def _take_spans(self) -> tuple[Span, ...]:
+        return () if self.trainer.run is None else self.trainer.calls.take_spans()
 
 
 class _Times:
@@ -162,3 +169,54 @@ class _Times:
             return {}
         means = {name: total / self._updates for name, total in self._sums.items()}
         return {**means, "time/step": self._seconds / self._updates, "tokens/s": self._tokens / self._seconds}
+
+
+def sampled_completions(trainer: Any) -> list[dict[str, Any]]:
+    """`generate_completions` of a `PlannedPolicyTrainer` whose run has a plan."""
+    data = next(iter(trainer.eval_dataset.values())) if isinstance(trainer.eval_dataset, dict) else trainer.eval_dataset
+    rows = [] if data is None else list(data)
+    if not rows:
+        return []
+    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    share = -(-len(rows) // world)
+    # TRL gathers rewards from shares of one size, so the last ranks have the last prompt several times
+    own = [rows[min(at, len(rows) - 1)] for at in range(rank * share, (rank + 1) * share)]
+    with trainer.run.failing_together(), trainer.run.host.mode_kept():
+        trainer.run.placed.start()
+        trainer.calls.at(trainer.state.global_step, evaluates=True)
+        trainer.calls.begin_evaluation()
+        table = _completions_of(trainer, own)
+        gathered = from_every_rank(table, trainer.run.placed.placement.control)
+        trainer.calls.take_spans()
+    if rank:
+        return []
+    table = [row for part in gathered for row in part][: len(rows)]
+    show_completions(table, trainer.args.report_to, trainer.state.global_step)
+    return table
+
+
+def _completions_of(trainer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The completions of this rank's rows of the dataset."""
+    if getattr(trainer, "environment_factories", None) is not None:
+        raise ConfigError("generate_completions has no environments; leave it out, or evaluate the trainer.")
+    prompts = [row["prompt"] for row in rows]
+    near_greedy = replace(trainer.executor.settings.sampling, temperature=NEAR_GREEDY)
+    texts_of = [pickle.dumps(prompt) for prompt in prompts]
+    made = trainer.calls.generate(trainer._tokenize_prompts(prompts)[0], texts_of, sampling=near_greedy)
+    ids = [row.tolist() for row in made.ragged("responses").rows()]
+    tokenizer: PreTrainedTokenizerBase = tokenizer_of(trainer.processing_class)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    queries, completions = prompts, texts
+    if not isinstance(prompts[0], str):  # conversations
+        queries = ["\n".join(str(message["content"]) for message in prompt) for prompt in prompts]
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+    logged = copy.deepcopy((trainer._pending_extra_logs, trainer._pending_metrics, trainer._metrics))
+    everything = trainer._calculate_rewards(rows, prompts, completions, ids)  # of all ranks
+    # what is logged of these rewards does not belong to the training's logs
+    trainer._pending_extra_logs, trainer._pending_metrics, trainer._metrics = logged
+    scores = (everything.cpu() * trainer.reward_weights.cpu()).nansum(1)
+    first = trainer.accelerator.process_index * len(rows)
+    return [
+        {"query": query, "model response": text, "score": float(score)}
+        for query, text, score in zip(queries, texts, scores[first : first + len(rows)], strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""`PolicyScoringMixin`: what TRL's GRPO and RLOO trainers will give to reward models and functions for a completion,
+"""`Scoring`: what TRL's GRPO and RLOO trainers will give to reward models and functions for a completion,
 made from the completion alone, so that it can be scored while others are generated. When functions are called is in
 `group_scores`.
 
@@ -12,7 +12,7 @@ import contextlib
 import math
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from ...algorithms.nonfinite import NonFiniteError, is_infinite, problem_of_rewa
 from ...algorithms.rollout import Ragged, Rollouts
 from ...common.notices import notice
 from ...runtime.calls.generate_and_score import TEXTS
-from ...runtime.host_calls import HostCalls
 from ...runtime.process_groups import from_every_rank, meet
 from ..trl_policy_trainers import TRLGRPOTrainer, parse_response
 from .group_scores import Batch, GroupScores, groupable, groups_of
@@ -37,44 +36,37 @@ LEFT_OUT = "rewards/nonfinite"  # how many completions of a generation have an i
 _TOKENIZING = threading.Lock()  # a tokenizer must not change its padding in one thread and be used in another
 
 
-class PolicyScoringMixin:
-    """Makes texts. The attributes are those of the trainer that the class is mixed into."""
+class Scoring:
+    """The rewards of a run under a plan: makes the texts of completions, and checks what TRL has made of them.
 
-    processing_class: Any
-    reward_funcs: Sequence[Any]
-    reward_func_names: Sequence[str]
-    num_generations: int
-    num_generations_eval: int
+    Args:
+        trainer: a `PlannedPolicyTrainer`.
+    """
 
-    args: Any
-    state: Any
-    model: Any
-    accelerator: Any
-    calls: HostCalls
-    async_loop: Any  # TRL's, where there are async functions
-    _metrics: Any  # TRL's
-    run: Any  # `None` where Accelerate trains: nobody follows what a rank is doing then
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
+        self._rows: Sequence[Mapping[str, Any]] = ()
+        self._group_scores: GroupScores | None = None
+        self._why_not_early = ""  # why reward functions are not called for each group, though the settings say so
 
-    _prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
-    _rows: Sequence[Mapping[str, Any]] = ()
-    _group_scores: GroupScores | None = None
-    _why_not_early = ""  # why reward functions are not called for each group, though the settings say so
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        self._rows = inputs
-        saves = self.model.training and self.run is not None
+    @contextlib.contextmanager
+    def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Around the generation of completions for rows of the data set, and their scoring."""
+        self._rows = rows
         try:
-            with self.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext():
-                return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            yield
         finally:
             self._rows = ()
             if self._group_scores is not None:
                 self._group_scores.drop()
 
-    def _generate(self, prompts: Any) -> Any:
+    @contextlib.contextmanager
+    def of_prompts(self, prompts: Sequence[Any]) -> Iterator[None]:
+        """Around the generation of completions of these prompts."""
         self._prompts = prompts
         try:
-            return super()._generate(prompts)  # type: ignore[misc]
+            yield
         finally:
             self._prompts = ()
 
@@ -84,44 +76,44 @@ class PolicyScoringMixin:
         prompts = self._prompts if len(self._prompts) == count else [None] * count
         return [pickle.dumps(prompt) for prompt in prompts]
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, with what the functions have returned for groups in place of calling them again. The message of
-        a failure on one of several ranks names the function.
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around TRL's calls of the reward functions. It gets what functions have returned for groups in place of
+        calling them again. The message of a failure on one of several ranks names the function."""
+        trainer, given = self.trainer, self.trainer.reward_funcs
+        called = given if self._group_scores is None else self._group_scores.as_called_by_trl(given)
+        update, alarm = f"update {trainer.state.global_step + 1}", trainer.executor.alarm
+        alarm.at(f"the rewards of {update}")
+        # TRL reads the functions from the trainer
+        trainer.reward_funcs = followed_by(called, update, alarm.at, lambda: meet(trainer.placement.control))
+        try:
+            yield
+        finally:
+            trainer.reward_funcs = given
 
-        A completion that has an infinite reward counts as one that no function gives a reward, if the settings say so:
-        TRL leaves it out of its group.
+    def checked(self, rewards: torch.Tensor, prompts: Sequence[Any], completions: Sequence[Any]) -> torch.Tensor:
+        """The rewards of this rank's prompts and completions, if they are finite. A completion that has an infinite
+        reward counts as one that no function gives a reward, if the settings say so: TRL leaves it out of its group.
 
-        Returns:
-            (samples of all ranks, functions) float32, NaN where a function gives no reward.
+        Args:
+            rewards: (samples of all ranks, functions) float32, NaN where a function gives no reward.
 
         Raises:
             NonFiniteError: a reward is infinite or too large; on every rank.
         """
-        if self.run is None:
-            return super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)  # type: ignore[misc]
-        given = self.reward_funcs
-        if self._group_scores is not None:
-            self.reward_funcs = self._group_scores.as_called_by_trl(given)
-        alarm, update = self.calls.executor.alarm, f"update {self.state.global_step + 1}"
-        control = self.calls.executor.placement.control
-        alarm.at(f"the rewards of {update}")
-        self.reward_funcs = followed_by(self.reward_funcs, update, alarm.at, lambda: meet(control))
-        try:
-            rewards = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.reward_funcs = given
+        trainer, skips = self.trainer, self.trainer.args.skip_nonfinite_updates
         unusable = is_infinite(rewards).any(1)
-        if self.args.skip_nonfinite_updates:
-            self._metrics["train" if self.model.training else "eval"][LEFT_OUT].append(float(unusable.sum()))
-        error = problem_of_rewards(rewards, self.reward_func_names)
+        if skips:
+            trainer._metrics["train" if trainer.model.training else "eval"][LEFT_OUT].append(float(unusable.sum()))
+        error = problem_of_rewards(rewards, trainer.reward_func_names)
         if error is None:
             return rewards
-        own = error.sample - self.accelerator.process_index * len(prompts)  # every rank has as many
+        own = error.sample - trainer.accelerator.process_index * len(prompts)  # every rank has as many
         text = f" ({quoted(prompts[own], completions[own])})" if 0 <= own < len(prompts) else ""
-        message = str(error) + "".join(from_every_rank(text, control))
-        if not self.args.skip_nonfinite_updates:
+        message = str(error) + "".join(from_every_rank(text, trainer.placement.control))
+        if not skips:
             raise NonFiniteError(f"{message}. Nothing was trained on this batch.", error.sample)
-        if self.accelerator.is_main_process:
+        if trainer.accelerator.is_main_process:
             logger.warning(f"{message}. The completion is left out of its group.")
         return rewards.masked_fill(unusable[:, None], math.nan)
 
@@ -132,11 +124,12 @@ class PolicyScoringMixin:
         Returns:
             What is to be called when a sample ends; `None` if nothing is.
         """
-        if not self.args.score_groups_early:
+        trainer = self.trainer
+        if not trainer.args.score_groups_early:
             return None
-        environments = getattr(self, "environment_factories", None) is not None
-        why_not = "with tools, environments or rollout_func" if takes_turns(self) or environments else ""
-        if self.calls.ahead is not None:
+        environments = getattr(trainer, "environment_factories", None) is not None
+        why_not = "with tools, environments or rollout_func" if takes_turns(trainer) or environments else ""
+        if trainer.calls.ahead is not None:
             why_not = "under a plan with a staleness"
         if why_not != self._why_not_early:
             self._why_not_early = why_not
@@ -148,21 +141,21 @@ class PolicyScoringMixin:
         if why_not:
             self._group_scores = None
             return None
-        loop = getattr(self, "async_loop", None)
+        loop = getattr(trainer, "async_loop", None)  # TRL's, where there are async functions
         if self._group_scores is None:
-            self._group_scores = GroupScores(self.accelerator.device, loop)
+            self._group_scores = GroupScores(trainer.accelerator.device, loop)
         scores, rows = self._group_scores, self._rows
         if not len(prompts) == len(rows) == len(self._prompts):
             return lambda at, sample: None
-        size = self.num_generations if self.model.training else self.num_generations_eval
+        size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")] if rows else []
         batch = Batch(
-            groupable(self.reward_funcs, awaits=loop is not None),
+            groupable(trainer.reward_funcs, awaits=loop is not None),
             rows,
             self._prompts,
-            groups_of(len(rows), size, self.accelerator.process_index * len(rows)),
+            groups_of(len(rows), size, trainer.accelerator.process_index * len(rows)),
             {key: [row[key] for row in rows] for key in keys},
-            {"trainer_state": self.state},
+            {"trainer_state": trainer.state},
         )
         texts, ids = list(self._prompts), [list(map(int, prompt)) for prompt in prompts]
 
@@ -184,9 +177,11 @@ class PolicyScoringMixin:
             for column in ("prompts", "responses")
         ]
         completions = self._completions(prompts, *ids)
-        decoded = self.processing_class.batch_decode(ids[0], skip_special_tokens=True) if None in prompts else prompts
+        decoded = prompts
+        if None in prompts:
+            decoded = self.trainer.processing_class.batch_decode(ids[0], skip_special_tokens=True)
         prompts = [text if prompt is None else prompt for prompt, text in zip(prompts, decoded, strict=True)]
-        models = [reward for reward in self.reward_funcs if isinstance(reward, PlannedRewardModel)]
+        models = [reward for reward in self.trainer.reward_funcs if isinstance(reward, PlannedRewardModel)]
         with _TOKENIZING:
             return {model.model: Ragged.of(model.tokens(prompts, completions), torch.long) for model in models}
 
@@ -196,16 +191,16 @@ class PolicyScoringMixin:
         """The completions as TRL gives them to reward functions: texts, or to conversations conversations of one
         message."""
         with _TOKENIZING:
-            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+            texts = self.trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         return [
             text if prompt is None or isinstance(prompt, str) else [self._message(text, *ids)]
             for prompt, text, *ids in zip(prompts, texts, completion_ids, prompt_ids, strict=True)
         ]
 
     def _message(self, text: str, ids: list[int], prompt_ids: list[int]) -> Any:
-        tokenizer: PreTrainedTokenizerBase = tokenizer_of(self.processing_class)
+        tokenizer: PreTrainedTokenizerBase = tokenizer_of(self.trainer.processing_class)
         schemas = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
-        if isinstance(self, TRLGRPOTrainer) and any(schema is not None for schema in schemas):
+        if isinstance(self.trainer, TRLGRPOTrainer) and any(schema is not None for schema in schemas):
             with contextlib.suppress(Exception):  # TRL will make the same text, and report it
                 assert parse_response is not None, "this release of TRL has templates for responses"
                 return parse_response(tokenizer, ids, prefix=prompt_ids)
