@@ -315,11 +315,10 @@ def test_log_probabilities_can_be_asked_for_before_the_training_more_than_once(
     trainer.close()
 
 
-def test_a_generation_outside_of_a_run_is_that_of_the_rollout_function(tmp_path: Path) -> None:
-    """TRL's own tests give a trainer no more than this."""
-    trainer = object.__new__(GRPOTrainer)
-    trainer.model = SimpleNamespace(training=True)
-    assert not trainer._runs_ahead
+def test_a_generation_outside_of_a_run_is_trls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's own tests generate with a trainer whose constructor has not run."""
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate", lambda self, prompts: ("generated", prompts))
+    assert object.__new__(GRPOTrainer)._generate(["w2"]) == ("generated", ["w2"])
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -447,11 +446,11 @@ def test_an_abandoned_optimizer_step_leaves_nothing_to_the_next_training(tmp_pat
         policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer(), callbacks=[stop]
     )
     made.train()
-    assert made.state.global_step == 0 and len(made.run.host.window) == 1
+    assert made.state.global_step == 0 and len(made.run.host.loss.window) == 1
     made.remove_callback(stop)
     made.train()
     made.close()
-    assert made.state.global_step == 2 and len(made.run.host.window) == 0
+    assert made.state.global_step == 2 and len(made.run.host.loss.window) == 0
 
 
 def test_prompts_of_an_evaluation_and_of_tools_have_room(tmp_path: Path) -> None:

@@ -250,8 +250,9 @@ class PlannedPolicyTrainer(Trainer):
         with self._host.generating_and_scoring(inputs):
             return super()._generate_and_score_completions(inputs)
 
+    @under_plan
     def _generate(self, prompts: Any) -> Any:
-        with contextlib.nullcontext() if self.run is None else self._host.generating(prompts):
+        with self._host.generating(prompts):
             made = super()._generate(prompts)
         self.record.add_responses(made[1])
         return made
