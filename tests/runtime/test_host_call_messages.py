@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,7 +84,15 @@ class Arithmetic(CallRunner):
         )
 
 
-def drive(calls: HostCalls, rank: int, slope: float) -> list[Rollouts]:
+class NamesEngine(Arithmetic):
+    """A response is one token, the rank that generated it."""
+
+    def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
+        index = share.samples.tensor("index")
+        return Rollouts(index=index, responses=Ragged.of([[self.placement.rank]] * len(index), torch.long))
+
+
+def update(calls: HostCalls, rank: int, slope: float = 0.1) -> list[Rollouts]:
     prompts = [[1000 * rank + at] for at in range(SAMPLES)]
     calls.at(0)
     made = calls.generate(prompts)
@@ -93,9 +103,20 @@ def drive(calls: HostCalls, rank: int, slope: float) -> list[Rollouts]:
     return [samples.plus(**scores), trained]
 
 
-def run(ranks: int, slope: float = 0.1) -> tuple[list[Any], Mailboxes]:
-    """One update on all ranks, each of which generates, scores and trains: the samples and the training's result, or
-    the error, of each."""
+def turns(calls: HostCalls, rank: int) -> list[tuple[int, int]]:
+    """The engines of two samples that have a second turn, in the first and in the second."""
+    prompts, again = [[1000 * rank + at] for at in range(SAMPLES)], [rank, rank + 4]
+    calls.at(0)
+    first = [row.tolist() for row in calls.generate(prompts).ragged("responses").rows()]
+    second = calls.generate([[*prompts[at], *first[at], 5] for at in again]).ragged("responses").values.tolist()
+    return [(first[at][0], engine) for at, engine in zip(again, second, strict=True)]
+
+
+def run(
+    ranks: int, drive: Callable[[HostCalls, int], Any] = update, kind: type[CallRunner] = Arithmetic
+) -> tuple[list[Any], Mailboxes]:
+    """What all ranks do with their samples: the result of each, or its error. By default one update, in which each
+    generates, scores and trains: the samples and the training's result."""
     plan, boxes = flatten(Cluster(1, ranks), generation_engine="transformers", graph=GRAPH), Mailboxes()
     outcomes: list[Any] = [None] * ranks
     tokenizer = tiny.tokenizer()
@@ -104,14 +125,10 @@ def run(ranks: int, slope: float = 0.1) -> tuple[list[Any], Mailboxes]:
         placement: Any = NoEngines(plan, rank)
         settings = CallSettings(Sampling(TOKENS, 1.0), 0, None, tokenizer, [], {})
         algorithm, alarm = HostLoss(GRAPH), Alarm()
-        exchange, runner = (
-            Exchange(plan, rank, messages=boxes.of(rank)),
-            Arithmetic(placement, algorithm, settings, alarm),
-        )
+        exchange = Exchange(plan, rank, messages=boxes.of(rank))
+        runner = kind(placement, algorithm, settings, alarm)
         try:
-            outcomes[rank] = drive(
-                HostCalls(Executor(placement, exchange, algorithm, settings, alarm, runner)), rank, slope
-            )
+            outcomes[rank] = drive(HostCalls(Executor(placement, exchange, algorithm, settings, alarm, runner)), rank)
         except NonFiniteError as error:
             outcomes[rank] = error
 
@@ -144,8 +161,13 @@ def test_a_rank_gets_its_part_and_not_the_samples_of_all() -> None:
 
 
 def test_numbers_that_are_not_finite_are_refused_on_every_rank_before_anything_is_trained() -> None:
-    outcomes, _ = run(4, slope=float("nan"))
+    outcomes, _ = run(4, partial(update, slope=float("nan")))
     assert {type(outcome) for outcome in outcomes} == {NonFiniteError}
     assert {outcome.sample for outcome in outcomes} == {SAMPLES}, "the first one of the second rank"
     with pytest.raises(NonFiniteError, match="Nothing was trained on this batch"):
         raise outcomes[3]
+
+
+def test_a_later_turn_goes_to_the_engine_that_generated_the_turn_before() -> None:
+    outcomes, _ = run(4, turns, NamesEngine)
+    assert outcomes == [[(rank, rank)] * 2 for rank in range(4)]

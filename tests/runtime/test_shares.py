@@ -16,7 +16,7 @@ from trl_realloc.plan.batching import balance
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.samples.shares import Share, deal, shares_of_samples, shares_of_training
+from trl_realloc.runtime.samples.shares import AnsweredPrompts, Share, deal, shares_of_samples, shares_of_training
 
 
 GRAPH = ppo_graph()
@@ -144,3 +144,29 @@ def test_each_run_of_equal_prompts_goes_to_the_engine_with_the_fewest(prompts: l
         if not (again and engine_of[place] == engine_of[place - 1]):
             assert engine_of[place] == counts.index(min(counts))
         counts[engine_of[place]] += 1
+
+
+turns = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), min_size=1, max_size=20)
+
+
+@given(turns, st.data(), st.integers(1, 5))
+def test_the_next_turn_goes_to_the_engine_of_the_turn_before_as_far_as_that_has_room(
+    prompts: list[list[int]], data: st.DataObject, engines: int
+) -> None:
+    """The next turn of some of the prompts begins with the whole prompt of the turn before; other prompts are new."""
+    going_on = data.draw(st.lists(st.sampled_from(prompts), max_size=20))
+    later = [*([*prompt, 9, at] for at, prompt in enumerate(going_on)), [8], [7, 7]]
+    answered, (first, second) = AnsweredPrompts(), (Ragged.of(of, torch.long) for of in (prompts, later))
+    assert answered.homes(first) == [None] * len(prompts)
+    dealt = deal(first, engines)
+    answered.remember(first, dealt)
+    homes = answered.homes(second)
+    assert homes[-2:] == [None, None]
+    engines_of = [{at for at, part in enumerate(dealt) for place in part if prompts[place] == p} for p in going_on]
+    assert all(home in of_prompt for home, of_prompt in zip(homes, engines_of, strict=False))
+    again, most = deal(second, engines, homes), -(-len(later) // engines)
+    assert sorted(at for part in again for at in part) == list(range(len(later)))
+    assert all(part == sorted(part) and len(part) <= most for part in again)
+    for engine, part in enumerate(again):
+        stays = [at for at, home in enumerate(homes) if home == engine]
+        assert set(stays[:most]) <= set(part), "an engine gets the prompts that it had, up to its share"

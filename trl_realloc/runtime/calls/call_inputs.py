@@ -7,7 +7,7 @@ Sending is in `exchange`, the arithmetic of the division in `shares`, running a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from transformers.utils import logging
 
@@ -18,7 +18,7 @@ from ...plan.dataflow import Call
 from ..failures.alarm import Alarm
 from ..samples.exchange import CallFailure, CallOutput, CallsFailed, Exchange
 from ..samples.routes import RESULTS, columns_read, is_divided_by_each, replica
-from ..samples.shares import Share, shares_of_samples, shares_of_training
+from ..samples.shares import AnsweredPrompts, Share, shares_of_samples, shares_of_training
 from .generate_and_score import CallSettings
 
 
@@ -31,14 +31,22 @@ class CallInputs:
     Args:
         step: the number of the iteration.
         name: of the iteration in messages.
+        answered: by call that generates, the prompts of its latest use, on the leader of its mesh.
     """
 
     def __init__(
-        self, exchange: Exchange, algorithm: Algorithm, settings: CallSettings, alarm: Alarm, step: int, name: str
+        self,
+        exchange: Exchange,
+        algorithm: Algorithm,
+        settings: CallSettings,
+        alarm: Alarm,
+        step: int,
+        name: str,
+        answered: Mapping[str, AnsweredPrompts],
     ) -> None:
         self.exchange, self.algorithm, self.settings, self.alarm = exchange, algorithm, settings, alarm
         self.plan, self.rank = exchange.plan, exchange.rank
-        self.step, self.name = step, name
+        self.step, self.name, self._answered = step, name, answered
         self.reports = self.rank == RESULTS  # a batch that is skipped
         self._prepared: Rollouts | None = None
         # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
@@ -128,7 +136,9 @@ class CallInputs:
         """
         attention_at = self.settings.attention_at.get(call.role, math.inf)
         if not call.trains:
-            return shares_of_samples(self.plan, call, samples, replicas, attention_at=attention_at)
+            # each rank that divides by itself would have to know of all prompts before
+            answered = self._answered.get(call.name) if replicas is None else None
+            return shares_of_samples(self.plan, call, samples, replicas, attention_at=attention_at, answered=answered)
         prepared = self.prepare(samples)
         if self.skips_training:
             count = self.plan[call.name].strategy.dp if replicas is None else len(replicas)

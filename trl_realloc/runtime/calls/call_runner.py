@@ -20,7 +20,7 @@ from ..fused.mini_batch import stage_spans
 from ..parameters.reallocation import Moved
 from ..placement.placement import Placement
 from ..samples.exchange import CallOutput, CallsFailed, Exchange, Failures, failure_of
-from ..samples.shares import Share
+from ..samples.shares import AnsweredPrompts, Share
 from . import generate_and_score as calls
 from . import training_calls
 from .call_inputs import CallInputs
@@ -54,10 +54,11 @@ class CallRunner:
     def __init__(self, placement: Placement, algorithm: Algorithm, settings: CallSettings, alarm: Alarm) -> None:
         self.placement, self.algorithm, self.settings, self.alarm = placement, algorithm, settings, alarm
         self.early: EarlyGeneration | None = None
+        self._answered = {name: AnsweredPrompts() for name in placement.plan.graph.calls_of(CallKind.GENERATE)}
 
     def begin(self, step: Step, exchange: Exchange) -> RunningIteration:
         """A new iteration on this rank."""
-        inputs = CallInputs(exchange, self.algorithm, self.settings, self.alarm, step.number, step.name)
+        inputs = CallInputs(exchange, self.algorithm, self.settings, self.alarm, step.number, step.name, self._answered)
         return RunningIteration(step, exchange, inputs)
 
     def run(self, iteration: RunningIteration, call: Call, share: Share | CallsFailed | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -71,6 +72,7 @@ def shares_of_samples(
     replicas: Iterable[int] | None = None,
     *,
     attention_at: float = math.inf,
+    answered: AnsweredPrompts | None = None,
 ) -> list[Share]:
     """The share of each replica of a call that does not train: prompts in turn, samples with responses so that their
     work is balanced.
@@ -79,31 +81,72 @@ def shares_of_samples(
         samples: the global batch with the columns that the call reads.
         replicas: whose shares are wanted; by default all.
         attention_at: of the call's model, as of `work`.
+        answered: of a call that generates: which engine has the beginning of a prompt. It learns of these prompts.
     """
     dp = plan[call.name].strategy.dp
     read = samples.only(("index", *call.inputs))
     if call.kind is CallKind.GENERATE:
-        positions = deal(samples.ragged(call.inputs[0]), dp)
+        prompts = samples.ragged(call.inputs[0])
+        positions = deal(prompts, dp, [] if answered is None else answered.homes(prompts))
+        if answered is not None:
+            answered.remember(prompts, positions)
     else:
         positions = balance(work(as_responses(call, samples).lengths.tolist(), attention_at), dp)
     return [Share(read.select(positions[replica])) for replica in (range(dp) if replicas is None else replicas)]
 
 
-def deal(prompts: Ragged, parts: int) -> list[list[int]]:
-    """The positions of the prompts of each of `parts` engines, ascending: in turn, but equal prompts that follow each
-    other, the groups of GRPO, together as far as no engine gets more than its share, because an engine computes a
-    prompt's keys and values once."""
-    begins = torch.nonzero(~prompts.repeats()).flatten().tolist()
-    dealt, fewest = [list[int]() for _ in range(parts)], [(0, part) for part in range(parts)]  # a heap
-    most = -(-len(prompts) // parts)
-    for begin, end in pairwise([*begins, len(prompts)]):
+def deal(prompts: Ragged, parts: int, homes: Sequence[int | None] = ()) -> list[list[int]]:
+    """The positions of the prompts of each of `parts` engines, ascending. An engine computes the keys and values of a
+    prompt's beginning once, so prompts go to their homes, and equal prompts that follow each other, the groups of GRPO,
+    together, as far as no engine gets more than its share; the others in turn.
+
+    Args:
+        homes: of each prompt, the engine that has its beginning; `None` where there is none.
+    """
+    most, dealt, left = -(-len(prompts) // parts), [list[int]() for _ in range(parts)], list[int]()
+    for at, home in enumerate(homes or [None] * len(prompts)):
+        (left if home is None or len(dealt[home]) == most else dealt[home]).append(at)
+    fewest = [(len(of_part), part) for part, of_part in enumerate(dealt)]
+    heapq.heapify(fewest)
+    begins = torch.nonzero(~prompts.select(left).repeats()).flatten().tolist()
+    for begin, end in pairwise([*begins, len(left)]):
         while begin < end:
             has, part = fewest[0]
             count = min(end - begin, most - has)
-            dealt[part] += range(begin, begin + count)
+            dealt[part] += left[begin : begin + count]
             heapq.heapreplace(fewest, (has + count, part))
             begin += count
-    return dealt
+    return [sorted(of_part) for of_part in dealt]
+
+
+class AnsweredPrompts:
+    """The prompts that a call has generated from last, and the engine of each: its cache has their keys and values, and
+    the next turn of a conversation begins with the prompt of the turn before."""
+
+    def __init__(self) -> None:
+        self._engine_of: dict[bytes, int] = {}
+        self._beginning = 0  # of the shortest of them, bytes
+        self._by_beginning: dict[bytes, list[bytes]] = {}
+
+    def remember(self, prompts: Ragged, dealt: Sequence[Sequence[int]]) -> None:
+        """These prompts are generated from.
+
+        Args:
+            dealt: of each engine, the positions of its prompts.
+        """
+        rows = [row.numpy().tobytes() for row in prompts.rows()]
+        self._engine_of = {rows[at]: engine for engine, positions in enumerate(dealt) for at in positions}
+        self._beginning, self._by_beginning = min(map(len, rows), default=0), defaultdict(list)
+        for row in self._engine_of:
+            self._by_beginning[row[: self._beginning]].append(row)
+
+    def homes(self, prompts: Ragged) -> list[int | None]:
+        """Of each prompt the engine that had the longest of the latest prompts that it begins with."""
+        homes: list[int | None] = []
+        for row in (row.numpy().tobytes() for row in prompts.rows()):
+            known = [each for each in self._by_beginning.get(row[: self._beginning], ()) if row.startswith(each)]
+            homes.append(self._engine_of[max(known, key=len)] if known else None)
+        return homes
 
 
 def shares_of_training(
