@@ -25,7 +25,7 @@ from trl_realloc.profiling.profile_cache import cache_path
 from trl_realloc.profiling.run_observer import RunObserver
 from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer
-from trl_realloc.trainer.ppo import ppo_setup as setup
+from trl_realloc.trainer.run import run_setup as setup
 from trl_realloc.trainer.run.job_builder import ppo_job
 from trl_realloc.trainer.run.plan_request import PlanRequest
 

@@ -23,7 +23,7 @@ from trl_realloc.profiling import job, profile_cache
 from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer
 from trl_realloc.trainer.policy import policy_setup
-from trl_realloc.trainer.ppo import ppo_setup as setup
+from trl_realloc.trainer.run import run_setup
 from trl_realloc.trainer.run.plan_request import PlanRequest
 
 
@@ -61,8 +61,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(profile_cache, "hardware", lambda _: f"NVIDIA {card.upper()}")
         monkeypatch.setattr(profile_cache, "is_accelerator", lambda _: True)
         monkeypatch.setattr(profile_cache, "shared_cores", lambda *_: None)
-        for module in (setup, policy_setup):
-            monkeypatch.setattr(module, "announce", announce)
+        monkeypatch.setattr(run_setup, "announce", announce)
         for module in (ppo_trainer, policy_setup):
             monkeypatch.setattr(module, "read_plan_request", request)
 

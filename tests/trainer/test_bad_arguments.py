@@ -29,7 +29,7 @@ from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Streams
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.plan_checks import check_plan
-from trl_realloc.trainer.ppo.ppo_setup import frozen_in_part
+from trl_realloc.trainer.run.run_setup import frozen_in_part
 
 
 NAN, INF = math.nan, math.inf

@@ -267,7 +267,7 @@ def test_prompts_of_evaluate_that_are_longer_than_the_vllm_engines_have_room_for
     run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _, _ = run
-    longest = made.setup.context_length - made.args.response_length
+    longest = made.setup.job.options.context_length - made.args.response_length
     calls = made.plan.to_dict()["calls"]
     calls["actor.generate"] |= {"engine": "vllm"}
     plan = ExecutionPlan.from_dict({**made.plan.to_dict(), "calls": calls})

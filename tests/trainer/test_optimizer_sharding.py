@@ -28,7 +28,7 @@ from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.plan_checks import check_adapters_split, check_sharding
-from trl_realloc.trainer.ppo import ppo_setup as setup
+from trl_realloc.trainer.run import run_setup as setup
 from trl_realloc.trainer.run.optimizer_probe import probed_splits
 from trl_realloc.trainer.run.optimizer_sharding import (
     OptimizerSharding,

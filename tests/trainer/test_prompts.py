@@ -23,7 +23,7 @@ def test_a_collator_changes_the_context_length_only_by_what_it_makes_of_the_prom
         return tokens.pad(short, return_tensors="pt")
 
     made = tiny.trainer(tmp_path, given={"train_dataset": data, "data_collator": cut}, max_steps=1)
-    assert made.setup.context_length == made.placement.options.context_length == 7 + 12
+    assert made.setup.job.options.context_length == made.placement.options.context_length == 7 + 12
     made.train()
 
 

@@ -17,7 +17,7 @@ from trl_realloc import GRPOConfig, GRPOTrainer
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.model_checks import check_generated
-from trl_realloc.trainer.policy.policy_roles import keep_adapter
+from trl_realloc.trainer.run.role_models import keep_adapter
 
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"

@@ -39,7 +39,7 @@ from .checks.config_checks import ConfigError, check_settings
 from .checks.fixed_settings import OF_PPO, fixed_settings, refuse_changed
 from .checks.trainable import own_optimizer
 from .plan_settings import use_one_device
-from .ppo.evaluation import completions, dataset_of, mean_metrics, tokenized
+from .ppo.evaluation import completions, dataset_of, mean_metrics
 from .ppo.policy_and_value import PolicyAndValueWrapper
 from .ppo.ppo_host import PPOHost
 from .ppo.ppo_setup import prepare
@@ -142,7 +142,7 @@ class PPOTrainer(TrlAttributes):
         request = read_plan_request(args, self.plugin, world, model, args.ppo_settings().graph)
         alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with alarm.covers():
-            setup = prepare(args, self.plugin, request, world.process_index, inputs)
+            setup, self.prompts = prepare(args, self.plugin, request, world.process_index, inputs)
         self.run = PlannedRun(PPOHost(self), setup, self.plugin, world.process_index, alarm)
         self._ref_model, self.reward_model = ref_model, reward_model
         super().__init__(
@@ -150,7 +150,7 @@ class PPOTrainer(TrlAttributes):
             args=args,
             data_collator=data_collator,
             train_dataset=setup.train_dataset,
-            eval_dataset=setup.eval_dataset,
+            eval_dataset=self.prompts.evaluation,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=(setup.rates.scheduled, optimizers[1]),
@@ -415,7 +415,8 @@ class PPOTrainer(TrlAttributes):
             return {name: value for metrics in parts for name, value in metrics.items()}
         if rows is None:
             raise ValueError("evaluate needs an eval_dataset; none was given to the trainer nor to this call.")
-        rows = tokenized(rows, self.eval_dataset, self.setup, self.args.dataset_num_proc)
+        by_vllm = self.plan["actor.generate"].engine == "vllm"
+        rows = self.prompts.tokenized(rows, self.eval_dataset, by_vllm=by_vllm)
         start = time.time()
         with self.run.failing_together():
             self.run.placed.start()

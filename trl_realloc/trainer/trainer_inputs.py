@@ -1,6 +1,6 @@
 """`TrainerInputs`: the arguments of a trainer's constructor without the training arguments.
 
-The checks of these values are in `input_checks`, the steps that use them in `ppo_setup`.
+The checks of these values are in `checks`, the steps that use them in `ppo_setup` and `policy_setup`.
 """
 
 from __future__ import annotations
@@ -16,28 +16,34 @@ from ..engines.training.deepspeed_compat import gathered
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """The constructor's arguments under their names; `PPOTrainer` documents them.
+    """The constructor's arguments under the names that `PPOTrainer` documents.
 
     Args:
-        reward_model: a model, a name, a function, or a list of these.
+        reward_model: a model, a name, a function, or a list of these. Of GRPO and RLOO the models among `reward_funcs`:
+            TRL calls their functions.
+        reward_argument: the constructor's name of `reward_model`, for messages.
+        attention: of the policy and of reward models that are given by name; `None` for their own.
+        reward_dtype: of reward models that are given by name; `None` for their checkpoints'.
     """
 
-    processing_class: PreTrainedTokenizerBase
     model: Any
-    ref_model: Any
-    reward_model: Any
-    value_model: Any
-    train_dataset: Any
+    processing_class: Any = None
+    ref_model: Any = None
+    reward_model: Any = ()
+    value_model: Any = None
+    train_dataset: Any = None
     eval_dataset: Any = None
     data_collator: Any = None
     optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
     peft_config: PeftConfig | None = None
     reward_processing_classes: Any = None
+    reward_argument: str = "reward_model"
+    attention: str | None = None
+    reward_dtype: torch.dtype | None = None
 
     @property
     def rewards(self) -> list[Any]:
@@ -49,10 +55,6 @@ class TrainerInputs:
     def reward_models(self) -> list[Any]:
         """The reward models, loaded or by name, without the reward functions."""
         return [reward for reward in self.rewards if isinstance(reward, str) or hasattr(reward, "config")]
-
-    @property
-    def has_reward_functions(self) -> bool:
-        return len(self.reward_models) < len(self.rewards)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -1,37 +1,31 @@
 """From the inputs of a trainer of one policy, such as GRPO's, to a run that is checked and planned (`PolicySetup`).
 
-TRL checks its own arguments when its constructor runs, after this. Engines are built later, by
-`runtime.placement.placement`.
+TRL checks its own arguments when its constructor runs, after this. The steps that all trainers share are in
+`run_setup`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from ...algorithms.host_loss import HostLoss
-from ...algorithms.rewards import RewardModelSource, Rewards, read_rewards
-from ...common.errors import PlanError
+from ...algorithms.rewards import RewardModelSource, Rewards
 from ...common.notices import notice
 from ...engines.base import Sampling
 from ...engines.generation.sampling_checks import why_not_moved
-from ...engines.model_configs import loaded_config, read_config, trained_config
-from ...engines.models import adapter_configs, check_trains, has_adapters, load_classifier, shell
-from ...engines.training.deepspeed_compat import gathered
+from ...engines.model_configs import read_config
+from ...engines.models import check_trains, has_adapters
 from ...engines.training.weight_source import fill
 from ...plan.algorithm_graphs import grpo_graph
-from ...plan.assignment import in_place
 from ...plan.dataflow import DataflowGraph, Role
 from ...plan.execution_plan import ExecutionPlan
 from ...profiling.job import Job
-from ...profiling.job_models import JobModels
 from ...runtime.calls.generate_and_score import CallSettings
-from ...runtime.launch.launcher import announce
 from ...runtime.samples.context_limit import ContextLimit
 from ..accelerate_plugin import ReallocationPlugin
 from ..checks import model_checks
@@ -39,17 +33,14 @@ from ..checks.config_checks import ConfigError, best_model_problems
 from ..checks.input_checks import check_positions
 from ..checks.optimizer_checks import check_optimizer
 from ..grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype, reward_dtype
-from ..ppo.ppo_setup import check_plan_of_run, frozen_in_part, optimizer_maker, plan_of_job
-from ..ppo.role_models import load_seeded
-from ..run.job_builder import compute_dtype
-from ..run.optimizer_sharding import OptimizerSharding
-from ..run.optimizers import LearningRates, without_parameters
+from ..run.job_builder import policy_job
 from ..run.plan_request import PlanRequest, read_plan_request
-from ..run.run_setup import RunSetup
+from ..run.role_models import reward_sources, role_configs
+from ..run.run_inputs import RunInputs
+from ..run.run_setup import RunSetup, plan_check, plan_run
+from ..trainer_inputs import TrainerInputs
 from .planned_rewards import reward_models
-from .policy_job import make_policy_job, turn_makers
-from .policy_roles import build_policy_roles
-from .prompt_lengths import context_limit, positions_of
+from .prompt_lengths import check_lengths, context_length, context_limit, lengths_of, positions_of
 from .trl_sampling import generation_config, sampling_of, stop_token_ids, tokenizer_of, uncorrected_loss
 
 
@@ -62,7 +53,6 @@ class PolicySetup(RunSetup):
         reward_models: those among the reward functions.
     """
 
-    algorithm: HostLoss
     corrects: bool
     reward_models: Sequence[RewardModelSource]
 
@@ -80,63 +70,98 @@ def prepare_policy(
     Raises:
         ConfigError, ModelError, PlanError, ValueError: an input that cannot be used.
     """
-    model, peft_config = inputs["model"], inputs.get("peft_config")
-    optimizer, scheduler = inputs.get("optimizers") or (None, None)
-    rank = world.process_index
     if problems := list(best_model_problems(args)):
         raise ConfigError("\n".join(problems))
-    if any(isinstance(given, str) for given in [model, *reward_models(inputs.get("reward_funcs"))]):
-        check_init_kwargs(args)
-    rewards = _reward_sources(args, inputs)
+    given, turns = _given(args, inputs), turn_makers(inputs)
+    rewards = reward_sources(given, args.seed) if given.rewards else Rewards((), (), {})
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
-    check_turns(args, inputs)
-    request = of_host_loop(read_plan_request(args, plugin, world, model, graph), inputs)
-    configs = _check_models(args, model, peft_config, request, graph, reward_models(inputs.get("reward_funcs")))
-    check_optimizer(args, optimizer, scheduler, {"model": model})
-    processing_class = inputs.get("processing_class") or _load_tokenizer(args, model)
-    adapters = adapter_configs(model, peft_config)
-    settings = None if optimizer is None else without_parameters(optimizer)  # kept for the whole run
-    sharding = OptimizerSharding(args, settings)
-    check = partial(check_plan_of_run, args, configs, adapters, sharding, request.processes)
-    if has_adapters(model) and Role.REFERENCE in graph.roles:
-        check = partial(_check_with_adapters, check)
-    if request.plan is not None:
-        check(request.plan)
-    by_vllm = (request.plan["actor.generate"].engine if request.plan is not None else request.engine) == "vllm"
-    if by_vllm:
-        model_checks.check_generated(args, model, configs[Role.ACTOR][0], peft_config)
-    vocabulary = configs[Role.ACTOR][0].get_text_config().vocab_size
-    sampling = sampling_of(args, stop_token_ids(tokenizer_of(processing_class), model), vocabulary, by_vllm=by_vllm)
-    job = _describe_job(args, plugin, request, rank, inputs, configs, graph, processing_class, sampling)
-    job = replace(job, check=check, splits=sharding.splits_with(adapters))
-    job_plan = plan_of_job(job, request, plugin)
+    check_turns(args, turns)
+    request = of_host_loop(read_plan_request(args, plugin, world, given.model, graph), turns)
+    run = _check_models(args, plugin, request, world.process_index, given, graph, rewards)
+    given, (config,) = run.given, run.configs[Role.ACTOR]
+    check = plan_check(run)
+    tokenizer, by_vllm = tokenizer_of(given.processing_class), request.by_vllm
+    stops = stop_token_ids(tokenizer, given.model)
+    sampling = sampling_of(args, stops, config.get_text_config().vocab_size, by_vllm=by_vllm)
+    job = _describe_job(run, sampling, turns)
     corrects = by_vllm and bool(args.vllm_importance_sampling_correction)
     if corrects and (problem := uncorrected_loss(args)):
         raise ConfigError(problem)
-    check_positions(configs, job.options.context_length)
-    announce(request.processes, job_plan.plan, rank)
-    policy, roles = build_policy_roles(args, job_plan.plan, rank, model, peft_config, configs, rewards)
+    check_positions(run.configs, job.options.context_length)
+    call_settings = CallSettings(
+        sampling=sampling,
+        seed=args.seed,
+        eos_token_id=tokenizer.eos_token_id,
+        processing_class=given.processing_class,
+        functions=(),
+        reward_weights=rewards.weights,
+        skip_nonfinite=args.skip_nonfinite_updates,
+        context=_context(args, job, config, by_vllm),
+    )
+    setup = plan_run(run, check, job, call_settings, HostLoss(graph), given.train_dataset)
+    policy = setup.models_before_start[Role.ACTOR]
     if world.num_processes == 1:
         # a user of TRL may look at the weights before the training; a vLLM engine starts before they are on its device
         fill(policy, torch.device("cpu"))
-    has_part = rank in job_plan.plan.mesh("actor.train")
-    return PolicySetup(
-        plan=job_plan.plan,
-        models_before_start={Role.ACTOR: policy if has_part else _shell(configs[Role.ACTOR][0], model)},
-        roles=roles,
-        call_settings=_call_settings(
-            args, sampling, processing_class, rewards, _context(args, job, configs[Role.ACTOR][0], by_vllm), job
-        ),
-        reward_models=rewards.models,
-        algorithm=HostLoss(graph),
-        rates=LearningRates.of(args, optimizer, scheduler, (Role.ACTOR,)),
-        make_optimizer=optimizer_maker(args, optimizer),
-        corrects=corrects,
-        job_plan=job_plan,
-        job=job,
+    if run.rank not in setup.plan.mesh("actor.train") and (of_model := generation_config(given.model)) is not None:
+        policy.generation_config = of_model  # TRL reads it on every rank
+    return PolicySetup(**vars(setup), corrects=corrects, reward_models=rewards.models)
+
+
+def _given(args: PolicyConfig, inputs: Mapping[str, Any]) -> TrainerInputs:
+    """The arguments of the trainer's constructor that a plan needs.
+
+    Raises:
+        ConfigError: see `check_init_kwargs`.
+    """
+    model, rewards = inputs["model"], reward_models(inputs.get("reward_funcs"))
+    if any(isinstance(each, str) for each in [model, *rewards]):
+        check_init_kwargs(args)
+    return TrainerInputs(
+        model=model,
+        processing_class=inputs.get("processing_class"),
+        reward_model=rewards,
         train_dataset=inputs.get("train_dataset"),
-        is_frozen_in_part=frozen_in_part(model),
+        eval_dataset=inputs.get("eval_dataset"),
+        optimizers=inputs.get("optimizers") or (None, None),
+        peft_config=inputs.get("peft_config"),
+        reward_argument="reward_funcs",
+        attention=given_attention(args),
+        reward_dtype=reward_dtype(args),
     )
+
+
+def turn_makers(inputs: Mapping[str, Any]) -> list[str]:
+    """The given arguments of the trainer's constructor that make prompts, or parts of them, while the run goes on: a
+    completion may then be made in several turns."""
+    return [name for name in ("tools", "environment_factory", "rollout_func") if inputs.get(name)]
+
+
+def _check_models(
+    args: PolicyConfig,
+    plugin: ReallocationPlugin,
+    request: PlanRequest,
+    rank: int,
+    given: TrainerInputs,
+    graph: DataflowGraph,
+    rewards: Rewards,
+) -> RunInputs:
+    """Check the policy, the reward models and the optimizer, and load the policy's tokenizer if the user gave none."""
+    given = given.gathered()
+    model = given.model
+    model_checks.check_policy(model)
+    model_checks.check_adapter_kinds(model, given.peft_config)
+    config = request.policy_config if isinstance(model, str) else read_config(model, "model")
+    model_checks.check_config_of(config, model, "model")
+    if not isinstance(model, str) and given.peft_config is None:
+        check_trains(model, "model")
+    configs = role_configs(given, graph, config, given_dtype(args, config))
+    for reward_config, reward in zip(configs.get(Role.REWARD, ()), given.reward_models, strict=True):
+        model_checks.check_config_of(reward_config, reward, given.reward_argument)
+    check_optimizer(args, given.optimizer, given.scheduler, {"model": model})
+    given = replace(given, processing_class=given.processing_class or _load_tokenizer(args, model))
+    copies_adapter = has_adapters(model) and Role.REFERENCE in graph.roles
+    return RunInputs(args, plugin, request, rank, given, graph, rewards, configs, copies_adapter=copies_adapter)
 
 
 def _load_tokenizer(args: PolicyConfig, model: Any) -> Any:
@@ -147,36 +172,42 @@ def _load_tokenizer(args: PolicyConfig, model: Any) -> Any:
     )
 
 
-def _describe_job(
-    args: PolicyConfig,
-    plugin: ReallocationPlugin,
-    request: PlanRequest,
-    rank: int,
-    inputs: Mapping[str, Any],
-    configs: Mapping[Role, Sequence[Any]],
-    graph: DataflowGraph,
-    processing_class: Any,
-    sampling: Sampling,
-) -> Job:
+def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> Job:
     """Describe this run for the planner.
+
+    Args:
+        turns: as of `check_turns`.
 
     Raises:
         ConfigError: see `check_moves`.
-        DataError: see `make_policy_job`.
+        DataError: a prompt of the data sets leaves no room for a completion.
     """
+    args: Any = run.args
+    given, request, (config,) = run.given, run.request, run.configs[Role.ACTOR]
     stays = why_not_moved(sampling)
     check_moves(args, request.plan, stays)
-    models = JobModels.of_run(
-        configs,
-        graph,
-        inputs["model"],
-        peft_config=inputs.get("peft_config"),
-        processing_class=processing_class,
-        mixed=compute_dtype(args),
-        generation_engine=request.engine,
+    models = run.job_models()
+    template, completion = args.chat_template_kwargs or {}, int(args.max_completion_length)
+    lengths = lengths_of(given.train_dataset, given.eval_dataset, given.processing_class, template)
+    context = context_length(args.vllm_max_model_length, lengths, completion, config, is_open=bool(turns))
+    context = context or int(4 * lengths.mean) + completion
+    if not turns:
+        check_lengths(lengths, context, config)
+    tokenizer = tokenizer_of(given.processing_class)
+    job = policy_job(
+        args,
+        run.plugin,
+        request.cluster,
+        run.rank,
+        request.engine,
+        models,
+        run.graph,
+        prompt_tokens=lengths.mean,
+        usual_length=min(context, lengths.usual + completion),
+        context_length=context,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    job = make_policy_job(args, plugin, request, rank, models, inputs, graph)
-    return replace(job, max_staleness=args.max_staleness, streams=not turn_makers(inputs) and stays is None)
+    return replace(job, streams=not turns and stays is None)
 
 
 def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> ContextLimit | None:
@@ -191,20 +222,19 @@ def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> Contex
     return None if tokens is None else context_limit(tokens, config)
 
 
-def check_turns(args: PolicyConfig, inputs: Mapping[str, Any]) -> None:
+def check_turns(args: PolicyConfig, turns: Sequence[str]) -> None:
     """Refuse a staleness where a completion may be made in several turns.
 
     Args:
-        inputs: the arguments of the trainer's constructor, by name.
+        turns: the arguments of the trainer's constructor that make turns (`turn_makers`).
 
     Raises:
         ConfigError: for that.
     """
-    by = turn_makers(inputs)
-    if args.max_staleness and by:
+    if args.max_staleness and turns:
         raise ConfigError(
-            f"max_staleness is {args.max_staleness}, but with {by[0]} the next turn of a completion is known only when "
-            f"it is asked for, so nothing can be generated ahead; set max_staleness to 0."
+            f"max_staleness is {args.max_staleness}, but with {turns[0]} the next turn of a completion is known only "
+            f"when it is asked for, so nothing can be generated ahead; set max_staleness to 0."
         )
 
 
@@ -232,100 +262,14 @@ def check_moves(args: PolicyConfig, plan: ExecutionPlan | None, stays: str | Non
         )
 
 
-def of_host_loop(request: PlanRequest, inputs: Mapping[str, Any]) -> PlanRequest:
+def of_host_loop(request: PlanRequest, turns: Sequence[str]) -> PlanRequest:
     """The request with a plan that TRL's loop can follow.
 
     Args:
-        inputs: the arguments of the trainer's constructor, by name.
+        turns: as of `check_turns`.
     """
-    plan, by = request.plan, turn_makers(inputs)
-    if plan is None or not by:
+    plan = request.plan
+    if plan is None or plan.streams is None or not turns:
         return request
-    if plan.streams is not None:
-        notice(f"the plan's streams have no effect: with {by[0]} a completion may be made in several turns")
-        plan = replace(plan, streams=None)
-    return replace(request, plan=plan)
-
-
-def _reward_sources(args: PolicyConfig, inputs: Mapping[str, Any]) -> Rewards:
-    """The reward models, of weight 1: TRL weighs the scores."""
-    models = reward_models(inputs.get("reward_funcs"))
-    if not models:
-        return Rewards((), (), {})
-    load = partial(load_classifier, dtype=reward_dtype(args), attention=given_attention(args))
-    return read_rewards(models, partial(load_seeded, args.seed, load, trained=False))
-
-
-def _check_models(
-    args: PolicyConfig,
-    model: Any,
-    peft_config: Any,
-    request: PlanRequest,
-    graph: DataflowGraph,
-    rewards: Sequence[Any],
-) -> dict[Role, Sequence[Any]]:
-    """Check the policy and the reward models. Returns the Transformers config of the model of every role."""
-    gathered(model)
-    model_checks.check_policy(model)
-    model_checks.check_adapter_kinds(model, peft_config)
-    config = request.policy_config if isinstance(model, str) else read_config(model, "model")
-    model_checks.check_config_of(config, model, "model")
-    if not isinstance(model, str) and peft_config is None:
-        check_trains(model, "model")
-    attention = given_attention(args)
-    config = loaded_config(config, model, attention=attention)
-    configs: dict[Role, Sequence[Any]] = {Role.ACTOR: [trained_config(config, model, given_dtype(args, config))]}
-    if Role.REFERENCE in graph.roles:
-        configs[Role.REFERENCE] = [config]
-    if rewards:
-        dtype = reward_dtype(args)
-        configs[Role.REWARD] = [
-            loaded_config(read_config(reward, "reward_funcs"), reward, dtype, attention) for reward in rewards
-        ]
-        for reward_config, reward in zip(configs[Role.REWARD], rewards, strict=True):
-            model_checks.check_config_of(reward_config, reward, "reward_funcs")
-    return configs
-
-
-def _check_with_adapters(check: Callable[[ExecutionPlan], None], plan: ExecutionPlan) -> None:
-    """Check a plan for a policy that came with an adapter, of which a copy is the reference.
-
-    Raises:
-        PlanError: the reference has parameters of its own in this plan.
-    """
-    if not in_place(plan["actor.train"], plan["reference.forward"]):
-        raise PlanError(
-            "the reference of a policy with an adapter is a copy of the adapter beside it, so reference.forward runs "
-            "on the mesh and in the layout of actor.train, as in plan: flatten."
-        )
-    check(plan)
-
-
-def _shell(config: Any, model: Any) -> Any:
-    """The policy's structure on a rank without a part of it, with the generation config that TRL reads on every
-    rank."""
-    structure = shell(config)
-    if (given := generation_config(model)) is not None:
-        structure.generation_config = given
-    return structure
-
-
-def _call_settings(
-    args: PolicyConfig,
-    sampling: Sampling,
-    processing_class: Any,
-    rewards: Rewards,
-    context: ContextLimit | None,
-    job: Job,
-) -> CallSettings:
-    return CallSettings(
-        sampling=sampling,
-        seed=args.seed,
-        eos_token_id=tokenizer_of(processing_class).eos_token_id,
-        processing_class=processing_class,
-        functions=(),
-        reward_weights=rewards.weights,
-        skip_nonfinite=args.skip_nonfinite_updates,
-        context=context,
-        attention_at=job.models.attention_at(job.graph),
-    )
+    notice(f"the plan's streams have no effect: with {turns[0]} a completion may be made in several turns")
+    return replace(request, plan=replace(plan, streams=None))

@@ -13,12 +13,10 @@ from typing import Any
 
 from ...algorithms.ppo_metrics import COUNTS
 from ...algorithms.prompt_batches import PromptBatch
-from ...algorithms.prompts import DataError, tokenize_prompts
 from ...plan.dataflow import CallKind, Role
 from ...runtime.calls.generate_and_score import EVALUATION_STEP
 from ...runtime.executor import Executor
 from ..report.completions import completion_rows
-from .ppo_setup import Setup
 
 
 NEAR_GREEDY = 0.01 + 1e-7  # TRL's temperature for completions
@@ -40,30 +38,6 @@ def dataset_of(given: Any, own: Any) -> Any:
         names = f"those are {', '.join(map(repr, named))}" if named else "it was given no dict of datasets"
         raise ValueError(f"eval_dataset={given!r} is not the name of a dataset of the trainer; {names}.")
     return named[given]
-
-
-def tokenized(rows: Any, own: Any, setup: Setup, processes: int | None) -> Any:
-    """Prompts to evaluate on, tokenized. The trainer's have been checked when it was made.
-
-    Args:
-        own: the trainer's dataset, or several by name.
-        processes: that tokenize.
-
-    Raises:
-        DataError: no prompts, or prompts that the policy cannot respond to.
-    """
-    prompts = tokenize_prompts(rows, setup.call_settings.processing_class, "eval_dataset", processes)
-    if any(rows is of_trainer for of_trainer in (own.values() if isinstance(own, dict) else [own])):
-        return prompts
-    longest = max(setup.check_prompts(prompts, "eval_dataset"))
-    most = setup.context_length - setup.call_settings.sampling.max_tokens
-    if setup.plan["actor.generate"].engine == "vllm" and longest > most:
-        raise DataError(
-            f"eval_dataset: the longest prompt has {longest} tokens, and the vLLM engines have room for {most}, as "
-            f"many as the longest prompt of the trainer's datasets has; give these prompts as eval_dataset to the "
-            f"constructor too, which takes a dict of several datasets."
-        )
-    return prompts
 
 
 def mean_metrics(executor: Executor, batches: Iterable[PromptBatch]) -> tuple[dict[str, float], int]:
@@ -95,4 +69,4 @@ def completions(executor: Executor, batches: Iterable[PromptBatch]) -> list[dict
     return table
 
 
-__all__ = ["NEAR_GREEDY", "completions", "dataset_of", "mean_metrics", "tokenized"]
+__all__ = ["NEAR_GREEDY", "completions", "dataset_of", "mean_metrics"]

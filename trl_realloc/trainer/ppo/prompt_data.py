@@ -12,7 +12,7 @@ from typing import Any
 from transformers import DataCollatorWithPadding
 
 from ...algorithms.prompt_batches import PromptBatch, collate_prompts
-from ...algorithms.prompts import check_prompts, tokenize_prompts
+from ...algorithms.prompts import DataError, check_prompts, tokenize_prompts
 from ..ppo_config import PPOConfig
 from ..trainer_inputs import TrainerInputs
 
@@ -23,6 +23,7 @@ class PromptData:
 
     Args:
         evaluation: one dataset, several by name, or `None`, as the user gave them.
+        tokenize: from a dataset and its name for messages to the dataset with token ids.
         collate: makes a `PromptBatch` of rows.
         check: from a tokenized dataset and its name for messages to the number of tokens of each prompt. Raises
             `DataError` for prompts to which the policy cannot respond (`algorithms.prompts.check_prompts`).
@@ -33,11 +34,34 @@ class PromptData:
 
     train: Any
     evaluation: Any
+    tokenize: Callable[[Any, str], Any]
     collate: Callable[[list[Any]], PromptBatch]
     check: Callable[[Any, str], list[int]]
     mean_tokens: float
     longest: int
     columns: Mapping[str, Sequence[str]]
+
+    def tokenized(self, rows: Any, own: Any, *, by_vllm: bool) -> Any:
+        """Prompts to evaluate on, tokenized. The trainer's have been checked when it was made.
+
+        Args:
+            own: the trainer's dataset, or several by name.
+            by_vllm: vLLM engines generate.
+
+        Raises:
+            DataError: no prompts, or prompts that the policy cannot respond to.
+        """
+        prompts = self.tokenize(rows, "eval_dataset")
+        if any(rows is given for given in (own.values() if isinstance(own, dict) else [own])):
+            return prompts
+        longest = max(self.check(prompts, "eval_dataset"))
+        if by_vllm and longest > self.longest:
+            raise DataError(
+                f"eval_dataset: the longest prompt has {longest} tokens, and the vLLM engines have room for "
+                f"{self.longest}, as many as the longest prompt of the trainer's datasets has; give these prompts as "
+                f"eval_dataset to the constructor too, which takes a dict of several datasets."
+            )
+        return prompts
 
 
 def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_id: int) -> PromptData:
@@ -49,9 +73,7 @@ def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_
     Raises:
         DataError: a dataset without prompts, or prompts that the policy cannot respond to.
     """
-    tokenizer = inputs.processing_class
-    train = tokenize_prompts(inputs.train_dataset, tokenizer, "train_dataset", args.dataset_num_proc)
-    evaluation = _tokenize_evaluation(args, inputs.eval_dataset, tokenizer)
+    tokenizer, processes = inputs.processing_class, args.dataset_num_proc
     text_config = config.get_text_config()
     context_length = getattr(text_config, "max_position_embeddings", None)
     collator = inputs.data_collator
@@ -60,18 +82,27 @@ def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_
     collate = collate_prompts(pad_token_id, collator)
     vocabulary, all_columns = text_config.vocab_size, collator is not None
 
-    def token_counts(rows: Any, name: str) -> list[int]:  # it is kept, so it must not hold the models of `inputs`
+    # both are kept, so they must not hold the models of `inputs`
+    def tokenize(rows: Any, name: str) -> Any:
+        return tokenize_prompts(rows, tokenizer, name, processes)
+
+    def token_counts(rows: Any, name: str) -> list[int]:
         return check_prompts(
             rows, name, args.response_length, context_length, vocabulary, collate, all_columns=all_columns
         )
 
-    several = isinstance(inputs.eval_dataset, dict)
-    named = {"train_dataset": train}
-    named |= {_named(key) if several else key: rows for key, rows in evaluation.items()}
+    given: Mapping[str, Any] = inputs.eval_dataset if isinstance(inputs.eval_dataset, dict) else {}
+    train = tokenize(inputs.train_dataset, "train_dataset")
+    several = {key: tokenize(rows, _named(key)) for key, rows in given.items()}
+    one = None if isinstance(inputs.eval_dataset, dict | None) else tokenize(inputs.eval_dataset, "eval_dataset")
+    named = {"train_dataset": train, **{_named(key): rows for key, rows in several.items()}}
+    if one is not None:
+        named["eval_dataset"] = one
     tokens = {name: token_counts(rows, name) for name, rows in named.items()}
     return PromptData(
         train,
-        evaluation if several else evaluation.get("eval_dataset"),
+        several if isinstance(inputs.eval_dataset, dict) else one,
+        tokenize,
         collate,
         token_counts,
         mean_tokens=sum(tokens["train_dataset"]) / len(train),
@@ -81,15 +112,6 @@ def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_
             for name, rows in named.items()
         },
     )
-
-
-def _tokenize_evaluation(args: PPOConfig, dataset: Any, tokenizer: Any) -> dict[str, Any]:
-    """The evaluation datasets by name; a single one has the name `eval_dataset`."""
-    if dataset is None:
-        return {}
-    if not isinstance(dataset, dict):
-        return {"eval_dataset": tokenize_prompts(dataset, tokenizer, "eval_dataset", args.dataset_num_proc)}
-    return {key: tokenize_prompts(rows, tokenizer, _named(key), args.dataset_num_proc) for key, rows in dataset.items()}
 
 
 def _named(key: str) -> str:

@@ -18,10 +18,11 @@ from ...algorithms.prompt_batches import PromptBatch, SeededOrder, prompt_loader
 from ...engines.models import adapters_off, has_adapters
 from ...plan.dataflow import CallKind, Role
 from ..run.planned_run import PlannedRun
+from ..run.run_setup import RunSetup
 from ..trl_compat import PPOTrainerBase
 from .evaluation import dataset_of
 from .ppo_host import PPOHost
-from .ppo_setup import Setup
+from .prompt_data import PromptData
 
 
 @dataclass
@@ -45,7 +46,8 @@ class TrlAttributes(PPOTrainerBase):
         ),
     }
 
-    run: PlannedRun[Setup, PPOHost]
+    run: PlannedRun[RunSetup, PPOHost]
+    prompts: PromptData
     state: OnlineTrainerState
     control: Any
     model: Any
@@ -92,8 +94,7 @@ class TrlAttributes(PPOTrainerBase):
     @property
     def stop_token_id(self) -> int | None:
         """The token that ends a response; `None` where every response has `response_length` tokens."""
-        token: int | None = self.run.placed.setup.stop_token_id
-        return token
+        return next(iter(self.run.placed.setup.call_settings.sampling.stop_token_ids), None)
 
     @stop_token_id.setter
     def stop_token_id(self, token: Any) -> NoReturn:
@@ -130,14 +131,14 @@ class TrlAttributes(PPOTrainerBase):
     def get_train_dataloader(self) -> DataLoader[PromptBatch]:
         """Global batches, the same on every rank, in the order of the current pass."""
         order = SeededOrder(len(self.train_dataset), self.data_seed)
-        return prompt_loader(self.train_dataset, self.args.batch_size, self.run.placed.setup.collate, order)
+        return prompt_loader(self.train_dataset, self.args.batch_size, self.prompts.collate, order)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
         """Global batches of evaluation prompts, the same on every rank; by default of the constructor's dataset. A name
         is that of one of its datasets."""
         rows = dataset_of(eval_dataset, self.eval_dataset)
         size = self.args.per_device_eval_batch_size * self.args.world_size
-        return prompt_loader(rows, size, self.run.placed.setup.collate, None)
+        return prompt_loader(rows, size, self.prompts.collate, None)
 
     @property
     def train_dataset_len(self) -> int:

@@ -7,6 +7,7 @@ from the training arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,56 @@ def ppo_job(
     return make_job(args, cluster, rank, generation_engine, models, settings.graph, workload, options)
 
 
+def policy_job(
+    args: PolicyConfig,
+    plugin: ReallocationPlugin,
+    cluster: Cluster,
+    rank: int,
+    generation_engine: str,
+    models: JobModels,
+    graph: DataflowGraph,
+    *,
+    prompt_tokens: float,
+    usual_length: int,
+    context_length: int,
+    pad_token_id: int,
+) -> Job:
+    """Returns the `Job` of one rank of a run of GRPO or RLOO.
+
+    Args:
+        graph: the run's calls.
+        prompt_tokens: mean length of the prompts in the data set, tokens.
+        usual_length: tokens of a long sample, for sizes that a longer one may exceed.
+        context_length: most tokens of a sample.
+    """
+    samples = args.per_device_train_batch_size
+    generated = samples * args.steps_per_generation  # that a process has TRL generate at once
+    workload = Workload.of_groups(
+        steps_per_generation=args.steps_per_generation,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        num_iterations=args.num_iterations,
+        episodes=args.generation_batch_size,
+        prompt_tokens=prompt_tokens,
+        response_tokens=(args.max_completion_length,),
+        recompute=recomputes(args),
+        forward_tokens=samples * usual_length,
+        generation_batch=generated,
+        train_tokens=samples * usual_length,
+    )
+    options = engine_options(
+        args,
+        plugin,
+        temperature=args.temperature,
+        response_length=args.max_completion_length,
+        context_length=context_length,
+        forward_batch_size=samples,
+        pad_token_id=pad_token_id,
+    )
+    together = max(generated, args.per_device_eval_batch_size)
+    options = replace(options, usual_length=usual_length, generation_batch_size=together)
+    return make_job(args, cluster, rank, generation_engine, models, graph, workload, options)
+
+
 def engine_options(
     args: PPOConfig | PolicyConfig,
     plugin: ReallocationPlugin,
@@ -122,7 +173,7 @@ def engine_options(
     """Returns the settings of the engines, with the optimizer that the training arguments describe.
 
     The settings are the same for every plan. If the user passed an optimizer, the run uses that one instead
-    (`Setup.engine_options`). The arguments that are not the training arguments' are those of `EngineOptions`.
+    (`RunSetup.engine_options`). The arguments that are not the training arguments' are those of `EngineOptions`.
     """
     return EngineOptions(
         device=args.device,

@@ -1,7 +1,7 @@
 """The roles' optimizers and learning rates. An optimizer is the one that the training arguments name, or a role's part
 of the user's.
 
-`ppo_setup` hands the function that makes them to the engines as `EngineOptions.make_optimizer`. Each engine calls it on
+`run_setup` hands the function that makes them to the engines as `EngineOptions.make_optimizer`. Each engine calls it on
 its role's module. Schedulers are made by Transformers or by the user. How an optimizer can be sharded is in
 `optimizer_sharding`; what is refused, in `checks.optimizer_checks`.
 """

@@ -52,6 +52,11 @@ class PlanRequest:
     processes: Sequence[Process]
     policy_config: PretrainedConfig
 
+    @property
+    def by_vllm(self) -> bool:
+        """True if vLLM engines generate, also under a plan that the planner is to choose."""
+        return (self.engine if self.plan is None else self.plan["actor.generate"].engine) == "vllm"
+
 
 def read_plan_request(
     args: TrainingArguments,

@@ -1,22 +1,43 @@
-"""`RunSetup`: a run that is checked and planned. `ppo_setup` has PPO's, and `policy_setup` that of GRPO and RLOO."""
+"""`RunSetup`: a run that is checked and planned, and the last steps to it, which are the same for every trainer.
+
+The steps before are in `ppo_setup`, and in `policy_setup` for GRPO and RLOO. Engines are built later, by
+`runtime.placement.placement`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
+from ...common.errors import PlanError
+from ...engines.models import adapter_configs
+from ...plan.assignment import in_place
 from ...plan.dataflow import Role
 from ...plan.execution_plan import ExecutionPlan
-from ...profiling.auto_plan import JobPlan
+from ...profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ...profiling.job import Job
 from ...runtime.calls.generate_and_score import CallSettings
+from ...runtime.launch.hosts import Process, check_gpus
+from ...runtime.launch.launcher import announce
 from ...runtime.placement.engine_options import EngineOptions
 from ...runtime.placement.roles import Roles
-from .optimizers import LearningRates, without_whole
+from ..checks.model_checks import check_generated
+from ..checks.plan_checks import check_adapters_split, check_plan, check_sharding
+from .job_builder import compute_dtype, launched_deepspeed_config
+from .optimizer_sharding import OptimizerSharding
+from .optimizers import LearningRates, make_optimizer, part_of, without_parameters, without_whole
+from .role_models import build_roles
+from .run_inputs import RunInputs
+
+
+if TYPE_CHECKING:
+    from ..grpo_config import PolicyConfig
+    from ..ppo_config import PPOConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +50,8 @@ class RunSetup:
             the start it is the engine's module.
         rates: the learning rate of each trained role, which the scheduler changes. The optimizers themselves are made
             by the engines.
-        make_optimizer: a `functools.partial` from a role's module to its optimizer (`ppo_setup.optimizer_maker`).
+        make_optimizer: a `functools.partial` from a role's module to its optimizer: its part of the user's, or, without
+            one, the optimizer that the training arguments name.
         job_plan: the plan with its estimate.
         job: the planner's input.
         train_dataset: of PPO tokenized, of other trainers as the user gave it.
@@ -66,6 +88,131 @@ class RunSetup:
 
     def structure(self, role: Role) -> Any:
         """A new structure without weights of a trained role's model."""
-        make = self.roles[role].shell
-        assert make is not None, "trained roles have structures"
-        return make()
+        return structure(self.roles, role)
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """Refuses the plans that a run cannot have. It is kept for the whole run, so it holds no model of the user's.
+
+    Args:
+        configs: the Transformers config of every model of every role.
+        adapters: the PEFT configs of the policy's adapters, by their names.
+        sharding: how the optimizer may be sharded.
+        own_reference, copies_adapter: as of `RunInputs`.
+    """
+
+    args: PPOConfig | PolicyConfig
+    configs: Mapping[Role, Sequence[Any]]
+    adapters: Mapping[str, Any]
+    sharding: OptimizerSharding
+    processes: Sequence[Process]
+    own_reference: bool
+    copies_adapter: bool
+
+    def __call__(self, plan: ExecutionPlan) -> None:
+        """Refuse a plan that the models, the optimizer or the visible GPUs do not allow.
+
+        Raises:
+            PlanError, ValueError: names what is not allowed.
+        """
+        if self.copies_adapter and not in_place(plan["actor.train"], plan["reference.forward"]):
+            raise PlanError(
+                "the reference of a policy with an adapter is a copy of the adapter beside it, so reference.forward "
+                "runs on the mesh and in the layout of actor.train, as in plan: flatten."
+            )
+        precision, deepspeed = compute_dtype(self.args), launched_deepspeed_config(self.args)
+        adapted = [Role.ACTOR] if self.adapters else []
+        check_plan(self.args, plan, self.configs, adapted, precision, deepspeed, own_reference=self.own_reference)
+        check_adapters_split(self.adapters, plan)
+        check_sharding(self.sharding.name, self.sharding.splits, plan)
+        check_gpus(self.processes, plan)
+
+
+def plan_check(run: RunInputs) -> PlanCheck:
+    """The check of the run's plans. The plan that the user asked for is checked at once, and so is a policy with
+    adapters that vLLM engines are to generate with.
+
+    Raises:
+        ConfigError, PlanError, ValueError: names what is not allowed.
+    """
+    given, request = run.given, run.request
+    settings = None if given.optimizer is None else without_parameters(given.optimizer)
+    check = PlanCheck(
+        run.args,
+        run.configs,
+        adapter_configs(given.model, given.peft_config),
+        OptimizerSharding(run.args, settings),
+        request.processes,
+        run.own_reference,
+        run.copies_adapter,
+    )
+    if request.plan is not None:
+        check(request.plan)
+    if request.by_vllm:
+        check_generated(run.args, given.model, run.configs[Role.ACTOR][0], given.peft_config)
+    return check
+
+
+def plan_run(
+    run: RunInputs, check: PlanCheck, job: Job, call_settings: CallSettings, algorithm: Any, train_dataset: Any
+) -> RunSetup:
+    """Choose the plan, and make the policy. No weights are read, unless the policy can only be loaded whole. All ranks
+    together.
+
+    Args:
+        check: of the run's plans.
+        job: the run as the planner sees it.
+
+    Raises:
+        ConfigError, ModelError, PlanError: see `plan_job` and `build_roles`.
+    """
+    given, request = run.given, run.request
+    job = replace(job, check=check, splits=check.sharding.splits_with(check.adapters))
+    if request.plan is not None:
+        job_plan = known_estimate(job, request.plan)
+    else:
+        job_plan = plan_job(job, measure_first=run.plugin.measure == "first")
+    plan = job_plan.plan
+    announce(request.processes, plan, run.rank)
+    policy, roles = build_roles(run, plan)
+    models = {Role.ACTOR: policy, Role.CRITIC: given.value_model}
+    trained = {role: models[role] for role in plan.graph.trained_roles}
+    return RunSetup(
+        plan=plan,
+        roles=roles,
+        call_settings=replace(call_settings, attention_at=job.models.attention_at(job.graph)),
+        algorithm=algorithm,
+        models_before_start={
+            role: model if _is_here(model, role, plan, run.rank) else structure(roles, role)
+            for role, model in trained.items()
+        },
+        rates=LearningRates.of(run.args, given.optimizer, given.scheduler, tuple(trained)),
+        make_optimizer=(
+            partial(make_optimizer, run.args) if given.optimizer is None else partial(part_of, given.optimizer)
+        ),
+        job_plan=job_plan,
+        job=job,
+        train_dataset=train_dataset,
+        is_frozen_in_part=frozen_in_part(given.model, given.value_model),
+    )
+
+
+def _is_here(model: Any, role: Role, plan: ExecutionPlan, rank: int) -> bool:
+    """True if a trained role has a part on this rank, and its model is not a name."""
+    home = plan.graph.train_call(role)
+    return not isinstance(model, str) and home is not None and rank in plan.mesh(home)
+
+
+def structure(roles: Roles, role: Role) -> Any:
+    """A new structure without weights of a trained role's model."""
+    make = roles[role].shell
+    assert make is not None, "trained roles have structures"
+    return make()
+
+
+def frozen_in_part(*models: Any) -> bool:
+    """True if some parameters of the given models are not trained. Models given by name are trained whole. Call this on
+    the models as the user gave them, so that all ranks get the same answer: later a rank keeps only its parts."""
+    given = [model for model in models if isinstance(model, nn.Module)]
+    return any(not parameter.requires_grad for model in given for parameter in model.parameters())
