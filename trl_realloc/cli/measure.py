@@ -60,18 +60,8 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     cluster, mixed = cluster_of(meet()), compute_dtype(args)
     pad = configs[Role.ACTOR][0].pad_token_id
     response = args.response_length if isinstance(args, PPOConfig) else args.max_completion_length
-    forwards = (
-        args.local_rollout_forward_batch_size if isinstance(args, PPOConfig) else args.per_device_train_batch_size
-    )
-    options = engine_options(
-        args,
-        ReallocationPlugin(),
-        temperature=args.temperature,
-        response_length=response,
-        context_length=round(recipe.prompt_tokens + response),
-        forward_batch_size=forwards,
-        pad_token_id=0 if pad is None else pad,
-    )
+    context = round(recipe.prompt_tokens + response)
+    options = engine_options(args, ReallocationPlugin(), context_length=context, pad_token_id=0 if pad is None else pad)
     options = dataclasses.replace(options, log_folder=None)  # `output_dir` is gone, and nothing would remove its logs
     specs = specs_of(configs, recipe.graph, mixed, generation_engine=recipe.engine)
     models = JobModels(configs, specs, mixed=mixed, generation_engine=recipe.engine)

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
 from transformers.utils import logging
 
-from ..algorithms.prompt_batches import batches_of, collate_prompts
+from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
 from ..common.notices import working
 from ..engines.base import Sampling
 from ..plan.execution_plan import ExecutionPlan
@@ -205,6 +206,24 @@ class PPOTrainer(TrlAttributes):
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Does nothing: each engine moves its model to its device."""
+
+    def get_train_dataloader(self) -> DataLoader[PromptBatch]:
+        """Global batches, the same on every rank, in the order of the current pass."""
+        order = SeededOrder(len(self.train_dataset), self.data_seed)
+        return prompt_loader(self.train_dataset, self.args.batch_size, self.prompts.collate, order)
+
+    @property
+    def dataloader(self) -> DataLoader[PromptBatch]:
+        """A new loader of the global batches of the first pass over the data, the same on every rank. Its length is the
+        number of updates in a pass."""
+        return self.get_train_dataloader()
+
+    @dataloader.setter
+    def dataloader(self, loader: Any) -> NoReturn:
+        raise AttributeError(
+            "dataloader cannot be replaced; give the constructor another train_dataset or data_collator, or override "
+            "get_train_dataloader."
+        )
 
     # --- training ---------------------------------------------------------------------------------------------------
 

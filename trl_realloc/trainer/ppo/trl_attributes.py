@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 
-from ...algorithms.prompt_batches import PromptBatch, SeededOrder, prompt_loader
+from ...algorithms.prompt_batches import PromptBatch, prompt_loader
 from ...engines.models import adapters_off, has_adapters
 from ...plan.dataflow import CallKind, Role
 from ..run.planned_run import PlannedRun
@@ -128,11 +128,6 @@ class TrlAttributes(PPOTrainerBase):
         seed: int = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return seed
 
-    def get_train_dataloader(self) -> DataLoader[PromptBatch]:
-        """Global batches, the same on every rank, in the order of the current pass."""
-        order = SeededOrder(len(self.train_dataset), self.data_seed)
-        return prompt_loader(self.train_dataset, self.args.batch_size, self.prompts.collate, order)
-
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
         """Global batches of evaluation prompts, the same on every rank; by default of the constructor's dataset. A name
         is that of one of its datasets."""
@@ -144,19 +139,6 @@ class TrlAttributes(PPOTrainerBase):
     def train_dataset_len(self) -> int:
         """Number of prompts in a pass over the data."""
         return len(self.train_dataset)
-
-    @property
-    def dataloader(self) -> DataLoader[PromptBatch]:
-        """A new loader of the global batches of the first pass over the data, the same on every rank. Its length is the
-        number of updates in a pass."""
-        return self.get_train_dataloader()
-
-    @dataloader.setter
-    def dataloader(self, loader: Any) -> NoReturn:
-        raise AttributeError(
-            "dataloader cannot be replaced; give the constructor another train_dataset or data_collator, or override "
-            "get_train_dataloader."
-        )
 
     @property
     def eval_dataloader(self) -> DataLoader[PromptBatch] | None:

@@ -24,12 +24,12 @@ from ...profiling.job_models import JobModels
 from ...runtime.placement.engine_options import EngineOptions
 from ..accelerate_plugin import ReallocationPlugin
 from ..plan_settings import vllm_settings
+from ..ppo_config import PPOConfig
 from .optimizers import make_optimizer
 
 
 if TYPE_CHECKING:
     from ..grpo_config import PolicyConfig
-    from ..ppo_config import PPOConfig
 
 
 def make_job(
@@ -98,15 +98,7 @@ def ppo_job(
         forward_tokens=args.local_rollout_forward_batch_size * context_length,
         train_tokens=args.per_device_train_batch_size * context_length,
     )
-    options = engine_options(
-        args,
-        plugin,
-        temperature=sampling_temperature(args),
-        response_length=args.response_length,
-        context_length=context_length,
-        forward_batch_size=args.local_rollout_forward_batch_size,
-        pad_token_id=pad_token_id,
-    )
+    options = engine_options(args, plugin, context_length=context_length, pad_token_id=pad_token_id)
     return make_job(args, cluster, rank, generation_engine, models, settings.graph, workload, options)
 
 
@@ -146,41 +138,30 @@ def policy_job(
         generation_batch=generated,
         train_tokens=samples * usual_length,
     )
-    options = engine_options(
-        args,
-        plugin,
-        temperature=args.temperature,
-        response_length=args.max_completion_length,
-        context_length=context_length,
-        forward_batch_size=samples,
-        pad_token_id=pad_token_id,
-    )
+    options = engine_options(args, plugin, context_length=context_length, pad_token_id=pad_token_id)
     together = max(generated, args.per_device_eval_batch_size)
     options = replace(options, usual_length=usual_length, generation_batch_size=together)
     return make_job(args, cluster, rank, generation_engine, models, graph, workload, options)
 
 
 def engine_options(
-    args: PPOConfig | PolicyConfig,
-    plugin: ReallocationPlugin,
-    *,
-    temperature: float,
-    response_length: int,
-    context_length: int,
-    forward_batch_size: int,
-    pad_token_id: int,
+    args: PPOConfig | PolicyConfig, plugin: ReallocationPlugin, *, context_length: int, pad_token_id: int
 ) -> EngineOptions:
     """Returns the settings of the engines, with the optimizer that the training arguments describe.
 
     The settings are the same for every plan. If the user passed an optimizer, the run uses that one instead
-    (`RunSetup.engine_options`). The arguments that are not the training arguments' are those of `EngineOptions`.
+    (`RunSetup.engine_options`).
+
+    Args:
+        context_length: most tokens of a sample.
     """
+    is_ppo = isinstance(args, PPOConfig)
     return EngineOptions(
         device=args.device,
-        temperature=temperature,
-        response_length=response_length,
+        temperature=sampling_temperature(args) if is_ppo else args.temperature,
+        response_length=args.response_length if is_ppo else args.max_completion_length,
         context_length=context_length,
-        forward_batch_size=forward_batch_size,
+        forward_batch_size=args.local_rollout_forward_batch_size if is_ppo else args.per_device_train_batch_size,
         train_batch_size=args.per_device_train_batch_size,
         pad_token_id=pad_token_id,
         make_optimizer=partial(make_optimizer, args),
