@@ -25,7 +25,7 @@ class PromptBatch:
     """One global batch: `prompts` with the columns `index` and `prompts`, and `rows`, the other columns of each
     sample."""
 
-    def __init__(self, prompts: Rollouts, rows: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, prompts: Rollouts, rows: Sequence[Mapping[str, object]]) -> None:
         self.prompts, self.rows = prompts, tuple(rows)
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ def collate_prompts(
     return collate
 
 
-def _unpadded(ids: torch.Tensor, mask: Any, pad_token_id: int | None) -> torch.Tensor:
+def _unpadded(ids: torch.Tensor, mask: object, pad_token_id: int | None) -> torch.Tensor:
     """The token ids that `mask` keeps; without a mask, the ids after the padding on the left."""
     if mask is not None:
         return ids[torch.as_tensor(mask).bool()]

@@ -51,7 +51,7 @@ def tokenize_prompts(
             f"{', '.join(map(repr, columns))}. Rename one, e.g. dataset.rename_column({columns[0]!r}, 'prompt')."
         )
 
-    def encode(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    def encode(batch: Mapping[str, Sequence[object]]) -> dict[str, Any]:
         prompts = batch["prompt"]
         if prompts and not isinstance(prompts[0], str):
             try:

@@ -24,7 +24,7 @@ from .rollout import Ragged, Rollouts
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 RewardFunction = Callable[..., Any]
@@ -61,11 +61,11 @@ class RewardModelSource:
     """A reward model by name, with the function that loads it, and its tokenizer if it differs from the policy's."""
 
     name: str
-    load: Callable[[], Any]
+    load: Callable[[], PreTrainedModel]
     processing_class: PreTrainedTokenizerBase = None
 
 
-def decode(samples: Rollouts, rows: Sequence[Mapping[str, Any]], processing_class: PreTrainedTokenizerBase) -> Texts:
+def decode(samples: Rollouts, rows: Sequence[Mapping[str, object]], processing_class: PreTrainedTokenizerBase) -> Texts:
     """Decode samples to text without special tokens.
 
     A prompt is the dataset's `prompt` if there is one. The completion to a conversation is a conversation of one
@@ -346,9 +346,9 @@ class Rewards:
 
 
 def read_rewards(
-    reward_model: Any,
-    load: Callable[[Any], Any],
-    processing_classes: Any = None,
+    reward_model: object,
+    load: Callable[[object], object],
+    processing_classes: object = None,
     weights: Sequence[float] | None = None,
 ) -> Rewards:
     """The models and functions in the trainer's argument `reward_model`. Loads no model.

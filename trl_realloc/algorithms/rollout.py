@@ -11,7 +11,6 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +115,7 @@ class Ragged:
         return Ragged(on_device(self.values, device), self.lengths)
 
     @staticmethod
-    def of(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Ragged:
+    def of(rows: Iterable[Sequence[object] | Tensor], dtype: torch.dtype) -> Ragged:
         """Rows from lists or tensors."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([t.shape[0] for t in tensors], dtype=torch.long, device="cpu")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from ..engines.device import is_accelerator
 from ..engines.generation.vllm_support import why_not_served
@@ -48,7 +48,8 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
         args = trainer_config(kind, {**arguments, "output_dir": folder, "report_to": "none"}, path)
     use_one_device(args)
     world = PartialState()
-    configs: dict[Role, list[Any]] = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
+    configs: dict[Role, list[PretrainedConfig]]
+    configs = {role: [AutoConfig.from_pretrained(path)] for role, path in recipe.folders.items()}
     for role in configs.keys() & {Role.CRITIC, Role.REWARD}:
         configs[role][0].num_labels = 1
     if (dtype := trained_dtype(recipe.settings)) is not None:

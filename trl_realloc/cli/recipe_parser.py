@@ -138,14 +138,14 @@ def _may_be(kind: Any, value: object) -> bool:
 _YAML_BOOLEANS = " YAML reads yes, no, on and off as true and false; put the word in quotes."
 
 
-def _in_words(kind: Any) -> str:
+def _in_words(kind: object) -> str:
     """A field's type, for messages: `text or a list`."""
     parts = [part for part in get_args(kind) if part is not type(None)] if _is_union(kind) else [kind]
     names = [_WORDS.get(get_origin(part) or part, getattr(part, "__name__", str(part))) for part in parts]
     return " or ".join(dict.fromkeys(names))
 
 
-def _is_union(kind: Any) -> bool:
+def _is_union(kind: object) -> bool:
     return get_origin(kind) in (Union, UnionType)
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from .errors import LONGEST_WORD, MOST_LISTED, PlanError, shown
 
 
-def checked(kind: Any, value: object, where: str, *, key: str = "") -> Any:
+def checked(kind: object, value: object, where: str, *, key: str = "") -> Any:
     """The value converted to a type, after checking all of it. A mapping becomes a dataclass.
 
     Args:

@@ -54,7 +54,7 @@ def _among(choices: tuple[str, ...], value: str) -> str:
     return value
 
 
-def _setting(base: Any, checks: Iterable[Any], wanted: str, optional: bool) -> Setting:
+def _setting(base: object, checks: Iterable[object], wanted: str, optional: bool) -> Setting:
     kind: Any = Annotated[(base, *checks)]  # type: ignore[misc]
     return Setting(kind | None, f"{wanted} (or None)") if optional else Setting(kind, wanted)
 
@@ -162,7 +162,7 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def read_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read_settings(values: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
     """(read, problems): the values that have a row above, integers as `int`, and a sentence for each value that its
     setting cannot have."""
     read: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def read_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return read, problems
 
 
-def number_of_text(value: Any) -> Any:
+def number_of_text(value: object) -> Any:
     """The number in a text such as `3e-6`, which YAML reads as text and command-line parsers as a number. Any other
     value is returned unchanged."""
     if not isinstance(value, str):

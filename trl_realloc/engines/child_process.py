@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 
+Message = tuple[Any, ...]  # between a process and its child: a word, and the values that belong to it
+
 # The variables that a launcher (torchrun, accelerate, DeepSpeed) sets for its ranks. A child that reads them behaves as
 # a rank: with TORCHELASTIC_USE_AGENT_STORE alone, vLLM waits for ever for a store.
 _LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})

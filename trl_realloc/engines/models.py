@@ -169,7 +169,7 @@ def _read_of_config(kind: type) -> frozenset[str]:
     return frozenset(re.findall(r"self\.config\.(\w+)", inspect.getsource(vars(kind)["forward"])))
 
 
-def dropout_rates(settings: Mapping[str, Any]) -> dict[str, float]:
+def dropout_rates(settings: Mapping[str, object]) -> dict[str, float]:
     """The rates of dropout among a module's or a config's attributes, by name. The names differ between families:
     `attention_dropout`, `resid_pdrop`, `hidden_dropout`. A classifier's has no effect on a language model."""
     return {

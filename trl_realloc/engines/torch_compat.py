@@ -48,7 +48,7 @@ def memory_of(parameter: Tensor) -> Tensor:
 
 
 @functools.cache
-def takes_argument(function: Callable[..., Any], name: str) -> bool:
+def takes_argument(function: Callable[..., object], name: str) -> bool:
     """True if this release's function has an argument of that name."""
     return name in inspect.signature(function).parameters
 
@@ -78,7 +78,7 @@ def wrap_store(wrap: Callable[[dist.Store], dist.Store], mark: str) -> None:
     if getattr(connect, mark, False):
         return
 
-    def connect_and_wrap(*args: Any, **kwargs: Any) -> dist.Store:
+    def connect_and_wrap(*args: object, **kwargs: object) -> dist.Store:
         return wrap(connect(*args, **kwargs))
 
     setattr(connect_and_wrap, mark, True)

@@ -94,13 +94,13 @@ def is_elementwise(value: object) -> bool:
     return torch.is_tensor(value) and value.dim() > 0
 
 
-def scalars_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def scalars_of(values: Mapping[str, object]) -> dict[str, Any]:
     """Copies of the scalars of a parameter's optimizer state, in host memory."""
     scalars = {key: value for key, value in values.items() if not is_elementwise(value)}
     return {k: v.detach().to("cpu", copy=True) if torch.is_tensor(v) else copy.deepcopy(v) for k, v in scalars.items()}
 
 
-def loaded_scalars(optimizer: torch.optim.Optimizer, weight: Tensor, scalars: Mapping[str, Any]) -> dict[str, Any]:
+def loaded_scalars(optimizer: torch.optim.Optimizer, weight: Tensor, scalars: Mapping[str, object]) -> dict[str, Any]:
     """Scalars that were loaded, where this optimizer expects them. The fused and capturable optimizers of torch have
     the step count on the device of the weight, all others in host memory."""
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -108,7 +108,7 @@ def loaded_scalars(optimizer: torch.optim.Optimizer, weight: Tensor, scalars: Ma
     return {key: value.to(device, copy=True) if torch.is_tensor(value) else value for key, value in scalars.items()}
 
 
-def room_for(spec: TensorSpec, current: Any, weight: Tensor, full_shape: tuple[int, ...]) -> Tensor:
+def room_for(spec: TensorSpec, current: object, weight: Tensor, full_shape: tuple[int, ...]) -> Tensor:
     """A tensor for a rank's part of an optimizer's tensor that is to be loaded: `current` if it fits, otherwise new
     memory.
 

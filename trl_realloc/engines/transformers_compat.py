@@ -237,7 +237,7 @@ def tensor_parallel_styles(model: PreTrainedModel) -> Mapping[str, str]:
 # --- activation checkpointing -----------------------------------------------------------------------------------------
 
 
-def recompute_activations(model: PreTrainedModel, settings: Mapping[str, Any] | None = None) -> None:
+def recompute_activations(model: PreTrainedModel, settings: Mapping[str, object] | None = None) -> None:
     """Let a model compute the forwards of its layers again in its backward.
 
     Args:

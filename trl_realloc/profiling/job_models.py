@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -68,7 +68,7 @@ class JobModels:
     def of_run(
         configs: Mapping[Role, Sequence[PretrainedConfig]],
         graph: DataflowGraph,
-        policy: Any,
+        policy: PreTrainedModel | str,
         *,
         peft_config: PeftConfig | None,
         processing_class: PreTrainedTokenizerBase,
@@ -210,7 +210,7 @@ def _as_new(peft_config: PeftConfig) -> PeftConfig:
     )
 
 
-def _changed(peft_config: PeftConfig, **changes: Any) -> PeftConfig:
+def _changed(peft_config: PeftConfig, **changes: object) -> PeftConfig:
     """A copy of a PEFT config with other values of those settings that its kind of adapter has."""
     peft_config = copy.copy(peft_config)
     for name, value in changes.items():
@@ -237,7 +237,7 @@ def spec_of(config: PretrainedConfig, is_policy: bool) -> ModelSpec:
     return replace(spec, whole_logits=is_policy and not logits_are_of_head(model))
 
 
-def _shallow(config: PretrainedConfig, spec: ModelSpec, most: int) -> Any:
+def _shallow(config: PretrainedConfig, spec: ModelSpec, most: int) -> PretrainedConfig:
     if not spec.layers or spec.elements <= most:
         return config
     outside_layers = spec.elements - spec.layers * spec.layer_elements

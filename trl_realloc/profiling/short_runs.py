@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from ..algorithms.base import Algorithm
 from ..algorithms.nonfinite import NonFiniteError
@@ -240,7 +240,7 @@ class Runs:
             )
         return Roles(models)
 
-    def _model(self, config: PretrainedConfig, *, is_policy: bool) -> Any:
+    def _model(self, config: PretrainedConfig, *, is_policy: bool) -> PreTrainedModel:
         kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
         random = torch.random.get_rng_state()
         torch.manual_seed(0)
@@ -276,7 +276,7 @@ def _meet() -> None:
         dist.barrier()
 
 
-def _nothing(completions: Sequence[Any]) -> list[float]:
+def _nothing(completions: Sequence[object]) -> list[float]:
     return [0.0] * len(completions)
 
 

@@ -365,12 +365,12 @@ class Executor:
         received: Iteration = self._from_results(sent)
         return outcome if isinstance(outcome, Iteration) else received
 
-    def _from_results(self, outcome: Any) -> Any:
+    def _from_results(self, outcome: object) -> Any:
         """Broadcast rank 0's result to all ranks. If it is an exception, every rank raises it."""
         self.alarm.at(f"waiting for the results of {self._now.step.name}")
         return self._raised(self.exchange.spread(outcome))
 
-    def _raised(self, outcome: Any) -> Any:
+    def _raised(self, outcome: object) -> Any:
         if isinstance(outcome, Exception):
             raise outcome from self._now.failure
         return outcome

@@ -23,6 +23,7 @@ if not torch.accelerator.is_available():
 HAS_TRL_PPO = importlib.util.find_spec("trl.experimental.ppo") is not None
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from transformers import Trainer as TrainerBase
     from transformers import TrainingArguments as ConfigBase
     from transformers import TrainingArguments as TRLGRPOConfig
@@ -50,7 +51,7 @@ class PPOTrainerBase(TrainerBase):
             super().__init__(**trainer_arguments)
 
 
-def log_table_to_comet(name: str, table: Any) -> None:
+def log_table_to_comet(name: str, table: DataFrame) -> None:
     """Log a DataFrame to the Comet experiment that is running, if one is."""
     from trl.trainer.utils import log_table_to_comet_experiment
 

@@ -9,9 +9,10 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..base import Completion, DecodeStep, EngineError, Generation, GenerationRequest, Sampling, Unfinished, Updates
+from ..child_process import Message
 from .engine_process import EngineProcess
 from .request_checks import RequestChecks
 from .sample_versions import Run, versions_of
@@ -121,7 +122,7 @@ class BackgroundGeneration:
         """The engine's process has ended the generation, or is about to."""
         self._closed = how
 
-    def take(self, message: tuple[Any, ...]) -> bool:
+    def take(self, message: Message) -> bool:
         """Take the samples of a message; a message of progress has none. Returns whether it is one of the two."""
         if message[0] == "samples":
             _, samples, self._ended_at = message
@@ -133,7 +134,7 @@ class BackgroundGeneration:
                 )
         return message[0] in ("samples", "progress")
 
-    def _ask(self, word: str, doing: str, *message: Any) -> list[Unfinished]:
+    def _ask(self, word: str, doing: str, *message: object) -> list[Unfinished]:
         """Sends a message to the engine's process and returns the unfinished samples of its answer, which begins with
         `word`."""
         self._process.send(*message)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from ..base import EngineDied, EngineError
-from ..child_process import end, how_it_ended, spawn, stopped, tail, without_launcher
+from ..child_process import Message, end, how_it_ended, spawn, stopped, tail, without_launcher
 
 
 CHECK_S = 0.5  # time between two looks at the processes of an engine that sends nothing
@@ -61,7 +61,7 @@ class EngineProcess:
     def __init__(
         self,
         name: str,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         environment: Mapping[str, str],
         log_path: str | os.PathLike[str] | None,
         inherited_fds: Sequence[int],
@@ -91,7 +91,7 @@ class EngineProcess:
                 self._log,
                 keep_fds=[theirs.fileno(), *inherited_fds],
             )
-        self._connection: Connection[Any, Any] = Connection(ours.detach())
+        self._connection: Connection[Message, Message] = Connection(ours.detach())
         self._finalizer = weakref.finalize(
             self, _end, os.getpid(), self._process, self._connection, tuple(inherited_fds)
         )
@@ -122,13 +122,13 @@ class EngineProcess:
                 f"last checkpoint."
             )
 
-    def wait_ready(self) -> tuple[Any, ...]:
+    def wait_ready(self) -> Message:
         """The process's first message. Raises `EngineError`, with the end of its log, if it does not start."""
         message = self.receive("starting", self.started + self.limits.start - time.monotonic())
         self.is_ready = True
         return message
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         self.check_alive()
         try:
             self._connection.send(message)
@@ -141,7 +141,7 @@ class EngineProcess:
         doing: str,
         limit_s: float,
         passing: Sequence[str] = (),
-        take: Callable[[tuple[Any, ...]], bool] = lambda message: False,
+        take: Callable[[Message], bool] = lambda message: False,
     ) -> list[Any]:
         """The arguments of the next message, whose word must be `word`.
 
@@ -157,7 +157,7 @@ class EngineProcess:
             if got not in passing and not take(message):
                 self._lose(doing, f"sent {got!r} instead of {word!r}")
 
-    def receive(self, doing: str, limit_s: float) -> tuple[Any, ...]:
+    def receive(self, doing: str, limit_s: float) -> Message:
         """The next message from the process. If none comes, the process is ended.
 
         Args:
@@ -176,7 +176,7 @@ class EngineProcess:
         """Count the time without a message from now on, because the engine has got something to do."""
         self._quiet_since, self._stopped_since = time.monotonic(), None
 
-    def receive_within(self, timeout_s: float, doing: str, limit_s: float) -> tuple[Any, ...] | None:
+    def receive_within(self, timeout_s: float, doing: str, limit_s: float) -> Message | None:
         """The next message from the process; `None` if there is none within `timeout_s` seconds.
 
         Args:
@@ -192,7 +192,7 @@ class EngineProcess:
                 self._check_answers(doing, limit_s)
                 if time.monotonic() >= deadline:
                     return None
-            message: tuple[Any, ...] = self._connection.recv()
+            message: Message = self._connection.recv()
         except (EOFError, OSError):
             self._lose(doing, None)
         self.expect_message()
@@ -265,7 +265,7 @@ def worker_error(log: IO[bytes], start: int) -> str | None:
     return None if found is None else found[1].decode(errors="replace").strip().rstrip(".")
 
 
-def _end(owner_pid: int, process: Any, connection: Connection[Any, Any], fds: Sequence[int]) -> None:
+def _end(owner_pid: int, process: Any, connection: Connection[Message, Message], fds: Sequence[int]) -> None:
     if os.getpid() != owner_pid:  # a forked process, such as a data loader's worker, must not end the engine
         return
     end(process)

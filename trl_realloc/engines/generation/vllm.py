@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils import logging
@@ -83,7 +83,7 @@ class VLLMEngine:
         repeatable_sampling: bool = False,
         sleep_level: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
-        engine_kwargs: Mapping[str, Any] | None = None,
+        engine_kwargs: Mapping[str, object] | None = None,
         log_path: str | os.PathLike[str] | None = None,
         folder: str | os.PathLike[str] | None = None,
         start_timeout_s: float = TimeLimits.start,

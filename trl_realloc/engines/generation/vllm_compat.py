@@ -30,7 +30,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine
+    from vllm import LLMEngine, RequestOutput
 
 
 # each reload would warn once per layer that rotary embeddings, which have no parameters, were not loaded
@@ -181,7 +181,7 @@ def abort(engine: LLMEngine, request_ids: Sequence[str]) -> None:
         engine.abort_request(list(request_ids))
 
 
-def drain(engine: LLMEngine) -> list[Any]:
+def drain(engine: LLMEngine) -> list[RequestOutput]:
     """Wait for the steps that are under way, without beginning another. There are some with asynchronous scheduling,
     vLLM's default on a GPU, also when all requests have finished. They must not read weights that are being loaded, or
     memory that is given back.

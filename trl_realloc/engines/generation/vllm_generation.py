@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base import Updates
+from ..child_process import Message
 from .vllm_requests import CachedKeys, RunningRequests, Sample
 from .vllm_update import EngineChannel, take_buckets
 
@@ -65,7 +66,7 @@ class RunningGeneration:
                 if not self._goes_on_after(message):
                     return False
 
-    def _goes_on_after(self, message: tuple[Any, ...]) -> bool:
+    def _goes_on_after(self, message: Message) -> bool:
         word, *arguments = message
         if word == "add":
             self._requests.add(*arguments)
@@ -84,7 +85,7 @@ class RunningGeneration:
             return False
         return True
 
-    def _update(self, first: tuple[Any, ...]) -> bool:
+    def _update(self, first: Message) -> bool:
         """Take new parameters between two decode steps. Without all of them no step follows: the generation ends.
 
         Args:

@@ -43,12 +43,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..child_process import die_with_parent, remove_shared_memory_names, started_at
+from ..child_process import Message, die_with_parent, remove_shared_memory_names, started_at
 from .sample_seeds import seed_arguments
 from .vllm_support import cpu_cache_bytes
 
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from vllm import LLM
 
 PARENT = "TRL_REALLOC_PARENT_PID"
@@ -64,8 +66,8 @@ class Channel:
     """The socket to the parent. A thread sends, so that generation does not wait for a parent that is busy."""
 
     def __init__(self, fd: int) -> None:
-        self.connection: Connection[Any, Any] = Connection(fd)
-        self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self.connection: Connection[Message, Message] = Connection(fd)
+        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
         self._sent_at = 0.0
@@ -77,7 +79,7 @@ class Channel:
             except OSError:
                 os._exit(1)  # the parent has ended
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         self._sent_at = time.monotonic()
         self._queue.put(message)
 
@@ -201,7 +203,7 @@ class Memory:
                 self._llm.collective_rpc("restore_plain_tensors")
 
 
-def ended_workers(workers: Sequence[Any], wait_s: float = 0.0) -> str:
+def ended_workers(workers: Sequence[BaseProcess], wait_s: float = 0.0) -> str:
     """A description of vLLM's workers that have ended, and how; an empty string if all are running."""
     ready = wait([worker.sentinel for worker in workers], wait_s)
     ended = [worker for worker in workers if worker.sentinel in ready]
@@ -287,7 +289,7 @@ def main() -> None:
     if settings["cpu_cores"]:
         os.sched_setaffinity(0, settings["cpu_cores"])
     channel = Channel(settings["socket"])
-    workers: list[Any] = []
+    workers: list[BaseProcess] = []
     try:
         llm = build(settings)
         workers = multiprocessing.active_children()

@@ -23,7 +23,7 @@ from .vllm_compat import abort, count_drawn, drain, drawn_so_far, draws_by_posit
 
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class RunningRequests:
         self._given[name], self._name_of[request.index] = given, name
         self._reading, self._lengths = 2, self._lengths + given.length
 
-    def _finished(self, outputs: Sequence[Any]) -> list[Sample]:
+    def _finished(self, outputs: Sequence[RequestOutput]) -> list[Sample]:
         """The samples of vLLM's outputs of a step, which has just ended."""
         self.step_ended = time.monotonic()
         samples = []

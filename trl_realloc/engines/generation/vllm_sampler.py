@@ -6,7 +6,7 @@ weights are in `vllm_worker`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,10 @@ from .token_draw import draw, keep_nucleus, keep_top
 from .vllm_compat import BatchUpdate, LogitsProcessor, process_dict_updates
 
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
 class SeededRows(LogitsProcessor):
     """Keeps the random numbers of each request as vLLM moves it between the rows of its batch. Does not change logits.
 
@@ -26,7 +30,7 @@ class SeededRows(LogitsProcessor):
     because generators on the CPU have no offset that could be reset.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, tuple[np.ndarray[Any, Any], list[int]]] = {}  # row -> (uniforms, tokens drawn so far)
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -60,7 +64,7 @@ class SeededDraw(nn.Module):
         super().__init__()
         self.rows = rows
 
-    def forward(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draw one token per row.
 
         Args:

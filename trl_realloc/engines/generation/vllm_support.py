@@ -91,13 +91,13 @@ def engine_slots(samples: int, settings: Mapping[str, Any]) -> int:
 
 
 def cpu_cache_bytes(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     dtype: str,
     *,
     samples: int,
     tokens: int,
     tp: int = 1,
-    engine_kwargs: Mapping[str, Any] | None = None,
+    engine_kwargs: Mapping[str, object] | None = None,
 ) -> int:
     """Bytes for keys and values that an engine on the CPU takes in each process: what all of its samples need at their
     greatest length, at most 1 GiB, at least what one needs. vLLM uses its blocks in turn, so all that it is given is

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from ..child_process import Message
 
 
 if TYPE_CHECKING:
@@ -18,12 +20,12 @@ class EngineChannel(Protocol):
     """The part of `vllm_host.Channel` that an update uses."""
 
     @property
-    def connection(self) -> Connection[Any, Any]: ...
-    def send(self, *message: Any) -> None: ...
+    def connection(self) -> Connection[Message, Message]: ...
+    def send(self, *message: object) -> None: ...
     def progress(self) -> None: ...
 
 
-def take_buckets(llm: LLM, channel: EngineChannel, slots: Sequence[int], first: tuple[Any, ...]) -> str | None:
+def take_buckets(llm: LLM, channel: EngineChannel, slots: Sequence[int], first: Message) -> str | None:
     """Load buckets as they arrive, through vLLM's weight-transfer interface. No decode step may be under way.
 
     Args:

@@ -142,7 +142,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         pass
 
     @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
         raise NotImplementedError("the trainer sends through trl_realloc.engines.generation.vllm.VLLMEngine.load")
 
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from ..base import Bucket
+from ..child_process import Message
 from .engine_process import EngineProcess
 from .weight_buffers import WeightBuffers
 
@@ -16,7 +16,7 @@ def send_weights(
     buffers: WeightBuffers,
     buckets: Iterable[Bucket],
     version: int,
-    take: Callable[[tuple[Any, ...]], bool],
+    take: Callable[[Message], bool],
 ) -> tuple[str | None, float]:
     """Send all buckets. While one is loaded the next one is filled. Slots on the GPU are freed afterwards.
 

@@ -49,7 +49,7 @@ class CheckpointFiles:
         self._keys, self._aliases, self._conversions = keys, aliases, conversions
         self.fingerprint = _fingerprint(self.files)
 
-    def __deepcopy__(self, memo: Any) -> CheckpointFiles:
+    def __deepcopy__(self, memo: object) -> CheckpointFiles:
         return self  # a copy of a model reads the same files
 
     def names(self) -> Sequence[str]:

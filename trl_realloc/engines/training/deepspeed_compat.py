@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import is_deepspeed_available
@@ -24,6 +24,10 @@ from ..device import is_accelerator
 from ..mesh_group import MeshGroup
 
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+
 def is_installed() -> bool:
     return bool(is_deepspeed_available())
 
@@ -31,7 +35,7 @@ def is_installed() -> bool:
 # --- partitioned parameters (stage 3) ---------------------------------------------------------------------------------
 
 
-def is_partitioned(parameter: Any) -> bool:
+def is_partitioned(parameter: object) -> bool:
     return hasattr(parameter, "ds_id")
 
 
@@ -55,11 +59,11 @@ def move_partition(parameter: Any, device: torch.device) -> None:
     parameter.ds_tensor.data = parameter.ds_tensor.data.to(device)
 
 
-def full(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+def full(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
     """The context in which partitioned parameters are full. Collective over the ranks that share them."""
     import deepspeed
 
-    gathering: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(parameters))
+    gathering: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(list(parameters))
     return gathering
 
 
@@ -72,7 +76,7 @@ class Partitioner:
         topology: DeepSpeed's `mpu` argument.
     """
 
-    def __init__(self, group: MeshGroup, settings: Mapping[str, Any], topology: Any) -> None:
+    def __init__(self, group: MeshGroup, settings: Mapping[str, object], topology: object) -> None:
         import deepspeed
 
         self._init = deepspeed.zero.Init(
@@ -85,7 +89,7 @@ class Partitioner:
         parameter.partition()
 
 
-def gathered(model: Any) -> Any:
+def gathered(model: object) -> Any:
     """Replace a module's partitioned parameters with full ones in host memory, in place: the `Parameter` objects, which
     a user's optimizer may have, stay. Anything else is returned unchanged. Collective over the ranks that share the
     model.
@@ -111,14 +115,14 @@ def gathered(model: Any) -> Any:
 # --- the state of a ZeRO optimizer ------------------------------------------------------------------------------------
 
 
-def flat_weights(optimizer: Any) -> list[Tensor]:
+def flat_weights(optimizer: ZeROOptimizer) -> list[Tensor]:
     """The float32 weights of this rank's flat partitions, which are the parameters of the optimizer inside."""
     # stage 3; stages 1 and 2; stage 1 in bfloat16 with gradients in float32
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     return list(next(getattr(optimizer, name) for name in names if hasattr(optimizer, name)))
 
 
-def state_range(optimizer: Any, parameter: Any, key: str | None, index: int) -> tuple[int, Tensor] | None:
+def state_range(optimizer: ZeROOptimizer, parameter: Any, key: str | None, index: int) -> tuple[int, Tensor] | None:
     """This rank's range of one tensor of a parameter's training state, as a view: its first element in the flattened
     tensor, and the range. `None` if the parameter is in other ranks' partitions.
 
@@ -137,7 +141,7 @@ def state_range(optimizer: Any, parameter: Any, key: str | None, index: int) -> 
     return fragment.lp_fragment_address.start, fragment.get_hp_fragment(key).data
 
 
-def publish_weights(optimizer: Any, parameters: Iterable[Any], stage: int) -> None:
+def publish_weights(optimizer: ZeROOptimizer, parameters: Iterable[Any], stage: int) -> None:
     """Copy the float32 weights into the parameters. Collective over the mesh."""
     if stage < 3:
         optimizer.update_lp_params()
@@ -150,7 +154,7 @@ def publish_weights(optimizer: Any, parameters: Iterable[Any], stage: int) -> No
         persistent[0].all_gather(persistent)
 
 
-def link_state(optimizer: Any) -> None:
+def link_state(optimizer: ZeROOptimizer) -> None:
     """Give every parameter of stages 1 and 2 views of its optimizer state, which `state_range` reads. DeepSpeed creates
     the views once, after the first step of the first parameter group, when the other groups have no state yet."""
     optimizer._hp_optimizer_states_linked = False
@@ -158,7 +162,7 @@ def link_state(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def without_hooks(optimizer: Any, modules: Iterable[nn.Module]) -> Iterator[None]:
+def without_hooks(optimizer: ZeROOptimizer, modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the modules have none of stage 3's hooks. These partition a module's parameters after its forward, the
     gathered ones too, and gather them for the next forward over the whole mesh: ranks that decode for different numbers
     of steps would wait for each other for ever. The hooks are put back and not created again, because that would lose
@@ -201,7 +205,7 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
 
     mesh = group.group
 
-    def barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def barrier(group: object = None, *args: object, **kwargs: object) -> Any:
         return job_barrier(mesh if group is None else group, *args, **kwargs)
 
     comm.barrier = barrier
@@ -247,7 +251,7 @@ def _without_second_copy() -> Iterator[None]:
 
     create = Stage3._create_fp32_partitions
 
-    def create_without_copy(optimizer: Any) -> None:
+    def create_without_copy(optimizer: ZeROOptimizer) -> None:
         name = optimizer.device
         if not optimizer.offload_optimizer:
             optimizer.device = torch.device(name)
@@ -269,7 +273,7 @@ def _without_gradient_memory() -> Iterator[None]:
 
     set_up = Stage3._setup_for_real_optimizer
 
-    def set_up_without_zeros(optimizer: Any) -> None:
+    def set_up_without_zeros(optimizer: ZeROOptimizer) -> None:
         size = sum(p.partition_numel() for group in optimizer.fp16_groups for p in group)
         keeps_zeros = optimizer.offload_optimizer or optimizer.use_muon
         with contextlib.nullcontext() if keeps_zeros else _Unwritten(size):
@@ -303,7 +307,7 @@ def _without_first_gather() -> Iterator[None]:
 
     create = Stage3.create_reduce_and_remove_grad_hooks
 
-    def create_at_shapes(optimizer: Any) -> None:
+    def create_at_shapes(optimizer: ZeROOptimizer) -> None:
         parameters = [p for group in optimizer.fp16_groups for p in group if p.numel() < p.ds_numel]
         if optimizer.zero_hpz_partition_size > 1:  # a secondary partition is made of the gathered parameter
             parameters = []

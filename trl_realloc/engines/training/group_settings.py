@@ -53,7 +53,7 @@ class GroupSettings:
             for number, values in own.items()
         }
 
-    def load(self, numbers: Mapping[int, Mapping[str, Any]]) -> None:
+    def load(self, numbers: Mapping[int, Mapping[str, object]]) -> None:
         """Take over the numbers of another state of this optimizer, and forget the present ones."""
         for number, group, given in self._groups():
             for key in _own(group, given):
@@ -75,7 +75,7 @@ class GroupSettings:
             yield group.get(GROUP, at), group, given
 
 
-def copied(settings: Mapping[str, Any]) -> dict[str, Any]:
+def copied(settings: Mapping[str, object]) -> dict[str, Any]:
     """The settings of a parameter group without its parameters. Tensors of one element and containers are copied,
     because optimizers and schedulers may change them in place."""
     return {key: _copy(value) for key, value in settings.items() if key != "params"}
@@ -99,7 +99,7 @@ def is_same(one: object, other: object) -> bool:
         return False
 
 
-def _own(group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _own(group: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Any]:
     """The numbers of a group that are not the settings that were given last."""
     return {
         key: value
@@ -112,7 +112,7 @@ def _is_number(value: object) -> bool:
     return value.numel() == 1 if torch.is_tensor(value) else isinstance(value, (int, float))
 
 
-def _plain(number: Any) -> Any:
+def _plain(number: object) -> Any:
     """A number of NumPy's as one of Python's, which a checkpoint may hold."""
     return number.item() if hasattr(number, "item") else number
 

@@ -83,7 +83,7 @@ class MasterWeights:
             parameter.data.copy_(master.data)
 
 
-def in_dtype_of(weight: Tensor, value: Any) -> Any:
+def in_dtype_of(weight: Tensor, value: object) -> Any:
     """A copy of one value of an optimizer's state of a weight, on the weight's device. Floating-point tensors of the
     weight's shape get its dtype. Others, such as quantized moments and their scales, keep theirs."""
     if not torch.is_tensor(value) or not value.dim():
@@ -382,7 +382,7 @@ def _master_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if is_low(parameter) else parameter.dtype
 
 
-def _repeated(example: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+def _repeated(example: Mapping[str, object], shape: torch.Size) -> dict[str, Any]:
     """The state that an optimizer's constructor makes for a parameter of a shape, from that for one element, whose
     memory it shares."""
     return {key: v.reshape(()).expand(shape) if torch.is_tensor(v) and v.dim() else v for key, v in example.items()}

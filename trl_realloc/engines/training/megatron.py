@@ -50,6 +50,8 @@ from .weight_source import fill, to_device
 
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..base import TrainingEngine
 
 
@@ -247,7 +249,7 @@ class MegatronEngine:
         outputs: Mapping[str, Ragged] = self.in_context(lambda: self.head(samples))
         return outputs
 
-    def in_context(self, compute: Callable[[], Any]) -> Any:
+    def in_context(self, compute: Callable[[], object]) -> Any:
         """Run a part of the model's forward with the engine's autocast."""
         with autocast(self.device, self.compute_dtype):
             return compute()
@@ -310,7 +312,7 @@ class MegatronEngine:
         return groups.dp.index == 0 and of_tensor and not (name == self._tied and groups.pp.index > 0)
 
 
-def check_model(model: Any, tp: int, pp: int) -> None:
+def check_model(model: PreTrainedModel, tp: int, pp: int) -> None:
     """Check that a model can be split.
 
     Raises:

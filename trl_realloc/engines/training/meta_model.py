@@ -26,7 +26,7 @@ class CannotReadParts(Exception):
     """A checkpoint whose parameters can only be read all at once. The message says why."""
 
 
-def open_model(kind: Any, name: str, **kwargs: Any) -> PreTrainedModel:
+def open_model(kind: Any, name: str, **kwargs: object) -> PreTrainedModel:
     """A checkpoint's model on the meta device, with the files that `fill` reads. Parameters that the checkpoint lacks
     (the score layer of a new critic) are in memory, drawn by the module's own initialization from torch's generator as
     `from_pretrained` draws them; buffers are in memory too.
@@ -90,7 +90,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _checkpoint_files(model: PreTrainedModel, files: Sequence[str] | Mapping[str, Any]) -> CheckpointFiles:
+def _checkpoint_files(model: PreTrainedModel, files: Sequence[str] | Mapping[str, object]) -> CheckpointFiles:
     """The files of a model that Transformers has loaded on the meta device, with the names of the tensors from which
     Transformers makes each parameter.
 
@@ -168,7 +168,7 @@ def is_untied(model: PreTrainedModel) -> bool:
     return len(weights) == 2 and weights[0] is not weights[1]
 
 
-def _without_adapters(module: Any) -> Any:
+def _without_adapters(module: nn.Module) -> nn.Module:
     """The module inside of PEFT's layers and wrappers."""
     for name in ("base_layer", "original_module"):
         if (inner := getattr(module, name, None)) is not None:

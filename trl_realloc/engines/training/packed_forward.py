@@ -87,7 +87,7 @@ class RoleHead(nn.Module):
         row = torch.repeat_interleave(torch.arange(len(tokens)), tokens.lengths)
         return {"input_ids": tokens.pad(), "attention_mask": mask}, row, position
 
-    def _run(self, model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    def _run(self, model: nn.Module, arguments: Mapping[str, object]) -> Any:
         if self._received is not None:
             arguments = {**arguments, "input_ids": None, "inputs_embeds": self._received}
         with packed_rows() if self.packed else contextlib.nullcontext():
@@ -131,7 +131,7 @@ class PolicyHead(RoleHead):
         return {"logprobs": responses.like(columns[0]), "entropy": responses.like(columns[1])}
 
     def _in_slices(
-        self, arguments: Mapping[str, Any], pick: Callable[[Tensor], Tensor], targets: Tensor
+        self, arguments: Mapping[str, object], pick: Callable[[Tensor], Tensor], targets: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Log-probabilities and entropies without the logits in memory; `None` if these are few, or if the model does
         not have them from its head alone."""

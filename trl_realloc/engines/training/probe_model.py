@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class PassThrough(nn.Module):
     """Replaces a module of a model; returns its first argument."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         return hidden
 
 

@@ -116,7 +116,14 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
 
 
 def follow(
-    model: PreTrainedModel, source: int, target: int, rank: int, control: Any, role: str, *, adapted: bool = False
+    model: PreTrainedModel,
+    source: int,
+    target: int,
+    rank: int,
+    control: dist.ProcessGroup | None,
+    role: str,
+    *,
+    adapted: bool = False,
 ) -> None:
     """Copy the tensors of the source rank's model to the target rank's, where both have one of the same name and shape.
     Only tensors that differ are sent, from rank to rank over the host. Digests are computed on each rank's accelerator.

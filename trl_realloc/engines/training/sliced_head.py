@@ -215,7 +215,7 @@ def logits_are_of_head(model: PreTrainedModel) -> bool:
 
 
 @contextlib.contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Inside, calls of a module run another function. Its hooks run as ever."""
     before = vars(module).get("forward")
     module.forward = forward  # type: ignore[method-assign]

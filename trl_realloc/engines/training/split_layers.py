@@ -30,7 +30,7 @@ class _Enter(torch.autograd.Function):
     part of its gradient, and the backward sums them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: MeshGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -45,7 +45,7 @@ class _Leave(torch.autograd.Function):
     """The sum of the ranks' parts, which every rank then has. Overwrites its input."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: MeshGroup) -> Tensor:
         dist.all_reduce(part, group=group)
         ctx.mark_dirty(part)
         return part

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...algorithms.base import TokenLoss
@@ -69,8 +70,8 @@ class ZeroEngine:
         device: torch.device,
         *,
         stage: int,
-        alone: Any,
-        config: Mapping[str, Any] | None = None,
+        alone: dist.ProcessGroup | None,
+        config: Mapping[str, object] | None = None,
         compute_dtype: torch.dtype | None = None,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         max_grad_norm: float = 0.0,
@@ -233,7 +234,7 @@ class ZeroEngine:
         with self._gather(list(self.head.model.parameters())), self._without_hooks(), keeping:
             yield self.head.model
 
-    def _without_hooks(self) -> contextlib.AbstractContextManager[Any]:
+    def _without_hooks(self) -> contextlib.AbstractContextManager[object]:
         """Inside, the modules have no hooks of DeepSpeed's."""
         if self.stage < 3:
             return contextlib.nullcontext()
@@ -275,7 +276,7 @@ class ZeroEngine:
         set_loss_scale(self.engine.optimizer, state.scaler)
         self.version = state.version
 
-    def _state_part(self, parameter: Any, key: str) -> StateTensor:
+    def _state_part(self, parameter: nn.Parameter, key: str) -> StateTensor:
         """This rank's part of one tensor of the training state: a range of the flattened tensor."""
         found = compat.state_range(self.engine.optimizer, parameter, None if key == MASTER else key, self.group.index)
         shape = compat.full_shape(parameter)
@@ -291,7 +292,7 @@ class ZeroEngine:
         outputs: Mapping[str, Ragged] = self.engine(samples)
         return outputs
 
-    def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[object]:
         """Inside, the parameters are full."""
         return contextlib.nullcontext() if self.stage < 3 else compat.full(parameters)
 

@@ -5,9 +5,13 @@ Uses DeepSpeed beyond its documentation, as `deepspeed_compat` does. Line number
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+
+if TYPE_CHECKING:
+    from .deepspeed_compat import ZeROOptimizer
 
 
 class GradientMemory:
@@ -16,7 +20,7 @@ class GradientMemory:
     Not in other stages, and not if the optimizer is offloaded, whose gradients are in pinned host memory.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: ZeROOptimizer) -> None:
         buffer: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
         if buffer is not None and getattr(optimizer, "offload_optimizer", False):
             buffer = None

@@ -23,7 +23,9 @@ from .weight_source import reading, source_of, to_device
 from .zero_setup import Topology, cast_parameters, parameter_dtype
 
 
-def partition_loaded(model: nn.Module, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> None:
+def partition_loaded(
+    model: nn.Module, settings: Mapping[str, object], topology: Topology, device: torch.device
+) -> None:
     """Partition the parameters of a model in memory over the mesh, so that the device has one full parameter at a time.
     `deepspeed.initialize` would move all of the model there first. Does nothing for a model on the meta device, and
     where DeepSpeed's partitions are not plain, which it makes itself.
@@ -44,7 +46,9 @@ def partition_loaded(model: nn.Module, settings: Mapping[str, Any], topology: To
     to_device(model, device)  # DeepSpeed moves no model that has partitions
 
 
-def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> None:
+def partition_unread(
+    model: nn.Module, settings: Mapping[str, object], topology: Topology, device: torch.device
+) -> None:
     """Partition the parameters on the meta device over the mesh, and read this rank's partitions. Does nothing for a
     model in memory.
 
@@ -74,7 +78,7 @@ def partition_unread(model: nn.Module, settings: Mapping[str, Any], topology: To
                     read(item.name, box, cell)
 
 
-def partition_of(parameter: Any, group: MeshGroup) -> list[tuple[Box, Tensor]]:
+def partition_of(parameter: nn.Parameter, group: MeshGroup) -> list[tuple[Box, Tensor]]:
     """This rank's boxes of a partitioned parameter, as views of DeepSpeed's partition."""
     flat = partition(parameter)
     return flat_cells(full_shape(parameter), group.index * flat.numel(), flat)
@@ -116,7 +120,7 @@ class _Range:
     """Elements `low` to `high` of a rank's partition of a parameter, of which `start` is the first in the parameter."""
 
     name: str
-    parameter: Any
+    parameter: nn.Parameter
     start: int
     low: int
     high: int
@@ -129,7 +133,7 @@ class _Range:
         return Piece(self.name, self.start, values)
 
 
-def _ranges(name: str, parameter: Any, owner: int, piece_bytes: int) -> Iterator[_Range]:
+def _ranges(name: str, parameter: nn.Parameter, owner: int, piece_bytes: int) -> Iterator[_Range]:
     """A rank's partition in ranges of at most `piece_bytes`, without the padding at the parameter's end."""
     length = partition(parameter).numel()  # the same on every rank
     first = owner * length

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
-def check_gradients(optimizer: Any) -> None:
+if TYPE_CHECKING:
+    from .deepspeed_compat import ZeROOptimizer
+
+
+def check_gradients(optimizer: ZeROOptimizer) -> None:
     """Have a ZeRO optimizer skip steps whose gradients are not finite. DeepSpeed looks for them in float16 and float32,
     and not where the first parameter is in bfloat16 without a config that says so (stage_1_and_2.py:3042)."""
     if hasattr(optimizer, "check_grad_overflow"):
         optimizer.check_grad_overflow = True
 
 
-def loss_scale(optimizer: Any) -> dict[str, Any]:
+def loss_scale(optimizer: ZeROOptimizer) -> dict[str, Any]:
     """The state of DeepSpeed's dynamic loss scaler under the names of torch's `GradScaler`, so that an engine of
     another kind goes on with it; empty without one."""
     scaler: Any = getattr(optimizer, "loss_scaler", None)
@@ -28,7 +32,7 @@ def loss_scale(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def set_loss_scale(optimizer: Any, state: Mapping[str, Any]) -> None:
+def set_loss_scale(optimizer: ZeROOptimizer, state: Mapping[str, object]) -> None:
     """Go on with the scale of `loss_scale`, and the number of steps since it was changed."""
     scaler: Any = getattr(optimizer, "loss_scaler", None)
     if state and getattr(scaler, "dynamic", False):

@@ -25,9 +25,9 @@ class Topology:
     group."""
 
     group: MeshGroup
-    alone: Any
+    alone: dist.ProcessGroup | None
 
-    def get_data_parallel_group(self) -> Any:
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         return self.group.group
 
     def get_data_parallel_rank(self) -> int:
@@ -36,7 +36,7 @@ class Topology:
     def get_data_parallel_world_size(self) -> int:
         return self.group.size
 
-    def get_model_parallel_group(self) -> Any:
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
         return self.alone
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -53,7 +53,7 @@ class Topology:
 
 
 def deepspeed_config(
-    stage: int, user_config: Mapping[str, Any] | None, max_grad_norm: float, trained: int
+    stage: int, user_config: Mapping[str, object] | None, max_grad_norm: float, trained: int
 ) -> dict[str, Any]:
     """The config of an engine, from the user's DeepSpeed config (that of `accelerate launch`): ZeRO options, offload,
     precision and clipping are the user's; batch sizes, optimizer and scheduler are the trainer's. Gradients are reduced
@@ -89,14 +89,14 @@ def deepspeed_config(
     return config
 
 
-def parameter_dtype(user_config: Mapping[str, Any] | None) -> torch.dtype | None:
+def parameter_dtype(user_config: Mapping[str, object] | None) -> torch.dtype | None:
     """The dtype that DeepSpeed casts every model's parameters to with the user's config; `None` if it casts none."""
     config = _without_auto(dict(user_config or {}))
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return next((dtype for kind, dtype in kinds.items() if config.get(kind, {}).get("enabled")), None)
 
 
-def scales_losses(user_config: Mapping[str, Any] | None) -> bool:
+def scales_losses(user_config: Mapping[str, object] | None) -> bool:
     """True if DeepSpeed scales losses with the user's config, as training in float16 needs."""
     return parameter_dtype(user_config) is torch.float16
 

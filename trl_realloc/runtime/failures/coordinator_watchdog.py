@@ -13,10 +13,9 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from .liveness import Liveness
-from .message_socket import MessageSocket
+from .message_socket import JsonMessage, MessageSocket
 from .watchdog import KILL_S, LAST_WORDS_S, Watchdog
 
 
@@ -26,7 +25,7 @@ ALL_GENERATIONS = 1 << 30  # the generation of a fatal failure, which ends every
 class CoordinatorWatchdog(Watchdog):
     """Collects heartbeats, errors and ends of all ranks, and sends verdicts to all watchdogs."""
 
-    def __init__(self, rank_socket: MessageSocket, settings: dict[str, Any]) -> None:
+    def __init__(self, rank_socket: MessageSocket, settings: JsonMessage) -> None:
         super().__init__(rank_socket, settings)
         self.liveness = Liveness(settings["world_size"], self.timeout_s, time.monotonic())
         self.peers: list[MessageSocket] = []
@@ -42,7 +41,7 @@ class CoordinatorWatchdog(Watchdog):
             self.selector.register(self.server, selectors.EVENT_READ)
             rank_socket.send(port=self.server.getsockname()[1])
 
-    def send_to_coordinator(self, **message: Any) -> None:
+    def send_to_coordinator(self, **message: object) -> None:
         self._record(self.rank, message)
         if "heartbeat" in message:
             self._send_to_peers(**message)
@@ -74,13 +73,13 @@ class CoordinatorWatchdog(Watchdog):
                     self.liveness.lose(peer.rank, time.monotonic())
         self.peers = [peer for peer in self.peers if peer.is_open]
 
-    def _messages(self, peer: MessageSocket) -> Iterator[dict[str, Any]]:
+    def _messages(self, peer: MessageSocket) -> Iterator[JsonMessage]:
         try:
             yield from peer.receive()
         except ValueError:  # no watchdog of this job has connected to the port
             peer.is_open = False
 
-    def _record(self, rank: int, message: dict[str, Any]) -> None:
+    def _record(self, rank: int, message: JsonMessage) -> None:
         now = time.monotonic()
         if "heartbeat" in message:
             heartbeat = message["heartbeat"]
@@ -117,7 +116,7 @@ class CoordinatorWatchdog(Watchdog):
         is_known = hmac.compare_digest(token, self.settings["token"].encode())
         return rank if is_known and isinstance(rank, int) and 0 <= rank < self.settings["world_size"] else None
 
-    def _send_to_peers(self, **message: Any) -> None:
+    def _send_to_peers(self, **message: object) -> None:
         for peer in self.peers:
             if peer.rank is not None:
                 peer.send(**message)

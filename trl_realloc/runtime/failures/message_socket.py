@@ -8,6 +8,9 @@ import socket
 from typing import Any
 
 
+JsonMessage = dict[str, Any]
+
+
 class MessageSocket:
     """JSON objects, one per line, over a stream socket that never blocks.
 
@@ -22,7 +25,7 @@ class MessageSocket:
         self.rank: int | None = None
         self._received, self._unsent = b"", bytearray()
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: object) -> None:
         """Send a message, or queue what the socket does not take now."""
         if self.is_open:
             self._unsent += json.dumps(message).encode() + b"\n"
@@ -38,7 +41,7 @@ class MessageSocket:
         except OSError:
             self.is_open = False
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[JsonMessage]:
         """The messages that have arrived. Raises `ValueError` for a line that is not a JSON object."""
         if not self.is_open:
             return []

@@ -6,10 +6,9 @@ import contextlib
 import selectors
 import socket
 import time
-from typing import Any
 
 from .liveness import Verdict
-from .message_socket import MessageSocket
+from .message_socket import JsonMessage, MessageSocket
 from .process_state import has_ended
 from .watchdog import LAST_WORDS_S, Watchdog
 
@@ -17,7 +16,7 @@ from .watchdog import LAST_WORDS_S, Watchdog
 class PeerWatchdog(Watchdog):
     """Sends rank 0's watchdog its rank's heartbeats, errors and end, and receives its verdicts."""
 
-    def __init__(self, rank_socket: MessageSocket, settings: dict[str, Any]) -> None:
+    def __init__(self, rank_socket: MessageSocket, settings: JsonMessage) -> None:
         super().__init__(rank_socket, settings)
         self.coordinator: MessageSocket | None = None
         self.last_heard = self._last_check = time.monotonic()
@@ -41,7 +40,7 @@ class PeerWatchdog(Watchdog):
             where = ", ".join(f"{host}:{port}" for host, port in self.settings["addresses"])
             self._problem = f"rank {self.rank} on host {self.host} cannot reach rank 0 at {where}: a firewall?"
 
-    def send_to_coordinator(self, **message: Any) -> None:
+    def send_to_coordinator(self, **message: object) -> None:
         if self.coordinator is not None:
             self.coordinator.send(**message)
 

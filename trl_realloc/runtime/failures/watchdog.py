@@ -18,11 +18,10 @@ import signal
 import socket
 import time
 from dataclasses import asdict
-from typing import Any
 
 from .cleanup import clean_up
 from .liveness import RankState, Verdict
-from .message_socket import MessageSocket
+from .message_socket import JsonMessage, MessageSocket
 from .process_state import exit_status, has_ended, process_state
 
 
@@ -40,7 +39,7 @@ class Watchdog:
         (torchrun's).
     """
 
-    def __init__(self, rank_socket: MessageSocket, settings: dict[str, Any]) -> None:
+    def __init__(self, rank_socket: MessageSocket, settings: JsonMessage) -> None:
         self.rank_socket, self.settings = rank_socket, settings
         self.rank, self.pid, self.launcher = settings["rank"], settings["pid"], settings["launcher"]
         self.timeout_s, self.host = settings["timeout_s"], socket.gethostname()
@@ -65,7 +64,7 @@ class Watchdog:
 
     # --- what the two kinds of watchdog do differently --------------------------------------------------------------
 
-    def send_to_coordinator(self, **message: Any) -> None:
+    def send_to_coordinator(self, **message: object) -> None:
         """Send a message of this rank to rank 0's watchdog."""
         raise NotImplementedError
 
@@ -113,7 +112,7 @@ class Watchdog:
         self._stopped_since.pop(pid, None)
         return 0.0
 
-    def receive_from_rank(self, messages: list[dict[str, Any]]) -> None:
+    def receive_from_rank(self, messages: list[JsonMessage]) -> None:
         """Process the rank's messages."""
         for message in messages:
             ((key, value),) = message.items()

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..launch.network_interfaces import NetworkError, gloo_address, is_loopback
+from .message_socket import JsonMessage
 
 
 HEARTBEAT_TIMEOUT_S = 30.0
@@ -48,7 +49,7 @@ class WatchdogClient:
     def __init__(self, rank: int, world_size: int, store: dist.Store | None, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self.activity = "starting"
-        self.verdict: dict[str, Any] | None = None
+        self.verdict: JsonMessage | None = None
         self._verdicts = queue.SimpleQueue[tuple[float, dict[str, Any]]]()  # each with the time at which it came
         self._all_leaving = -1  # the newest generation of which the watchdog has said that all ranks are leaving
         self._acknowledged = -1  # the newest generation whose failure this rank handles by an exception
@@ -75,7 +76,7 @@ class WatchdogClient:
         self._socket, self._owner_pid = parent_socket, os.getpid()
         self._lines = parent_socket.makefile("r", encoding="utf-8")
         is_launched = bool({"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys())
-        settings: dict[str, Any] = {
+        settings: JsonMessage = {
             "rank": rank,
             "world_size": world_size,
             "pid": os.getpid(),
@@ -90,7 +91,7 @@ class WatchdogClient:
             threading.Thread(target=target, daemon=True, name="watchdog").start()
         atexit.register(self._send, exiting=True)
 
-    def _configure(self, settings: dict[str, Any], store: dist.Store | None) -> None:
+    def _configure(self, settings: JsonMessage, store: dist.Store | None) -> None:
         """Send the watchdog its settings. Rank 0's watchdog opens a port, which the other ranks read from `store`."""
         if self.rank == 0:
             settings["token"] = secrets.token_hex(16)
@@ -111,7 +112,7 @@ class WatchdogClient:
         elif store is not None:
             self._send(settings={**settings, **json.loads(store.get(_STORE_KEY))})
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, **message: object) -> None:
         """Send one message. Never raises, because a lost watchdog is no reason to fail by itself."""
         if os.getpid() == self._owner_pid:  # a fork of the trainer, such as a data loader's worker, sends nothing
             with contextlib.suppress(OSError), self._send_lock:

@@ -18,17 +18,16 @@ from __future__ import annotations
 import select
 import socket
 import sys
-from typing import Any
 
 from .coordinator_watchdog import CoordinatorWatchdog
-from .message_socket import MessageSocket
+from .message_socket import JsonMessage, MessageSocket
 from .peer_watchdog import PeerWatchdog
 from .watchdog import Watchdog
 
 
 def main() -> None:
     rank_socket = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonMessage] = []
     while not messages and rank_socket.is_open:
         select.select([rank_socket.sock], [], [], 5)
         messages = rank_socket.receive()

@@ -143,7 +143,7 @@ def on_loopback(process: Process) -> str:
     )
 
 
-def _exchange(store: dist.Store, key: str, rank: int, senders: Sequence[int], value: Any) -> list[Any]:
+def _exchange(store: dist.Store, key: str, rank: int, senders: Sequence[int], value: object) -> list[Any]:
     """The senders' values, on every rank. Rank 0 collects them, so that each rank reads one message."""
     if rank in senders:
         store.set(f"{key}/{rank}", json.dumps(value))

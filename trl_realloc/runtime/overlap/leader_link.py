@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ..messages import Messages
 from ..samples.routes import RESULTS
@@ -104,7 +104,7 @@ class LeaderLink(Generic[Event, Task]):
         messages: Messages,
         tag: int,
         leader: Leader[Event, Task] | None,
-        last: type[Any],
+        last: type[object],
         *,
         takes_tasks: bool = True,
     ) -> None:

@@ -62,7 +62,7 @@ class Residency(ModelHook):
         if not is_accelerator(self.device) or (self.moves > 0 and has_room(self.device, size)):
             self._move_to_device(self._module)
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.resident:
             self._move_to_device(module)
         self._await_copies()

@@ -167,7 +167,7 @@ class EngineBuilder:
             if call not in self.placement.reallocation_groups and self.placement.has(call) and trains:
                 self.engines[call] = self.engines[home]
 
-    def _build_frozen(self, role: Role, trained_model: Any = None) -> None:
+    def _build_frozen(self, role: Role, trained_model: PreTrainedModel | None = None) -> None:
         """Build a frozen role's engines. Calls with the same layout share them.
 
         Args:
@@ -281,7 +281,9 @@ class EngineBuilder:
         if not self.roles.filled_later:
             equalize(model, self.placement.group(call), str(self.placement.role_of(call)))
 
-    def _follow(self, call: str, home: str, trained: Any, copied: Any, *, adapted: bool = False) -> None:
+    def _follow(
+        self, call: str, home: str, trained: PreTrainedModel, copied: PreTrainedModel, *, adapted: bool = False
+    ) -> None:
         """Set a copy of a trained role's model to the model of the first rank of the training's mesh."""
         if self.roles.filled_later:
             return

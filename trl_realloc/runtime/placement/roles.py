@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from ...plan.dataflow import DataflowGraph, Role
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 ModelKind = Literal["policy", "value", "score"]
@@ -37,14 +37,14 @@ class RoleModels:
     """
 
     kind: ModelKind
-    load: Sequence[Callable[[], Any]]
+    load: Sequence[Callable[[], PreTrainedModel]]
     names: Sequence[str] = ()
-    processing_classes: Sequence[Any] = ()
+    processing_classes: Sequence[PreTrainedTokenizerBase] = ()
     config: PretrainedConfig = None
-    shell: Callable[[], Any] | None = None
+    shell: Callable[[], PreTrainedModel] | None = None
     adapted: bool = False
     copy_of: Role | None = None
-    inside: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None
+    inside: Callable[[nn.Module], contextlib.AbstractContextManager[object]] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from .roles import Roles
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 MOVE_BUCKET_BYTES = 64 << 20  # of a move; two are in flight at a time, beside the parts of both plans
@@ -135,7 +135,7 @@ class RunState:
                 merged.scalars |= description.scalars
                 merged.group_numbers |= description.group_numbers
 
-    def model(self, key: str) -> Any:
+    def model(self, key: str) -> PreTrainedModel:
         """A model with uninitialized parameters, which `load_into` fills."""
         description = self.descriptions[key]
         model = blank(description.config, description.is_policy, description.dtypes)

@@ -343,5 +343,5 @@ def _unpack(data: bytes) -> CallOutput | Failures:
     return CallOutput(Rollouts.from_bytes(content[0]), *content[1:])
 
 
-def _are_failures(content: tuple[Any, ...]) -> bool:
+def _are_failures(content: tuple[object, ...]) -> bool:
     return isinstance(content[0], CallFailure)

@@ -88,7 +88,7 @@ class Rounds:
     ) -> None:
         self._messages, self._ranks, self._rank, self._homes, self._serve = messages, ranks, rank, homes, serve
 
-    def join(self, requests: Sequence[Any]) -> list[Any]:
+    def join(self, requests: Sequence[object]) -> list[Any]:
         """Take part in a round with these requests, perhaps none. Returns an answer for each, in order.
 
         Raises:
@@ -121,7 +121,7 @@ class Rounds:
         if first is not None:
             raise JobFailed(first, is_shared=True)
 
-    def _round(self, requests: Sequence[Any] | None) -> list[Any] | None:
+    def _round(self, requests: Sequence[object] | None) -> list[Any] | None:
         """One round. `None` without one: all ranks have finished."""
         posted = {self._rank: None if requests is None else len(requests)}
         counts: dict[int, int | None] = combined(
@@ -141,7 +141,7 @@ class Rounds:
         self.agree(error)
         return self._return(shares, served)
 
-    def _exchange(self, shares: Sequence[ServedRequests], requests: Sequence[Any]) -> list[Any]:
+    def _exchange(self, shares: Sequence[ServedRequests], requests: Sequence[object]) -> list[Any]:
         """Send this rank's requests to their servers. Returns those that this rank serves, in the order of the
         shares."""
         for share in shares:
@@ -154,7 +154,7 @@ class Rounds:
                 to_serve += requests[share.start : share.stop] if is_own else self._receive(share.source, _REQUESTS)
         return to_serve
 
-    def _return(self, shares: Sequence[ServedRequests], served: Sequence[Any]) -> list[Any]:
+    def _return(self, shares: Sequence[ServedRequests], served: Sequence[object]) -> list[Any]:
         """Send answers to the ranks whose requests they are for. Returns those for this rank's requests."""
         local, at = list[Any](), 0
         for share in shares:

@@ -86,7 +86,7 @@ def algorithm_difference(saved: Collection[str], current: Collection[str]) -> st
     return f"it is of a run that trains {of_saved}; this run trains {of_current}"
 
 
-def optimizer_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
+def optimizer_differences(saved: Mapping[str, object], current: Identity) -> list[str]:
     """Compare the optimizer of a checkpoint's run with this run's. Returns the differences as phrases for a message.
 
     Args:

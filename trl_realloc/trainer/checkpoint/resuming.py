@@ -270,7 +270,7 @@ def is_needed_by_all(name: str) -> bool:
 def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, shapes: Mapping[str, Shapes]) -> None:
     """Check that the files can be read and fit this run."""
 
-    def read(name: str, reader: Callable[[Path], Any]) -> Any:
+    def read(name: str, reader: Callable[[Path], object]) -> Any:
         try:
             return reader(folder / name)
         except Exception as error:  # on damaged bytes a reader may raise any error

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from transformers.utils import logging
@@ -102,7 +102,7 @@ class UnfinishedCheckpoint:
         final: Path,
         run: str,
         write: Callable[[Path, WriteErrors], BackgroundWrite | None],
-        about: Mapping[str, Any],
+        about: Mapping[str, object],
         *,
         rank: int,
         control: dist.ProcessGroup | None,

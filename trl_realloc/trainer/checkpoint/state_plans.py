@@ -103,7 +103,7 @@ class Saving(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         return SavePlan([item for name, entry in self.entries.items() for item in self._items(name, entry)])
 
-    def _items(self, name: str, entry: Any) -> Iterator[WriteItem]:
+    def _items(self, name: str, entry: object) -> Iterator[WriteItem]:
         if not isinstance(entry, StateTensor):
             yield WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
             return
@@ -158,7 +158,7 @@ class Loading(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         return LoadPlan([item for name, entry in self.entries.items() for item in self._items(name, entry)])
 
-    def _items(self, name: str, entry: Any) -> Sequence[ReadItem]:
+    def _items(self, name: str, entry: object) -> Sequence[ReadItem]:
         stored = self.stored.get(name)
         if isinstance(entry, StateTensor) and isinstance(stored, TensorStorageMetadata):
             return create_read_items_for_chunk_list(name, stored, [_chunk(box) for box, _ in entry.cells])

@@ -73,7 +73,7 @@ class Reader(FileSystemReader):
         super().__init__(checkpoint / STATE_FOLDER)
         self._file = checkpoint / METADATA
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The tensors, their chunks, and the files of these.
 
         Raises:
@@ -87,7 +87,7 @@ class Reader(FileSystemReader):
         return metadata
 
 
-def _member(kind: Any, name: str) -> Enum:
+def _member(kind: object, name: str) -> Enum:
     """The member of an enum with this name. Raises `ValueError` for an attribute of anything else."""
     if not (isinstance(kind, EnumType) and name in kind.__members__):
         raise ValueError("it asks for an attribute of what is no enum")

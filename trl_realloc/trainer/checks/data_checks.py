@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def check_types(inputs: Mapping[str, Any]) -> None:
+def check_types(inputs: Mapping[str, object]) -> None:
     """Refuse a model, a tokenizer or an adapter's config of another type.
 
     Args:
@@ -43,7 +43,7 @@ def check_types(inputs: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} must be {words}, not {type(given).__name__}.")
 
 
-def check_columns(inputs: Mapping[str, Any]) -> None:
+def check_columns(inputs: Mapping[str, object]) -> None:
     """Refuse data sets without prompts, unless environments are given.
 
     Args:
@@ -63,7 +63,7 @@ def check_columns(inputs: Mapping[str, Any]) -> None:
             )
 
 
-def _datasets(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _datasets(inputs: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     yield "train_dataset", inputs.get("train_dataset")
     evaluation = inputs.get("eval_dataset")
     if isinstance(evaluation, Mapping) and not hasattr(evaluation, "column_names"):

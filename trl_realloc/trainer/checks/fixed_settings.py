@@ -15,7 +15,7 @@ from .config_checks import ConfigError
 
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
 
 _OF_ALL = ("max_grad_norm", "max_staleness", "skip_nonfinite_updates")
@@ -36,7 +36,7 @@ def fixed_settings(args: TrainingArguments, names: Iterable[str]) -> dict[str, A
     return {name: getattr(args, name) for name in names}
 
 
-def fixed_attributes(trainer: Any) -> dict[str, Any]:
+def fixed_attributes(trainer: Trainer) -> dict[str, Any]:
     """The values that the settings of a trainer of one policy have now, and its attributes that were made from others,
     by their names in messages."""
     attributes = {f"the trainer's {name}": getattr(trainer, name, None) for name in DRAWN_BY}
@@ -47,7 +47,7 @@ def fixed_attributes(trainer: Any) -> dict[str, Any]:
     return fixed_settings(trainer.args, OF_POLICY) | attributes | beta
 
 
-def refuse_changed(first: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_changed(first: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Refuse a setting that has changed since the trainer was made.
 
     Raises:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,7 +44,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 UNMERGED = ("ADAPTION_PROMPT", "CARTRIDGE", "HIRA", "LILY", "LN_TUNING", "POLY", "SHADOW", "XLORA")
 
 
-def check_models(model: object, ref_model: object, value_model: object, reward_models: Sequence[Any]) -> None:
+def check_models(model: object, ref_model: object, value_model: object, reward_models: Sequence[object]) -> None:
     """Refuse arguments that are not models, one object for two roles, models that no engine can run, and models without
     the head of their role. The config of a model by path is checked later, in `check_config_of`.
 
@@ -327,7 +327,7 @@ def check_roles(
     model: object,
     ref_model: object,
     value_model: object,
-    reward_models: Sequence[Any],
+    reward_models: Sequence[object],
     rewards: Rewards,
     processing_class: PreTrainedTokenizerBase,
     stop_token_id: int | None,

@@ -41,7 +41,7 @@ def check_plan(
     configs: Mapping[Role, Sequence[PretrainedConfig]],
     adapted: Sequence[Role],
     precision: torch.dtype | None = None,
-    deepspeed: Mapping[str, Any] | None = None,
+    deepspeed: Mapping[str, object] | None = None,
     *,
     own_reference: bool = False,
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def why_not_trained(
     args: TrainingArguments,
-    model: Any,
+    model: PreTrainedModel | PretrainedConfig,
     peft_config: PeftConfig | None = None,
     environment: Mapping[str, str] = os.environ,
     *,
-    quantization_config: Any = None,
+    quantization_config: object = None,
     trainer: type = Trainer,
 ) -> str | None:
     """The first reason, as a sentence; `None` if the engines train what TRL would train.
@@ -71,7 +71,10 @@ def own_optimizer(kind: type) -> str | None:
 
 
 def _reasons(
-    args: TrainingArguments, model: Any, peft_config: PeftConfig | None, environment: Mapping[str, str]
+    args: TrainingArguments,
+    model: PreTrainedModel | PretrainedConfig,
+    peft_config: PeftConfig | None,
+    environment: Mapping[str, str],
 ) -> Iterator[str]:
     is_loaded = isinstance(model, nn.Module)
     config = model.config if is_loaded else model
@@ -123,7 +126,9 @@ def _class_reasons(model: PreTrainedModel) -> Iterator[str]:
         yield f"{name} has no language head"
 
 
-def _dropout_reasons(config: PretrainedConfig, model: Any, adapters: list[Any]) -> Iterator[str]:
+def _dropout_reasons(
+    config: PretrainedConfig, model: PreTrainedModel | None, adapters: list[PeftConfig]
+) -> Iterator[str]:
     """Reasons of a policy with dropout. TRL's forward for the old log-probabilities draws other masks than its training
     forward does, and the engines compute without."""
     way_out = "and the engines train without dropout; disable_dropout: true lets them"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -23,7 +22,7 @@ class MetricsWriter(TrainerCallback):
         self._is_training, self._before_training = False, list[str]()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -41,8 +40,8 @@ class MetricsWriter(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and logs:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # an evaluation may be logged before any training
@@ -53,7 +52,7 @@ class MetricsWriter(TrainerCallback):
                 file.write(f"{line}\n")
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self._is_training = False
 
@@ -86,8 +85,8 @@ class CompactProgress(ProgressCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if self.training_bar is not None and logs:
             shown = {name: f"{logs[key]:,.4g}" for key, name in self.SHOWN.items() if logs.get(key) is not None}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ...algorithms.rollout import Rollouts
 
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def completion_rows(samples: Rollouts, processing_class: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """A dict with `query`, `model response` and `score` for each sample, the columns of TRL's table."""
+CompletionRow = TypedDict("CompletionRow", {"query": str, "model response": str, "score": float})
+
+
+def completion_rows(samples: Rollouts, processing_class: PreTrainedTokenizerBase) -> list[CompletionRow]:
+    """A row for each sample, with the columns of TRL's table."""
     queries = processing_class.batch_decode(
         [row.tolist() for row in samples.ragged("prompts").rows()], skip_special_tokens=True
     )
@@ -26,7 +29,7 @@ def completion_rows(samples: Rollouts, processing_class: PreTrainedTokenizerBase
     ]
 
 
-def show_completions(rows: Sequence[dict[str, Any]], report_to: Sequence[str], step: int) -> None:
+def show_completions(rows: Sequence[CompletionRow], report_to: Sequence[str], step: int) -> None:
     """Print five rows to the terminal, and log all rows to Weights & Biases and to Comet if the run reports there, as
     TRL does."""
     from rich.console import Console

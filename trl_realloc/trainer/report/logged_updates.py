@@ -23,7 +23,7 @@ REPORTED = ("time/step", "tokens/s")  # what a report needs of every update unde
 METRICS, STATE = "metrics.jsonl", "trainer_state.json"
 
 
-def logged_updates(folder: str | Path) -> list[dict[str, Any]]:
+def logged_updates(folder: str | Path) -> list[LogRow]:
     """The rows of a run's log that belong to updates, sorted by step.
 
     Reads `metrics.jsonl`, or if there is none `trainer_state.json`: of the folder, or of its newest checkpoint. Updates
@@ -63,7 +63,7 @@ def _trainer_state(folder: Path) -> Path | None:
     return states.get(newest)
 
 
-def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[LogRow]:
     """The rows of a metrics file that belong to updates, sorted by step. GRPO's and RLOO's `reward` is their score.
 
     Args:
@@ -77,7 +77,7 @@ def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[dict[str,
     return _updates(((where, parse_json(line, where)) for where, line in places), needed)
 
 
-def _updates(logs: Iterable[tuple[str, Any]], needed: Sequence[str]) -> list[dict[str, Any]]:
+def _updates(logs: Iterable[tuple[str, object]], needed: Sequence[str]) -> list[LogRow]:
     """The logs of updates among all, each with where it is written, sorted by step."""
     rows = []
     for where, row in logs:
@@ -91,7 +91,7 @@ def _updates(logs: Iterable[tuple[str, Any]], needed: Sequence[str]) -> list[dic
     return sorted(rows, key=lambda row: row["step"])
 
 
-def _check_update(row: Mapping[str, Any], needed: Sequence[str], where: str) -> None:
+def _check_update(row: LogRow, needed: Sequence[str], where: str) -> None:
     """Raises `PlanError` for the first metric that is missing, or that is not a finite number."""
     for name in needed:
         if name not in row:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -69,7 +69,7 @@ class Checkpoints:
         self.placed, self.host, self.trainer = placed, placed.host, placed.host.trainer
         self.unfinished: UnfinishedCheckpoint | None = None
         self._run: str | None = None  # name of the run in the manifests of its checkpoints
-        self._saved_state: Any = None  # the trainer's state when its first file was written
+        self._saved_state: TrainerState | None = None  # the trainer's state when its first file was written
         self._saved_step = 0  # number of updates before the last save
 
     # --- saving -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ...engines.generation.sampling_checks import needs_tokenizer
 from ...plan.dataflow import Role
@@ -25,6 +25,10 @@ from ..checkpoint.write_errors import WriteErrors
 from .run_setup import RunSetup
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
+
+
 S = TypeVar("S", bound=RunSetup)
 
 
@@ -39,12 +43,12 @@ class Host(Protocol):
         counters: whole numbers that the trainer's state has.
     """
 
-    trainer: Any
+    trainer: Trainer
     iteration: str
     calls_on_save: bool
     counters: tuple[str, ...]
 
-    def hold(self, models: Mapping[Role, Any]) -> None:
+    def hold(self, models: Mapping[Role, PreTrainedModel]) -> None:
         """Show this rank's modules of the trained roles as the trainer's model."""
 
     def follow(self, executor: Executor) -> None:
@@ -134,7 +138,7 @@ class PlacedPlan(Generic[S]):
         self.placement.roles = self.setup.roles
         self.placement.options = replace(self.placement.options, make_optimizer=self.setup.make_optimizer)
 
-    def _module_of(self, role: Role, structure: Any) -> Any:
+    def _module_of(self, role: Role, structure: PreTrainedModel) -> PreTrainedModel:
         """This rank's module of a trained role; the structure without weights on a rank without a part of the role."""
         engine = self.placement.trained(role)
         return structure if engine is None else engine.head.model
