@@ -100,6 +100,9 @@ def test_loaded_models_are_looked_at_themselves() -> None:
     layer: Any = tiny.policy()
     layer.model.layers[0].extra = nn.Dropout(0.5)
     assert "dropout 0.5" in str(why_not_trained(args, layer, None, {}))
+    adapted = get_peft_model(tiny.policy(), LORA)
+    for compiled in (torch.compile(adapted), get_peft_model(torch.compile(tiny.policy()), LORA)):
+        assert "is compiled" in str(why_not_trained(args, compiled, None, {}))
     spread: Any = tiny.policy()
     spread.hf_device_map = {"model.layers.0": torch.device("cpu"), "model.layers.1": "disk"}
     assert "several devices" in str(why_not_trained(args, spread, None, {}))

@@ -336,7 +336,7 @@ class PlannedPolicyTrainer(Trainer):
 
     # --- methods that TRL's class does not have ----------------------------------------------------------------------
 
-    def generate_completions(self) -> list[dict[str, Any]]:
+    def generate_completions(self) -> list[CompletionRow]:
         """Near-greedy completions of the evaluation prompts, one of each, with their scores. A completion is a single
         turn, without tools or environments. Five are printed as a table. All ranks together.
 

@@ -46,7 +46,7 @@ from .ppo.ppo_host import PPOHost
 from .ppo.ppo_setup import prepare
 from .ppo.trl_attributes import OnlineTrainerState, TrlAttributes
 from .ppo_config import PPOConfig, check_config
-from .report.completions import show_completions
+from .report.completions import CompletionRow, show_completions
 from .report.run_record import save_record
 from .run.metrics import SPANS, RunMetrics
 from .run.optimizers import check_own_optimizer, follows_metrics
@@ -448,7 +448,7 @@ class PPOTrainer(TrlAttributes):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
+    def generate_completions(self, sampling: bool = False) -> list[CompletionRow]:
         """Near-greedy completions of the evaluation prompts with their scores. Five of them are printed as a table.
 
         Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
@@ -26,7 +26,7 @@ from .plug import plug
 logger = logging.get_logger(__name__)
 
 
-def plan_generation(trainer: Any, plugin: ReallocationPlugin) -> None:
+def plan_generation(trainer: Trainer, plugin: ReallocationPlugin) -> None:
     """Generate by the plan while Accelerate trains, if vLLM is there and can serve the model. Otherwise TRL's
     generation by Transformers is used, unless vLLM was asked for.
 
@@ -100,7 +100,7 @@ def check_resumable(folder: str | bool | None, output_dir: str) -> None:
         )
 
 
-def config_or_model(args: Any, model: Any) -> Any:
+def config_or_model(args: TrainingArguments, model: PreTrainedModel) -> Any:
     """A loaded model, or the config of one by name, also of one with code of its own if the user trusts it.
 
     Raises:

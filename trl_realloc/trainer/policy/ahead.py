@@ -11,9 +11,13 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 class UpcomingBatches(Iterator[Any]):
@@ -81,7 +85,7 @@ class PromptsAhead:
         sampler: of the training prompts; `None` if their data set has no length.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.sampler: Any = None
         self._step_place = 0  # of the current micro-batch in its optimizer step

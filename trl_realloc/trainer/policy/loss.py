@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import GRAD_NORM
 from ...runtime.host_calls import HostCalls, KnownOutputs
 from ..checks.config_checks import ConfigError
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 
 FORWARD, REFERENCE = "actor.forward", "reference.forward"
@@ -40,7 +44,7 @@ class EngineLoss:
         untrained: micro-batches of an optimizer step that has not been made yet, or has failed.
     """
 
-    def __init__(self, trainer: Any, calls: HostCalls) -> None:
+    def __init__(self, trainer: Trainer, calls: HostCalls) -> None:
         self.trainer, self.calls = trainer, calls
         self.window = Window(calls, trainer.accelerator.device)
         self.untrained = 0
@@ -75,7 +79,7 @@ class EngineLoss:
 
     def logps_and_entropies(
         self,
-        model: Any,
+        model: PreTrainedModel,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
@@ -280,7 +284,7 @@ class Window:
 class ReferenceInEngine(nn.Module):
     """Stands for the reference where TRL asks for its log-probabilities. The model is in an engine."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def forward(self, *args: TrainingArguments, **kwargs: Any) -> NoReturn:
         """Raises `ConfigError`: only the plan's engine runs the reference."""
         raise ConfigError(
             "ref_model is in an engine of the plan; ask for its log-probabilities by "
@@ -292,13 +296,13 @@ class ModelInEngine(nn.Module):
     """Stands for the wrapped model in Trainer's loop. Forwards and missing attributes are passed on to the trainer's
     current module; gradients are computed by the engine."""
 
-    _trainer: Any
+    _trainer: Trainer
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__()
         self.__dict__["_trainer"] = trainer  # not a submodule
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: TrainingArguments, **kwargs: Any) -> Any:
         """Run the trainer's current module without gradients.
 
         Raises:
@@ -331,5 +335,5 @@ class ModelInEngine(nn.Module):
     def parameters(self, recurse: bool = True) -> Any:
         return self._trainer.model.parameters(recurse)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+    def named_parameters(self, *args: TrainingArguments, **kwargs: Any) -> Any:
         return self._trainer.model.named_parameters(*args, **kwargs)

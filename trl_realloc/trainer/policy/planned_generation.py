@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,10 @@ from .generation_plan import GENERATE, engine_owners
 from .prompt_lengths import context_limit
 
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
 class NoImagesError(ValueError):
     """A prompt has images, which the engines do not take."""
 
@@ -50,7 +54,7 @@ class Policy:
             an evaluation draws what it would have drawn without an interruption.
     """
 
-    config: Any
+    config: PretrainedConfig
     export: Callable[[], Iterable[Bucket]]
     is_collective: Callable[[], bool]
     step: Callable[[], int]
@@ -90,7 +94,7 @@ class PlannedGeneration:
         sampling: Sampling,
         *,
         seed: int = 0,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase = None,
         takes_turns: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -115,7 +119,7 @@ class PlannedGeneration:
         with self._together("starting the engines"):
             self._start(options, tokenizer)
 
-    def _start(self, options: VLLMOptions, tokenizer: Any) -> None:
+    def _start(self, options: VLLMOptions, tokenizer: PreTrainedTokenizerBase) -> None:
         """Start this rank's engine. On an accelerator all ranks wait until the engines are ready, because vLLM takes
         for its own what others allocate meanwhile."""
         release_cached_memory(options.device)
@@ -131,7 +135,7 @@ class PlannedGeneration:
             error = caught
         self._rounds.agree(error)
 
-    def _with_tokenizer(self, options: VLLMOptions, tokenizer: Any) -> VLLMOptions:
+    def _with_tokenizer(self, options: VLLMOptions, tokenizer: PreTrainedTokenizerBase) -> VLLMOptions:
         """The options with the folder of the tokenizer, if the engine needs one."""
         if tokenizer is None or not needs_tokenizer(self.sampling):
             return options

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ...algorithms.rewards import RewardModelSource
 from ...plan.dataflow import Role
@@ -35,7 +35,14 @@ class PlannedRewardModel:
         score: runs a model of `reward.forward` on the token ids of this rank's texts.
     """
 
-    def __init__(self, name: str, model: str, processing_class: Any, template: Mapping[str, Any], score: Score) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        processing_class: PreTrainedTokenizerBase,
+        template: Mapping[str, Any],
+        score: Score,
+    ) -> None:
         self.__name__, self.model, self.processing_class = name, model, processing_class
         self.template, self.score = template, score
 

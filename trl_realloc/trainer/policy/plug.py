@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from ...common.errors import unknown_keys
@@ -50,7 +51,9 @@ _ENGINE_SETTINGS = (
 )
 
 
-def plug(trainer: Any, plan: Any = None, *, heartbeat_timeout: float | None = None, **vllm: Any) -> PlannedGeneration:
+def plug(
+    trainer: Trainer, plan: Any = None, *, heartbeat_timeout: float | None = None, **vllm: Any
+) -> PlannedGeneration:
     """Let a TRL trainer generate with vLLM engines that this call starts on the devices of the job's own processes.
     All ranks call it together, after making the trainer and before `train`.
 
@@ -137,12 +140,12 @@ def plug(trainer: Any, plan: Any = None, *, heartbeat_timeout: float | None = No
     return generation
 
 
-def _setting(args: Any, name: str, default: Any = None) -> Any:
+def _setting(args: TrainingArguments, name: str, default: Any = None) -> Any:
     value = getattr(args, name, None)
     return default if value is None else value
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_trainer(trainer: Trainer) -> None:
     kind = type(trainer).__name__
     # a trainer's module imports the class that it makes `vllm_generation` of; some have an engine of another kind
     modules = [sys.modules.get(base.__module__) for base in type(trainer).__mro__]
@@ -165,7 +168,7 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
-def _check_model(trainer: Any, model: Any) -> None:
+def _check_model(trainer: Trainer, model: PreTrainedModel) -> None:
     base = trainer.accelerator.unwrap_model(model)
     if getattr(trainer, "_is_vlm", False) or getattr(base.config, "vision_config", None) is not None:
         raise ConfigError(
@@ -188,7 +191,7 @@ def _check_model(trainer: Any, model: Any) -> None:
         raise ConfigError(f"planned generation cannot serve this model: {problem}.")
 
 
-def _check_settings(args: Any, vllm: Mapping[str, Any]) -> None:
+def _check_settings(args: TrainingArguments, vllm: Mapping[str, Any]) -> None:
     problems = unknown_keys(vllm, _ENGINE_SETTINGS, "plug has no argument")
     if getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "server":
         problems.append(
@@ -203,7 +206,7 @@ def _check_settings(args: Any, vllm: Mapping[str, Any]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _context_length(trainer: Any, given: int | None, completion: int, config: Any) -> int:
+def _context_length(trainer: Trainer, given: int | None, completion: int, config: PretrainedConfig) -> int:
     """Most tokens of a prompt and its completion: the setting, or what the trainer's data sets need, or what the model
     has positions for.
 
@@ -235,7 +238,7 @@ _PROMPT_METHODS = (
 _KNOWN_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", __name__.partition(".")[0] + ".")
 
 
-def _reads_prompts_as_given(trainer: Any) -> bool:
+def _reads_prompts_as_given(trainer: Trainer) -> bool:
     """True if a trainer generates only from the prompts of its data sets. TRL's GRPO and RLOO do so unless they have
     tools, environments, a `rollout_func`, or a method of the user's among `_PROMPT_METHODS`."""
     if takes_turns(trainer) or getattr(trainer, "environment_factories", None):
@@ -244,7 +247,7 @@ def _reads_prompts_as_given(trainer: Any) -> bool:
     return all(module.startswith(_KNOWN_MODULES) for module in modules)
 
 
-def _engine_settings(args: Any, vllm: Mapping[str, Any], engines: int, ranks: int) -> dict[str, Any]:
+def _engine_settings(args: TrainingArguments, vllm: Mapping[str, Any], engines: int, ranks: int) -> dict[str, Any]:
     """Arguments of `VLLMEngine` that are not in the plan. An engine has room for its share of a generation batch."""
     rows = int(args.per_device_train_batch_size) * int(_setting(args, "steps_per_generation", 1)) * ranks
     own = {name: value for name, value in vllm.items() if name != "max_model_len" and value is not None}
@@ -252,7 +255,7 @@ def _engine_settings(args: Any, vllm: Mapping[str, Any], engines: int, ranks: in
     return {"max_num_seqs": engine_slots(max(1, -(-rows // engines)), given)} | given
 
 
-def _close_own(trainer: Any) -> None:
+def _close_own(trainer: Trainer) -> None:
     """Free what TRL's own generation holds, as far as vLLM allows in one process."""
     own = getattr(trainer, "vllm_generation", None)
     if own is None:
@@ -268,14 +271,14 @@ def _close_own(trainer: Any) -> None:
 # --- turns -----------------------------------------------------------------------------------------------------------
 
 
-def takes_turns(trainer: Any) -> bool:
+def takes_turns(trainer: Trainer) -> bool:
     """True if the ranks of the trainer may generate different numbers of times: in TRL's loop over tool calls, or in
     the user's `rollout_func`."""
     has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
     return has_tools or getattr(trainer, "rollout_func", None) is not None
 
 
-def finish_turns(trainer: Any, finish: Callable[[], None]) -> None:
+def finish_turns(trainer: Trainer, finish: Callable[[], None]) -> None:
     """Let this rank generate for the others when its own turns are over.
 
     Args:
@@ -289,7 +292,7 @@ def finish_turns(trainer: Any, finish: Callable[[], None]) -> None:
 
 def _then(turns: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(turns)
-    def with_finish(*args: Any, **kwargs: Any) -> Any:
+    def with_finish(*args: TrainingArguments, **kwargs: Any) -> Any:
         result = turns(*args, **kwargs)
         finish()
         return result

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,10 @@ from .plug import finish_turns, takes_turns
 from .scoring import Scoring
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
+
+
 class PolicyHost:
     """The trainer's side of a run of GRPO or RLOO (`placed_plan.Host`).
 
@@ -51,7 +55,7 @@ class PolicyHost:
     calls: HostCalls
     loss: EngineLoss
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scoring, self.ahead = Scoring(trainer), PromptsAhead(trainer)
         self._generations = 0  # under the plans before
@@ -198,7 +202,7 @@ class PolicyHost:
 
     # --- the host of a run ------------------------------------------------------------------------------------------
 
-    def hold(self, models: Mapping[Role, Any]) -> None:
+    def hold(self, models: Mapping[Role, PreTrainedModel]) -> None:
         trainer = self.trainer
         trainer.model = trainer.callback_handler.model = models[Role.ACTOR]
         if not isinstance(trainer.model_wrapped, ModelInEngine):

@@ -8,10 +8,15 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...algorithms.prompts import DataError
 from ...runtime.samples.context_limit import ContextLimit
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 EXACT = 8_000_000  # bytes of the longest prompts that are tokenized, some 6 s of one core; others have a bound
@@ -42,7 +47,9 @@ class Lengths:
         return self.counted or int(2 * self.mean)
 
 
-def lengths_of(train: Any, evaluation: Any, processing_class: Any, template: Mapping[str, Any]) -> Lengths:
+def lengths_of(
+    train: Dataset, evaluation: Dataset, processing_class: PreTrainedTokenizerBase, template: Mapping[str, Any]
+) -> Lengths:
     """The lengths of the prompts that are trained on, with the longest of all data sets.
 
     Args:
@@ -58,7 +65,9 @@ def lengths_of(train: Any, evaluation: Any, processing_class: Any, template: Map
     return Lengths(lengths.mean, max(known), max(each.counted for each in measured))
 
 
-def measure_lengths(dataset: Any, processing_class: Any, template: Mapping[str, Any]) -> Lengths:
+def measure_lengths(
+    dataset: Dataset, processing_class: PreTrainedTokenizerBase, template: Mapping[str, Any]
+) -> Lengths:
     """The lengths of the prompts of a data set.
 
     A prompt has at most one token for each byte of its text, as in all common tokenizers. The prompts with most bytes
@@ -93,7 +102,7 @@ class _Prompts:
         column: of the data set.
     """
 
-    def __init__(self, column: Any, processing_class: Any, template: Mapping[str, Any]) -> None:
+    def __init__(self, column: Any, processing_class: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> None:
         self._column, self._tokenizer, self._template = column, processing_class, template
 
     def bounds(self) -> list[int]:
@@ -139,7 +148,7 @@ def _most_tokens(text: str) -> int:
 
 
 def context_length(
-    given: int | None, lengths: Lengths, completion: int, config: Any, *, is_open: bool = False
+    given: int | None, lengths: Lengths, completion: int, config: PretrainedConfig, *, is_open: bool = False
 ) -> int | None:
     """Most tokens of a prompt with its completion: the setting, or what the data sets need, or, where these do not say
     it, what the model has positions for; `None` if that is not known either.
@@ -159,7 +168,7 @@ def context_length(
     return needed if positions is None else min(needed, positions)
 
 
-def context_limit(tokens: int, config: Any) -> ContextLimit:
+def context_limit(tokens: int, config: PretrainedConfig) -> ContextLimit:
     """The limit of a context, with what to do about a prompt that is too long for it.
 
     Args:
@@ -175,7 +184,7 @@ def context_limit(tokens: int, config: Any) -> ContextLimit:
     )
 
 
-def check_lengths(lengths: Lengths, context: int, config: Any) -> None:
+def check_lengths(lengths: Lengths, context: int, config: PretrainedConfig) -> None:
     """Refuse data sets with a prompt after which the context has no room for a token.
 
     Args:
@@ -189,7 +198,7 @@ def check_lengths(lengths: Lengths, context: int, config: Any) -> None:
         raise DataError(context_limit(context, config).refusal("the longest prompt of the data sets", lengths.counted))
 
 
-def positions_of(config: Any) -> int | None:
+def positions_of(config: PretrainedConfig) -> int | None:
     """Most tokens of a sample in a model; `None` if its config does not say it."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if positions is None else int(positions)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...algorithms.rollout import Rollouts
 from ...plan.timeline import Span, Timeline
@@ -23,7 +23,7 @@ from ...runtime.process_groups import from_every_rank
 from ...runtime.samples.results import observed
 from ..checks.config_checks import ConfigError
 from ..ppo.evaluation import NEAR_GREEDY
-from ..report.completions import show_completions
+from ..report.completions import CompletionRow, show_completions
 from ..report.run_record import save_record
 from ..run.metrics import LENGTHS, SPANS
 from .trl_sampling import tokenizer_of
@@ -60,7 +60,7 @@ class PolicyRecord:
         period: the updates since the plan could be changed last.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.lengths: deque[int] | None = None
         self._reset()
@@ -171,7 +171,7 @@ class _Times:
         return {**means, "time/step": self._seconds / self._updates, "tokens/s": self._tokens / self._seconds}
 
 
-def sampled_completions(trainer: Any) -> list[dict[str, Any]]:
+def sampled_completions(trainer: Trainer) -> list[CompletionRow]:
     """`generate_completions` of a `PlannedPolicyTrainer` whose run has a plan."""
     data = next(iter(trainer.eval_dataset.values())) if isinstance(trainer.eval_dataset, dict) else trainer.eval_dataset
     rows = [] if data is None else list(data)
@@ -195,7 +195,7 @@ def sampled_completions(trainer: Any) -> list[dict[str, Any]]:
     return table
 
 
-def _completions_of(trainer: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _completions_of(trainer: Trainer, rows: list[dict[str, Any]]) -> list[CompletionRow]:
     """The completions of this rank's rows of the dataset."""
     if getattr(trainer, "environment_factories", None) is not None:
         raise ConfigError("generate_completions has no environments; leave it out, or evaluate the trainer.")

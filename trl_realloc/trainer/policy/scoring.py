@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.utils import logging
 
 from ...algorithms.nonfinite import NonFiniteError, is_infinite, problem_of_rewards, quoted
@@ -43,7 +43,7 @@ class Scoring:
         trainer: a `PlannedPolicyTrainer`.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
         self._rows: Sequence[Mapping[str, Any]] = ()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from ...engines.base import Sampling
 from ...engines.generation.sampling_checks import (
@@ -30,7 +30,7 @@ _INSTEAD = {
 }
 
 
-def uncorrected_loss(args: Any) -> str:
+def uncorrected_loss(args: TrainingArguments) -> str:
     """Why the loss of TRL's GRPO cannot be corrected for vLLM's log-probabilities; an empty text if it can. TRL's own
     check is in its constructor, which does not see that vLLM generates."""
     mode = getattr(args, "vllm_importance_sampling_mode", None)
@@ -39,7 +39,7 @@ def uncorrected_loss(args: Any) -> str:
     return f"loss_type 'vespo' needs the vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not {mode!r}."
 
 
-def read_sampling(trainer: Any) -> Sampling:
+def read_sampling(trainer: Trainer) -> Sampling:
     """The sampling parameters of a trainer's completions, as TRL's vLLM engine would use them.
 
     Raises:
@@ -52,7 +52,7 @@ def read_sampling(trainer: Any) -> Sampling:
     return sampling_of(trainer.args, stops, model.config.get_text_config().vocab_size)
 
 
-def sampling_of(args: Any, stops: tuple[int, ...], vocabulary: int, *, by_vllm: bool = True) -> Sampling:
+def sampling_of(args: TrainingArguments, stops: tuple[int, ...], vocabulary: int, *, by_vllm: bool = True) -> Sampling:
     """The sampling parameters that TRL's settings give.
 
     Args:
@@ -117,7 +117,7 @@ def _of_transformers(arguments: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def generation_config(model: Any) -> Any:
+def generation_config(model: PreTrainedModel) -> Any:
     """The generation config of a model that is loaded or given by name; `None` if it has none."""
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
@@ -127,12 +127,12 @@ def generation_config(model: Any) -> Any:
     return None
 
 
-def tokenizer_of(processing_class: Any) -> Any:
+def tokenizer_of(processing_class: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A processor's tokenizer, or the tokenizer itself."""
     return getattr(processing_class, "tokenizer", processing_class)
 
 
-def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's eos token, and those of the model's generation config.
 
     Args:

@@ -16,7 +16,7 @@ from ...algorithms.prompt_batches import PromptBatch
 from ...plan.dataflow import CallKind, Role
 from ...runtime.calls.generate_and_score import EVALUATION_STEP
 from ...runtime.executor import Executor
-from ..report.completions import completion_rows
+from ..report.completions import CompletionRow, completion_rows
 
 
 NEAR_GREEDY = 0.01 + 1e-7  # TRL's temperature for completions
@@ -54,12 +54,12 @@ def mean_metrics(executor: Executor, batches: Iterable[PromptBatch]) -> tuple[di
     return {name: total if name in COUNTS else total / counts[name] for name, total in sums.items()}, done
 
 
-def completions(executor: Executor, batches: Iterable[PromptBatch]) -> list[dict[str, Any]]:
+def completions(executor: Executor, batches: Iterable[PromptBatch]) -> list[CompletionRow]:
     """Near-greedy completions of prompts with their scores, as rows of a table; empty on ranks other than 0."""
     settings, graph = executor.settings, executor.placement.plan.graph
     near_greedy = replace(settings.sampling, temperature=NEAR_GREEDY)
     only = (*graph.calls_of(CallKind.GENERATE), *graph.calls_of(CallKind.FORWARD, Role.REWARD))
-    table: list[dict[str, Any]] = []
+    table: list[CompletionRow] = []
     done = 0
     for batch in batches:
         iteration = executor.run(batch, EVALUATION_STEP, {}, only=only, sampling=near_greedy, first=done)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...plan.dataflow import Role
 from ...runtime.executor import Executor
 from ...runtime.samples.drawn_samples import DrawnSamples
 from ..checkpoint.identity import Identity, data_checksum
 from ..checkpoint.write_errors import WriteErrors
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 
 class PPOHost:
@@ -24,10 +28,10 @@ class PPOHost:
     calls_on_save = True
     counters: tuple[str, ...] = ("global_step", "episode")
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    def hold(self, models: Mapping[Role, Any]) -> None:
+    def hold(self, models: Mapping[Role, PreTrainedModel]) -> None:
         self.trainer.model.hold(models[Role.ACTOR], models[Role.CRITIC])
         self.trainer._ref_model = None  # as the user passed it
 
