@@ -47,6 +47,7 @@ from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_host import PolicyHost
 from .policy.policy_setup import PolicySetup, prepare_policy
 from .policy.record import PolicyRecord, sampled_completions
+from .report.completions import CompletionRow
 from .run.planned_run import PlannedRun
 from .trainer_inputs import path_as_text
 from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
