@@ -70,7 +70,7 @@ class PlanSettings:
             the network is down). A rank sends heartbeats during long computations too. Default: 30.
     """
 
-    plan: dict | str | None = field(
+    plan: dict | str | None = field(  # type: ignore[type-arg]  # a parser reads it as `dict`
         default=None,
         metadata={
             "help": "The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, "
@@ -81,7 +81,7 @@ class PlanSettings:
         default=False,
         metadata={"help": "Draw tokens on a GPU by this package's sampler, which repeats exactly, not by vLLM's."},
     )
-    vllm_engine_kwargs: dict | str | None = field(
+    vllm_engine_kwargs: dict | str | None = field(  # type: ignore[type-arg]
         default=None,
         metadata={"help": "Further arguments of vLLM's engine, by vLLM's names."},
     )

@@ -25,7 +25,7 @@ from ..mesh_group import MeshGroup
 
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer  # also for the files that use it
 
 
 def is_installed() -> bool:

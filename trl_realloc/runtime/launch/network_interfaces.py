@@ -114,7 +114,7 @@ def _source_towards(host: str) -> str | None:
         return None
 
 
-def _can_bind(family: int, kind: int, protocol: int, address: tuple) -> bool:
+def _can_bind(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> bool:
     try:
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
