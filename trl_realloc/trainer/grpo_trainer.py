@@ -45,7 +45,7 @@ from .policy.loss import ModelInEngine
 from .policy.planned_generation import PlannedGeneration
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_host import PolicyHost
-from .policy.policy_setup import PolicySetup, prepare_policy
+from .policy.policy_setup import prepare_policy
 from .policy.record import PolicyRecord, sampled_completions
 from .report.completions import CompletionRow
 from .run.planned_run import PlannedRun
@@ -82,7 +82,7 @@ class PlannedPolicyTrainer(Trainer):
         record: the times of the updates.
     """
 
-    run: PlannedRun[PolicySetup, PolicyHost] | None = None
+    run: PlannedRun[PolicyHost] | None = None
     setup = property(attrgetter("run.placed.setup"))
     placement = property(attrgetter("run.placed.placement"))
     executor = property(attrgetter("run.placed.executor"))
@@ -139,14 +139,14 @@ class PlannedPolicyTrainer(Trainer):
             return arguments
         alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with alarm.covers():
-            setup = prepare_policy(args, self.plugin, world, arguments)
+            setup, reward_models = prepare_policy(args, self.plugin, world, arguments)
         host = PolicyHost(self)
         settings = replace(setup.call_settings, reward_tokens=host.scoring.tokens_for_reward_models)
         setup = replace(setup, call_settings=settings)
         self.run = PlannedRun(host, setup, self.plugin, world.process_index, alarm)
         return {
             **arguments,
-            **planned_rewards(arguments, setup.reward_models, lambda *texts: self.calls.score(REWARD, *texts)),
+            **planned_rewards(arguments, reward_models, lambda *texts: self.calls.score(REWARD, *texts)),
             # TRL's class would add an adapter to a model that has some
             "model": base_of(setup.models_before_start[Role.ACTOR]),
             "peft_config": None,
@@ -173,7 +173,7 @@ class PlannedPolicyTrainer(Trainer):
         return self.record.timeline
 
     @property
-    def _run(self) -> PlannedRun[PolicySetup, PolicyHost]:
+    def _run(self) -> PlannedRun[PolicyHost]:
         assert self.run is not None, "Accelerate trains by TRL's methods"
         return self.run
 

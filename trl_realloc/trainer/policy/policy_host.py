@@ -72,7 +72,9 @@ class PolicyHost:
         run.place()
         trainer.beta = trainer.args.beta
         trainer.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
-        trainer.vllm_importance_sampling_correction = run.placed.setup.corrects
+        # TRL's loss is corrected for the log-probabilities that vLLM's engines tell
+        by_vllm = run.placed.plan["actor.generate"].engine == "vllm"
+        trainer.vllm_importance_sampling_correction = by_vllm and bool(trainer.args.vllm_importance_sampling_correction)
         has_reference = "reference.forward" in run.placed.plan.graph.order
         trainer.ref_model = ReferenceInEngine() if has_reference else None
         trainer._last_loaded_step = -1

@@ -1,4 +1,4 @@
-"""From the inputs of a trainer of one policy, such as GRPO's, to a run that is checked and planned (`PolicySetup`).
+"""From the inputs of a trainer of one policy, such as GRPO's, to a run that is checked and planned.
 
 TRL checks its own arguments when its constructor runs, after this. The steps that all trainers share are in
 `run_setup`.
@@ -7,7 +7,7 @@ TRL checks its own arguments when its constructor runs, after this. The steps th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,28 +44,18 @@ from .prompt_lengths import check_lengths, context_length, context_limit, length
 from .trl_sampling import generation_config, sampling_of, stop_token_ids, tokenizer_of, uncorrected_loss
 
 
-@dataclass(frozen=True)
-class PolicySetup(RunSetup):
-    """A run of a trainer of one policy that is checked and planned.
-
-    Args:
-        corrects: the loss is corrected for the log-probabilities of the generation engine, as TRL does for vLLM's.
-        reward_models: those among the reward functions.
-    """
-
-    corrects: bool
-    reward_models: Sequence[RewardModelSource]
-
-
 def prepare_policy(
     args: PolicyConfig, plugin: ReallocationPlugin, world: Any, inputs: Mapping[str, Any]
-) -> PolicySetup:
+) -> tuple[RunSetup, Sequence[RewardModelSource]]:
     """Check the inputs that the engines need, choose the plan, and then make the policy. No weights are read, unless
     the policy can only be loaded whole. All ranks together.
 
     Args:
         world: Accelerate's `PartialState`.
         inputs: the arguments of the trainer's constructor, by name.
+
+    Returns:
+        The run, and the reward models among the reward functions.
 
     Raises:
         ConfigError, ModelError, PlanError, ValueError: an input that cannot be used.
@@ -84,8 +74,7 @@ def prepare_policy(
     stops = stop_token_ids(tokenizer, given.model)
     sampling = sampling_of(args, stops, config.get_text_config().vocab_size, by_vllm=by_vllm)
     job = _describe_job(run, sampling, turns)
-    corrects = by_vllm and bool(args.vllm_importance_sampling_correction)
-    if corrects and (problem := uncorrected_loss(args)):
+    if by_vllm and args.vllm_importance_sampling_correction and (problem := uncorrected_loss(args)):
         raise ConfigError(problem)
     check_positions(run.configs, job.options.context_length)
     call_settings = CallSettings(
@@ -105,7 +94,7 @@ def prepare_policy(
         fill(policy, torch.device("cpu"))
     if run.rank not in setup.plan.mesh("actor.train") and (of_model := generation_config(given.model)) is not None:
         policy.generation_config = of_model  # TRL reads it on every rank
-    return PolicySetup(**vars(setup), corrects=corrects, reward_models=rewards.models)
+    return setup, rewards.models
 
 
 def _given(args: PolicyConfig, inputs: Mapping[str, Any]) -> TrainerInputs:

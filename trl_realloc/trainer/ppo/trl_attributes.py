@@ -18,7 +18,6 @@ from ...algorithms.prompt_batches import PromptBatch, prompt_loader
 from ...engines.models import adapters_off, has_adapters
 from ...plan.dataflow import CallKind, Role
 from ..run.planned_run import PlannedRun
-from ..run.run_setup import RunSetup
 from ..trl_compat import PPOTrainerBase
 from .evaluation import dataset_of
 from .ppo_host import PPOHost
@@ -46,7 +45,7 @@ class TrlAttributes(PPOTrainerBase):
         ),
     }
 
-    run: PlannedRun[RunSetup, PPOHost]
+    run: PlannedRun[PPOHost]
     prompts: PromptData
     state: OnlineTrainerState
     control: Any

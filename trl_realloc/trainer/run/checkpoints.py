@@ -65,7 +65,7 @@ class Checkpoints:
         unfinished: the checkpoint that is being written; `None` if there is none.
     """
 
-    def __init__(self, placed: PlacedPlan[Any]) -> None:
+    def __init__(self, placed: PlacedPlan) -> None:
         self.placed, self.host, self.trainer = placed, placed.host, placed.host.trainer
         self.unfinished: UnfinishedCheckpoint | None = None
         self._run: str | None = None  # name of the run in the manifests of its checkpoints

@@ -99,12 +99,10 @@ def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     return with_groups(optimizer, [{**copied(group), "params": []} for group in optimizer.param_groups], {})
 
 
-def without_whole(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def without_whole(make: partial[torch.optim.Optimizer]) -> partial[torch.optim.Optimizer]:
     """The same function with the user's optimizer replaced by one without parameters. To be used when the engines have
     made their optimizers: the user's would keep whole parameters, which the engines have replaced by their parts."""
-    if isinstance(make, partial) and make.func is part_of:
-        return partial(part_of, without_parameters(make.args[0]))
-    return make
+    return partial(part_of, without_parameters(make.args[0])) if make.func is part_of else make
 
 
 def follows_metrics(scheduler: LRScheduler) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...engines.generation.sampling_checks import needs_tokenizer
 from ...plan.dataflow import Role
@@ -27,9 +27,6 @@ from .run_setup import RunSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
-
-
-S = TypeVar("S", bound=RunSetup)
 
 
 class Host(Protocol):
@@ -84,7 +81,7 @@ class Host(Protocol):
 H = TypeVar("H", bound=Host)
 
 
-class PlacedPlan(Generic[S]):
+class PlacedPlan:
     """The setup of a run, with the process groups, the engines and the executor of its plan.
 
     Args:
@@ -102,7 +99,7 @@ class PlacedPlan(Generic[S]):
     placement: Placement
     executor: Executor
 
-    def __init__(self, host: Host, setup: S, rank: int, alarm: Alarm) -> None:
+    def __init__(self, host: Host, setup: RunSetup, rank: int, alarm: Alarm) -> None:
         self.host, self.setup, self.rank, self.alarm = host, setup, rank, alarm
         self.is_between_plans = False
 
@@ -177,4 +174,4 @@ class PlacedPlan(Generic[S]):
             self.place()
 
 
-__all__ = ["H", "Host", "PlacedPlan", "S"]
+__all__ = ["H", "Host", "PlacedPlan"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -37,7 +36,7 @@ logger = logging.get_logger(__name__)
 def can_change_plan(setup: RunSetup) -> bool:
     """True if the run's state can be moved to another plan. It cannot with adapters, with a policy or a critic that is
     frozen in part, with an optimizer of the user's, or with one that cannot be sharded."""
-    is_default = isinstance(setup.make_optimizer, partial) and setup.make_optimizer.func is make_optimizer
+    is_default = setup.make_optimizer.func is make_optimizer
     if setup.roles[Role.ACTOR].adapted or setup.is_frozen_in_part or not is_default:
         return False
     return can_be_sharded(setup.make_optimizer, torch.device("cpu"))  # another plan may shard its state
@@ -58,7 +57,7 @@ class PlanChange:
         start_seconds: what loading the models and starting the engines took.
     """
 
-    def __init__(self, placed: PlacedPlan[Any], checkpoints: Checkpoints, plugin: ReallocationPlugin) -> None:
+    def __init__(self, placed: PlacedPlan, checkpoints: Checkpoints, plugin: ReallocationPlugin) -> None:
         self.placed, self.checkpoints, self.start_seconds = placed, checkpoints, 0.0
         setup, threshold = placed.setup, plugin.replan or 0.0
         self.observer = RunObserver(setup.job, setup.job_plan)

@@ -17,15 +17,16 @@ from ...runtime.failures.alarm import Alarm
 from ..accelerate_plugin import ReallocationPlugin
 from ..checkpoint import CheckpointError
 from .checkpoints import Checkpoints
-from .placed_plan import H, PlacedPlan, S
+from .placed_plan import H, PlacedPlan
 from .plan_change import PlanChange
+from .run_setup import RunSetup
 
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-class PlannedRun(Generic[S, H]):
+class PlannedRun(Generic[H]):
     """A run under an execution plan.
 
     In a job of several processes a failure ends the job: other ranks may be in a collective with this one. A process
@@ -48,7 +49,7 @@ class PlannedRun(Generic[S, H]):
 
     change: PlanChange
 
-    def __init__(self, host: H, setup: S, plugin: ReallocationPlugin, rank: int, alarm: Alarm) -> None:
+    def __init__(self, host: H, setup: RunSetup, plugin: ReallocationPlugin, rank: int, alarm: Alarm) -> None:
         self.host, self.plugin = host, plugin
         self.placed = PlacedPlan(host, setup, rank, alarm)
         self.checkpoints = Checkpoints(self.placed)

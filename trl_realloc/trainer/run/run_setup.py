@@ -6,7 +6,7 @@ The steps before are in `ppo_setup`, and in `policy_setup` for GRPO and RLOO. En
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -64,7 +64,7 @@ class RunSetup:
     algorithm: Any
     models_before_start: Mapping[Role, Any]
     rates: LearningRates
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    make_optimizer: partial[torch.optim.Optimizer]
     job_plan: JobPlan
     job: Job
     train_dataset: Any
