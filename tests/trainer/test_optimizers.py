@@ -242,7 +242,7 @@ def test_what_makes_a_part_of_the_users_optimizer_keeps_its_settings_without_the
     del model, groups, make
     gc.collect()
     assert weight() is None
-    settings = made.args[0]  # type: ignore[attr-defined]
+    settings = made.args[0]
     assert isinstance(settings, torch.optim.AdamW)
     assert [(group["lr"], group["weight_decay"]) for group in settings.param_groups] == [(0.5, 0.01), (1e-3, 0.25)]
     assert settings.param_groups[0]["betas"] == (0.8, 0.9)

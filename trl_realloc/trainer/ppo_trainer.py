@@ -1,8 +1,8 @@
 """`PPOTrainer`: the constructor and the training loop, with the arguments, logs and callbacks of TRL's class.
 
 One update is done by `runtime.executor`. Saving and resuming are in `checkpoint`, the calls of an evaluation in
-`evaluation`, the change of a plan during the run and what a failure ends in `planned_run`, TRL's other attributes in
-`trl_attributes`.
+`evaluation`, the change of a plan during the run and what a failure ends in `planned_run`, TRL's other attributes and
+methods in `trl_surface`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from accelerate import PartialState
 from datasets import Dataset
 from torch.utils.data import DataLoader
@@ -28,7 +26,7 @@ from transformers.utils import logging
 from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
 from ..common.notices import working
 from ..engines.base import Sampling
-from ..plan.execution_plan import ExecutionPlan
+from ..plan.dataflow import Role
 from ..plan.timeline import Timeline
 from ..runtime.calls.training_calls import check_first_weights
 from ..runtime.failures.alarm import Alarm
@@ -44,7 +42,7 @@ from .ppo.evaluation import completions, dataset_of, mean_metrics
 from .ppo.policy_and_value import PolicyAndValueWrapper
 from .ppo.ppo_host import PPOHost
 from .ppo.ppo_setup import prepare
-from .ppo.trl_attributes import OnlineTrainerState, TrlAttributes
+from .ppo.trl_surface import OnlineTrainerState, TrlSurface
 from .ppo_config import PPOConfig, check_config
 from .report.completions import CompletionRow, show_completions
 from .report.run_record import save_record
@@ -62,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-class PPOTrainer(TrlAttributes):
+class PPOTrainer(TrlSurface):
     """Proximal Policy Optimization that runs every model function call on the devices that the execution plan gives it.
 
     Takes the arguments of TRL 1.12's `PPOTrainer` in the same order; several of them accept more kinds of values.
@@ -146,8 +144,9 @@ class PPOTrainer(TrlAttributes):
             setup, self.prompts = prepare(args, self.plugin, request, world.process_index, inputs)
         self.run = PlannedRun(PPOHost(self), setup, self.plugin, world.process_index, alarm)
         self._ref_model, self.reward_model = ref_model, reward_model
+        models = setup.models_before_start
         super().__init__(
-            model=PolicyAndValueWrapper(*setup.models_before_start.values()),
+            model=PolicyAndValueWrapper(models[Role.ACTOR], models[Role.CRITIC]),
             args=args,
             data_collator=data_collator,
             train_dataset=setup.train_dataset,
@@ -164,48 +163,11 @@ class PPOTrainer(TrlAttributes):
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
 
-    setup = property(attrgetter("run.placed.setup"))
-    placement = property(attrgetter("run.placed.placement"))
-    executor = property(attrgetter("run.placed.executor"))
-    alarm = property(attrgetter("run.placed.alarm"))
-    observer = property(attrgetter("run.change.observer"))
-    replanner = property(attrgetter("run.change.replanner"))
-    measuring = property(attrgetter("run.change.measuring"))
-
-    @property
-    def plan(self) -> ExecutionPlan:
-        """The execution plan that this run follows."""
-        return self.run.placed.plan
-
     @property
     def timeline(self) -> Timeline:
         """The start and the end of the calls of the latest updates. Rank 0 keeps up to `metrics.SPANS` of them, the
         other ranks none."""
         return self.metrics.timeline
-
-    # --- methods of Trainer that are replaced -------------------------------------------------------------------------
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self.run.place()
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy (or its adapter) and the tokenizer to `output_dir`, and the critic to
-        `output_dir/value_model`. Collective over the job.
-
-        Raises:
-            SaveError: on every rank, if one could not write.
-        """
-        self.run.save_model(output_dir, pushes=not _internal_call)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.run.checkpoints.save()
-
-    def _load_best_model(self) -> None:
-        self.run.checkpoints.load_best()
-
-    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Does nothing: each engine moves its model to its device."""
 
     def get_train_dataloader(self) -> DataLoader[PromptBatch]:
         """Global batches, the same on every rank, in the order of the current pass."""
@@ -471,25 +433,10 @@ class PPOTrainer(TrlAttributes):
             show_completions(table, self.args.report_to, self.state.global_step)
         return table
 
-    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not for PPO, whose data have no labels.
-
-        Raises:
-            NotImplementedError: names the methods to use.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no predict, which compares logits with labels; evaluate(dataset) scores the "
-            f"completions of a data set, and generate_completions() returns them."
-        )
-
     def _shows_completions(self, done: int) -> bool:
         """True if completions are shown after this many updates."""
         is_due = self.args.num_sample_generations > 0 and (done - 1) % self.sample_generations_freq == 0
         return is_due and self.eval_dataset is not None
-
-    def close(self) -> None:
-        """Stop the engines. They are also stopped when the process exits."""
-        self.run.placed.placement.close()
 
 
 __all__ = ["OnlineTrainerState", "PPOTrainer", "Sampling", "collate_prompts"]

@@ -1,7 +1,7 @@
-"""The base class of `PPOTrainer`: TRL's trainer with the attributes of TRL 1.12's PPO, under TRL's names.
+"""`TrlSurface`: TRL's trainer of PPO around the loop: the attributes of TRL 1.12's, under its names, and saving.
 
-The attributes of `trainer.model` are in `policy_and_value`. An attribute without a meaning under a plan raises an
-`AttributeError` that names the alternative.
+The loop is in `ppo_trainer`, the attributes of `trainer.model` are in `policy_and_value`. An attribute without a
+meaning under a plan raises an `AttributeError` that names the alternative.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NoReturn
 
+import torch
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 
 from ...algorithms.prompt_batches import PromptBatch, prompt_loader
 from ...engines.models import adapters_off, has_adapters
 from ...plan.dataflow import CallKind, Role
+from ...plan.execution_plan import ExecutionPlan
 from ..run.planned_run import PlannedRun
 from ..trl_compat import PPOTrainerBase
 from .evaluation import dataset_of
@@ -31,8 +34,13 @@ class OnlineTrainerState(TrainerState):
     episode: int = 0
 
 
-class TrlAttributes(PPOTrainerBase):
-    """TRL's attributes and data loaders, which scripts and callbacks use, of a trainer of PPO that holds a run."""
+class TrlSurface(PPOTrainerBase):
+    """The attributes and methods of TRL's trainer that scripts and callbacks use, of a trainer that holds a run.
+
+    Attributes:
+        run: the run under the plan.
+        prompts: of the trainer's datasets.
+    """
 
     _tag_names = ["trl", "ppo", "trl-realloc"]
     _name = "PPO"
@@ -53,6 +61,19 @@ class TrlAttributes(PPOTrainerBase):
     lr_scheduler: Any
     _created_lr_scheduler: bool
 
+    setup = property(attrgetter("run.placed.setup"))
+    placement = property(attrgetter("run.placed.placement"))
+    executor = property(attrgetter("run.placed.executor"))
+    alarm = property(attrgetter("run.placed.alarm"))
+    observer = property(attrgetter("run.change.observer"))
+    replanner = property(attrgetter("run.change.replanner"))
+    measuring = property(attrgetter("run.change.measuring"))
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The execution plan that this run follows."""
+        return self.run.placed.plan
+
     _ref_model: Any = None  # as the user passed it
 
     @property
@@ -70,10 +91,9 @@ class TrlAttributes(PPOTrainerBase):
         """This rank's module of the reference. Before the first `train()`, `evaluate()` or `save_model()` it is the
         constructor's argument. `None` if the policy without its adapters is the reference, and on ranks without a part
         of it."""
-        placement = self.run.placed.placement
-        if not placement.started:
+        if not self.placement.started:
             return self._ref_model
-        engines = map(placement.engine, placement.plan.graph.calls_of(CallKind.FORWARD, Role.REFERENCE))
+        engines = map(self.placement.engine, self.plan.graph.calls_of(CallKind.FORWARD, Role.REFERENCE))
         return next((engine.head.model for engine in engines if engine is not None), None)
 
     @ref_model.setter
@@ -83,7 +103,7 @@ class TrlAttributes(PPOTrainerBase):
     @property
     def is_peft_model(self) -> bool:
         """True if the policy trains adapters."""
-        return bool(self.run.placed.setup.roles[Role.ACTOR].adapted)
+        return bool(self.setup.roles[Role.ACTOR].adapted)
 
     @property
     def model_adapter_name(self) -> str | None:
@@ -93,7 +113,7 @@ class TrlAttributes(PPOTrainerBase):
     @property
     def stop_token_id(self) -> int | None:
         """The token that ends a response; `None` where every response has `response_length` tokens."""
-        return next(iter(self.run.placed.setup.call_settings.sampling.stop_token_ids), None)
+        return next(iter(self.setup.call_settings.sampling.stop_token_ids), None)
 
     @stop_token_id.setter
     def stop_token_id(self, token: Any) -> NoReturn:
@@ -173,5 +193,44 @@ class TrlAttributes(PPOTrainerBase):
             "args.batch_size, or args.local_batch_size for a process's share of it."
         )
 
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for PPO, whose data have no labels.
 
-__all__ = ["OnlineTrainerState", "TrlAttributes"]
+        Raises:
+            NotImplementedError: names the methods to use.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no predict, which compares logits with labels; evaluate(dataset) scores the "
+            f"completions of a data set, and generate_completions() returns them."
+        )
+
+    # --- methods of Trainer that are replaced -------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.run.place()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy (or its adapter) and the tokenizer to `output_dir`, and the critic to
+        `output_dir/value_model`. Collective over the job.
+
+        Raises:
+            SaveError: on every rank, if one could not write.
+        """
+        self.run.save_model(output_dir, pushes=not _internal_call)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.run.checkpoints.save()
+
+    def _load_best_model(self) -> None:
+        self.run.checkpoints.load_best()
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Does nothing: each engine moves its model to its device."""
+
+    def close(self) -> None:
+        """Stop the engines. They are also stopped when the process exits."""
+        self.run.placed.placement.close()
+
+
+__all__ = ["OnlineTrainerState", "TrlSurface"]
