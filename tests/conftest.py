@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,6 +26,25 @@ if TYPE_CHECKING:
 # No deadline for a single example: the machine is shared, and an example that takes 2 ms may wait for 300.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
+
+
+gc.disable()  # while the tests are imported, with some 800,000 objects
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries tell of what they find alive at the end
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules() -> None:
+    """Each training ends with a garbage collection, which takes half a second if it looks through all that has been
+    imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
