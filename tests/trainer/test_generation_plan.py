@@ -10,7 +10,7 @@ import pytest
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import separate
-from trl_realloc.trainer.policy.generation_plan import GENERATE, engine_owners, generation_plan
+from trl_realloc.trainer.policy.generation_plan import GENERATE, generation_plan
 
 
 FOUR = Cluster(1, 4)
@@ -19,18 +19,13 @@ FOUR = Cluster(1, 4)
 def test_by_default_every_device_generates() -> None:
     generate = generation_plan(None, FOUR)[GENERATE]
     assert (str(generate.mesh), generate.strategy.dp, generate.strategy.tp) == ("0-3", 4, 1)
-    assert engine_owners(generation_plan(None, FOUR)) == (0, 1, 2, 3)
 
 
 def test_vllm_tensor_parallel_size_divides_the_devices_among_fewer_engines() -> None:
-    assert engine_owners(generation_plan(None, FOUR, tp=2)) == (0, 0, 2, 2)
+    strategy = generation_plan(None, FOUR, tp=2)[GENERATE].strategy
+    assert (strategy.dp, strategy.tp) == (2, 2)
     with pytest.raises(PlanError, match="tp 3 cannot use 4 devices evenly"):
         generation_plan(None, FOUR, tp=3)
-
-
-def test_ranks_outside_of_the_mesh_share_its_engines_evenly() -> None:
-    plan = generation_plan({"mesh": "2-3", "engine": "vllm", "dp": 2}, FOUR)
-    assert engine_owners(plan) == (2, 3, 2, 3)
 
 
 @pytest.mark.parametrize("form", ["preset", "plan", "mapping", "file", "assignment"])

@@ -84,16 +84,3 @@ def _requested(plan: Any, cluster: Cluster) -> Assignment:
             f"trains."
         )
     return resolved[GENERATE]
-
-
-def engine_owners(plan: ExecutionPlan) -> tuple[int, ...]:
-    """By rank of the job, the rank whose engine generates for it: that of its tensor group, and for ranks outside of
-    the mesh each engine in turn."""
-    generate = plan[GENERATE]
-    mesh, tp = generate.mesh, generate.strategy.tp
-    owners = mesh.devices[::tp]
-    outside = [rank for rank in range(plan.cluster.size) if rank not in mesh]
-    return tuple(
-        owners[mesh.index(rank) // tp] if rank in mesh else owners[outside.index(rank) % len(owners)]
-        for rank in range(plan.cluster.size)
-    )

@@ -1,35 +1,40 @@
-"""`PlannedGeneration`: generation by this package's vLLM engines, in the place of TRL's `VLLMGeneration`.
+"""What stands in the place of TRL's `VLLMGeneration`: `HostGeneration` in a run under a plan, `PlannedGeneration` where
+Accelerate trains. Both generate by `runtime.host_calls`.
 
-It is what TRL's trainers call `vllm_generation`. `plug` makes one for a trainer; how the engines are distributed is in
-`generation_plan`, which parameters they get in `engines/training/accelerate_export`.
+`plug` makes a `PlannedGeneration` for a trainer; how its engines are distributed is in `generation_plan`, which
+parameters they get in `engines/training/accelerate_export`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import numpy as np
+import torch
 
-from ...engines.base import Bucket, EngineError, GenerationRequest, Sampling
+from ...algorithms.host_loss import HostLoss
+from ...algorithms.rollout import Rollouts
+from ...engines.base import Bucket, EngineError, GenerationEngine, Sampling
 from ...engines.child_process import die_with_launcher
-from ...engines.device import is_accelerator, release_cached_memory
 from ...engines.generation.sampling_checks import needs_tokenizer
-from ...engines.generation.vllm import VLLMEngine
+from ...engines.model_configs import ModelError
+from ...plan.dataflow import Role
 from ...plan.execution_plan import ExecutionPlan
-from ...runtime.calls.generate_and_score import EVALUATION_STEP
-from ...runtime.failures.alarm import Alarm
+from ...runtime.calls.generate_and_score import CallSettings
+from ...runtime.executor import make_executor
 from ...runtime.failures.temporary_folder import temporary_folder
 from ...runtime.failures.watchdog_client import watch
-from ...runtime.messages import GlooMessages
-from ...runtime.placement.vllm_start import VLLMOptions, start_vllm
-from ...runtime.process_groups import destroy_groups, new_group
-from ...runtime.samples.rounds import Rounds
-from .generation_plan import GENERATE, engine_owners
+from ...runtime.host_calls import HostCalls
+from ...runtime.placement.engine_builder import EngineBuilder
+from ...runtime.placement.engine_options import EngineOptions
+from ...runtime.placement.placement import Placement
+from ...runtime.placement.roles import RoleModels, Roles
+from ...runtime.placement.vllm_start import VLLMOptions
+from ...runtime.process_groups import destroy_groups, meet
+from .generation_plan import GENERATE, GRAPH
 from .prompt_lengths import context_limit
 
 
@@ -37,35 +42,171 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
+Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
+
+
 class NoImagesError(ValueError):
     """A prompt has images, which the engines do not take."""
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The model that generates.
+def for_trl(prompts: Sequence[Sequence[int]], outputs: Rollouts) -> Generated:
+    """(prompts, responses, log-probabilities, token ids) of a generation: of each token TRL expects a list, here of the
+    one token that was drawn, because only its log-probability is computed."""
+    if not len(outputs):
+        return [], [], [], []
+    responses = [row.tolist() for row in outputs.ragged("responses").rows()]
+    logprobs = [[[value] for value in row.tolist()] for row in outputs.ragged("logprobs").rows()]
+    return [list(map(int, row)) for row in prompts], responses, logprobs, [[[id_] for id_ in row] for row in responses]
+
+
+def length_limits(max_model_len: int) -> Any:
+    """In the place of vLLM's `LLM`: what TRL's loop over tool calls reads of it, most tokens of a prompt and its
+    response."""
+    return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len)))
+
+
+# --- in a run under a plan -------------------------------------------------------------------------------------------
+
+
+class Scores(Protocol):
+    """Scores samples while others are generated."""
+
+    def prompts_of(self, count: int) -> list[bytes]:
+        """This rank's prompts in order, as the calls that score samples read them (`HostCalls.generate`)."""
+
+    def follow(self, prompts: Sequence[Sequence[int]]) -> Callable[[int, Rollouts], None] | None:
+        """The function to call when a sample ends (`HostCalls.generate`); `None` if there is none."""
+
+
+class HostGeneration:
+    """Stands in for `trl.generation.vllm_generation.VLLMGeneration`, with the attributes and methods that TRL's GRPO
+    and RLOO trainers use.
+
+    Args:
+        calls: runs the generation.
+        scoring: scores samples while others are generated.
+        max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
+
+    An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
+
+    Attributes:
+        logprobs: for each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
+    """
+
+    __slots__ = ("calls", "llm", "logprobs", "scoring")
+
+    def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scores) -> None:
+        self.calls, self.scoring, self.llm = calls, scoring, length_limits(max_model_len)
+        self.logprobs: list[torch.Tensor] = []
+
+    def sync_weights(self) -> None:
+        """Does nothing: the engines take new parameters before they generate, if there are any."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Any] | None = None,
+        num_generations: int = 1,
+        profiler: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> Generated:
+        """Responses to this rank's prompts. All ranks together; a rank may have none.
+
+        Args:
+            prompts: token ids; a prompt with several responses is given several times.
+            num_generations: not used, for that reason.
+            profiler: a context around the generation.
+
+        Returns:
+            (prompts, responses, log-probabilities, token ids), as of `for_trl`.
+
+        Raises:
+            ModelError: there are images.
+            JobFailed: the generation failed on some rank.
+        """
+        if images is not None and any(images):
+            raise ModelError(
+                "the prompts have images, and this policy is trained and generates by the plan's engines, which take "
+                "text alone; leave the columns image and images out of the dataset, or give a policy that reads images."
+            )
+        with profiler or contextlib.nullcontext():
+            texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
+            outputs = self.calls.generate(prompts, texts, self.scoring.follow(prompts))
+        self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
+        return for_trl(prompts, outputs)
+
+
+# --- where Accelerate trains -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class AcceleratePolicy:
+    """The model that generates, which Accelerate trains.
 
     Args:
         config: its Transformers config.
-        export: its parameters as they are now.
-        is_collective: whether all ranks must read `export` to its end.
+        parameters: makes its parameters as they are now.
+        is_collective: whether all ranks must read the parameters to their end.
         step: the number of optimizer steps so far; seeds the draws of tokens.
         evaluates: whether it generates for an evaluation, whose draws have seeds of their own: a run that resumes after
             an evaluation draws what it would have drawn without an interruption.
+        version: of the parameters.
     """
 
     config: PretrainedConfig
-    export: Callable[[], Iterable[Bucket]]
+    parameters: Callable[[], Iterable[Bucket]]
     is_collective: Callable[[], bool]
     step: Callable[[], int]
     evaluates: Callable[[], bool]
+    version: int = 0
+
+    def export(self) -> Iterator[Bucket]:
+        """The parameters in buckets, as a training engine exports them (`TrainingEngine`)."""
+        return iter(self.parameters())
+
+
+class GenerationPlacement(Placement):
+    """This rank's generation engine in a job whose policy Accelerate trains on all ranks.
+
+    Args:
+        takes_turns: the engine does not sleep after each call, but at `rest`.
+    """
+
+    def __init__(
+        self, plan: ExecutionPlan, rank: int, options: EngineOptions, policy: AcceleratePolicy, takes_turns: bool
+    ) -> None:
+        super().__init__(plan, rank, Roles({Role.ACTOR: RoleModels("policy", (), config=policy.config)}), options)
+        self.policy, self.takes_turns = policy, takes_turns
+
+    def start(self) -> None:
+        """Start this rank's engine. All ranks together."""
+        die_with_launcher()
+        EngineBuilder(self).start_vllm()
+        self.started = True
+
+    def trained(self, role: Role) -> Any:
+        return self.policy
+
+    def takes_part(self, call: str) -> bool:
+        return self.has(call) or self.policy.is_collective()
+
+    def _gathers(self, call: str) -> bool:
+        return self.policy.is_collective()
+
+    @contextlib.contextmanager
+    def resident(self, call: str) -> Iterator[None]:
+        with contextlib.nullcontext() if self.takes_turns else super().resident(call):
+            yield
+
+    def rest(self) -> None:
+        """Let the engine sleep, if the plan says so. All ranks together: a tensor group's engine has the devices of
+        several ranks."""
+        with super().resident(GENERATE):
+            pass
+        meet(self.control)
 
 
 class PlannedGeneration:
     """This rank's part of the generation. All ranks make one together, and call its methods together.
-
-    Each rank gets completions for its own prompts. Who generates them is decided in rounds (`runtime.samples.rounds`):
-    a rank without an engine sends its prompts to one, and so does a rank with more prompts than its engine's share.
 
     Args:
         plan: see `generation_plan`.
@@ -75,7 +216,7 @@ class PlannedGeneration:
         seed: of the draws.
         tokenizer: the policy's. Given to the engines if they must read text to draw tokens.
         takes_turns: ranks may call `generate` different numbers of times, and call `finish` when they are done.
-        timeout_s: of messages between ranks.
+        timeout_s: of collectives of the ranks.
 
     Attributes:
         engine: this rank's; `None` on a rank without one.
@@ -90,90 +231,45 @@ class PlannedGeneration:
         plan: ExecutionPlan,
         rank: int,
         options: VLLMOptions,
-        policy: Policy,
+        policy: AcceleratePolicy,
         sampling: Sampling,
         *,
         seed: int = 0,
-        tokenizer: PreTrainedTokenizerBase = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         takes_turns: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        self.plan, self.rank, self.sampling, self.takes_turns = plan, rank, sampling, takes_turns
-        self._policy, self._seed, self._device = policy, seed, options.device
-        self._context = context_limit(options.context_length, policy.config)
-        self._version = 0  # of the engines' parameters: the number of synchronizations
-        self._is_stale = True  # whether the engines have no parameters
-        self._draws = (-1, 0)  # the step of the seeds, and how often `generate` was called in it before
-        size = plan.cluster.size
-        self._stack = contextlib.ExitStack()
-        group = None
-        if size > 1:
-            group = new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            self._stack.callback(destroy_groups, group)
-        self._alarm = Alarm(watch(options.heartbeat_timeout_s) if size > 1 else None)
-        self._joined: Rounds | None = Rounds(GlooMessages(group), range(size), rank, engine_owners(plan), self._serve)
-        limits = SimpleNamespace(max_model_len=options.context_length)
-        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=limits))
-        self.engine: VLLMEngine | None = None
-        die_with_launcher()
+        self.plan, self.takes_turns, self._policy = plan, takes_turns, policy
+        self.llm = length_limits(options.context_length)
+        if plan.cluster.size > 1:
+            watch(options.heartbeat_timeout_s)
+        placement = GenerationPlacement(
+            plan, rank, _engine_options(options, sampling, seed, timeout_s), policy, takes_turns
+        )
+        if tokenizer is not None and needs_tokenizer(sampling):
+            folder = temporary_folder(placement.stack)
+            tokenizer.save_pretrained(folder)
+            placement.options = replace(placement.options, vllm={**options.vllm, "tokenizer": str(folder)})
+        context = context_limit(options.context_length, policy.config)
+        settings = CallSettings(sampling, seed, None, tokenizer, (), {}, context=context)
+        executor = make_executor(placement, HostLoss(GRAPH), settings)
+        self._placement, self._alarm = placement, executor.alarm
+        self._calls: HostCalls | None = HostCalls(executor)
         with self._together("starting the engines"):
-            self._start(options, tokenizer)
-
-    def _start(self, options: VLLMOptions, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Start this rank's engine. On an accelerator all ranks wait until the engines are ready, because vLLM takes
-        for its own what others allocate meanwhile."""
-        release_cached_memory(options.device)
-        error: Exception | None = None
-        try:
-            if self.rank in self.plan.mesh(GENERATE):
-                options = self._with_tokenizer(options, tokenizer)
-                self.engine = start_vllm(self.plan, GENERATE, self.rank, self._policy.config, options, self._stack)
-            if self.engine is not None and is_accelerator(options.device):
-                self.engine.wait_ready()
-                self.engine.sleep()
-        except Exception as caught:
-            error = caught
-        self._rounds.agree(error)
-
-    def _with_tokenizer(self, options: VLLMOptions, tokenizer: PreTrainedTokenizerBase) -> VLLMOptions:
-        """The options with the folder of the tokenizer, if the engine needs one."""
-        if tokenizer is None or not needs_tokenizer(self.sampling):
-            return options
-        folder = temporary_folder(self._stack)
-        tokenizer.save_pretrained(folder)
-        return replace(options, vllm={**options.vllm, "tokenizer": str(folder)})
+            placement.start()
+        self.engine: GenerationEngine | None = placement.generators.get(GENERATE)
 
     def sync_weights(self) -> None:
-        """Give the engines the policy's parameters.
-
-        Raises:
-            EngineError: this rank's engine did not take them.
-            JobFailed: another rank's did not.
-        """
-        with self._together("sending the policy to the generation engines"):
-            self._sync()
-
-    def _sync(self) -> None:
-        self._make_room()
-        exported, error = iter(self._policy.export()), None
-        try:
-            if self.engine is not None:
-                self.engine.load(exported, self._version + 1)
-        except Exception as caught:
-            error = caught
-        if self._policy.is_collective():
-            for _ in exported:  # every rank must take part in the gathering, also one without an engine
-                pass
-        self._rounds.agree(error)
-        self._version, self._is_stale = self._version + 1, False
+        """The engines take the policy's parameters anew before they generate next."""
+        self._policy.version += 1
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         images: Sequence[Any] | None = None,
         num_generations: int = 1,
-        profiler: Any = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+        profiler: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> Generated:
         """One completion for each prompt of this rank.
 
         Args:
@@ -183,101 +279,68 @@ class PlannedGeneration:
             profiler: a context for the generation, such as TRL's that measures its time.
 
         Returns:
-            (prompt_ids, completion_ids, logprobs, token_ids). The last two hold a list for each token, of one number,
-            because only the drawn token's log-probability is computed.
+            (prompt_ids, completion_ids, logprobs, token_ids), as of `for_trl`.
 
         Raises:
             NoImagesError: there are images.
-            EngineError: this rank's engine cannot serve a prompt, or has died.
-            JobFailed: another rank's has.
+            JobFailed: an engine cannot take the parameters or serve a prompt, or has died, here or on another rank.
         """
         if images is not None and any(images):
             raise NoImagesError(
                 "a prompt has images, and planned generation is of text alone; train this model with TRL's own "
                 "generation."
             )
-        with self._together("generation"), profiler or contextlib.nullcontext():
-            if self._is_stale:  # the parameters were dropped after the last use
-                self._sync()
-            prompt_ids = [list(map(int, prompt)) for prompt in prompts]
-            answers = self._rounds.join(self._requests(prompt_ids))
-            if not self.takes_turns:
-                self._rest()
-        tokens = [list(drawn) for drawn, _ in answers]
-        logprobs = [[[logprob] for logprob in of_sample] for _, of_sample in answers]
-        return prompt_ids, tokens, logprobs, [[[token] for token in drawn] for drawn in tokens]
+        with self._together("generation") as calls, profiler or contextlib.nullcontext():
+            outputs = calls.generate(prompts)
+            calls.take_spans()  # nobody asks for them
+        return for_trl(prompts, outputs)
 
     def finish(self) -> None:
         """Generate for other ranks until all have called this. A rank calls it when it has no more turns to generate,
         before it does anything else together with the others. Raises as `generate` does."""
-        with self._together("generation for other ranks"):
-            self._rounds.finish()
-            self._rest()
+        with self._together("generation for other ranks") as calls:
+            calls.finish_turns()
+            self._placement.rest()
 
     def close(self) -> None:
         """End this rank's engine and its connections to the other ranks, which also end with the process. May be called
         twice. Other ranks may still use theirs."""
-        self._stack.close()
-        self._joined = None  # a group's connections are closed with the last reference to it
+        if self._calls is not None:
+            self._placement.close()
+            destroy_groups((self._placement.groups, self._placement.control))
+            self._calls = None  # a group's connections are closed with the last reference to it
+            del self._placement
 
-    @property
-    def _rounds(self) -> Rounds:
-        if self._joined is None:
-            raise EngineError("planned generation is closed, so it does not generate; make a new trainer, and plug it.")
-        return self._joined
-
-    def _together(self, activity: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _together(self, activity: str) -> Iterator[HostCalls]:
         """Around what all ranks do together. A failure ends the engines, and the other ranks with its reason."""
+        if self._calls is None:
+            raise EngineError("planned generation is closed, so it does not generate; make a new trainer, and plug it.")
         self._alarm.at(activity)
-        return self._alarm.covers(self.close)
-
-    def _make_room(self) -> None:
-        """Give this rank's cached memory back before sleeping engines wake up, each on the devices of several ranks."""
-        if self._frees_devices():
-            release_cached_memory(self._device)
-            if self.plan[GENERATE].strategy.tp > 1:
-                self._rounds.agree(None)
-
-    def _rest(self) -> None:
-        """Free the engine's memory, if the plan says so. The ranks of a tensor group, whose devices one engine has,
-        wait until it is free."""
-        error: Exception | None = None
-        try:
-            if self.engine is not None:
-                self.engine.sleep()
-        except Exception as caught:
-            error = caught
-        if self._frees_devices() and self.plan[GENERATE].strategy.tp > 1:
-            self._rounds.agree(error)
-        elif error is not None:
-            raise error
-        self._is_stale = self.plan[GENERATE].drop
-
-    def _frees_devices(self) -> bool:
-        """True if the engines give the memory of accelerators back after each generation."""
-        generate = self.plan[GENERATE]
-        return is_accelerator(self._device) and (generate.drop or generate.offload)
-
-    def _requests(self, prompts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
-        """(prompt, seed) of each request of this rank. The seeds depend on the optimizer step, not on the plan."""
-        step = self._policy.step() + (EVALUATION_STEP if self._policy.evaluates() else 0)
-        turn = self._draws[1] + 1 if self._draws[0] == step else 0
-        self._draws = step, turn
-        return [(prompt, _seed(self._seed, step, turn, self.rank, at)) for at, prompt in enumerate(prompts)]
-
-    def _serve(self, requests: list[tuple[list[int], int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        assert self.engine is not None, "only ranks with an engine are asked to serve"
-        most = self.sampling.max_tokens  # a later turn has a long prompt
-        asked = [
-            GenerationRequest(at, tuple(prompt), seed, max_tokens=self._context.response(len(prompt), most))
-            for at, (prompt, seed) in enumerate(requests)
-        ]
-        made: dict[int, Any] = {}
-        for completion in self.engine.generate(asked, self.sampling):
-            self._alarm.check()
-            made[completion.index] = completion
-        return [(made[at].token_ids, made[at].logprobs) for at in range(len(asked))]
+        with self._alarm.covers(self.close):
+            self._calls.at(self._policy.step(), evaluates=self._policy.evaluates())
+            yield self._calls
 
 
-def _seed(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+def _engine_options(options: VLLMOptions, sampling: Sampling, seed: int, timeout_s: float) -> EngineOptions:
+    """The options of a placement that has generation engines alone."""
+    return EngineOptions(
+        device=options.device,
+        temperature=sampling.temperature,
+        response_length=sampling.max_tokens,
+        context_length=options.context_length,
+        forward_batch_size=1,
+        train_batch_size=1,
+        pad_token_id=0,
+        make_optimizer=_by_accelerate,
+        compute_dtype=options.compute_dtype,
+        seed=seed,
+        vllm=options.vllm,
+        collective_timeout_s=timeout_s,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        log_folder=options.log_folder,
+    )
+
+
+def _by_accelerate(module: torch.nn.Module) -> NoReturn:
+    raise AssertionError("Accelerate makes the optimizer")

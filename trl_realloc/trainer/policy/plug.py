@@ -37,7 +37,7 @@ from ..checks.plan_checks import check_generation
 from ..plan_settings import vllm_settings
 from ..run.job_builder import compute_dtype
 from .generation_plan import generation_plan
-from .planned_generation import PlannedGeneration, Policy
+from .planned_generation import AcceleratePolicy, PlannedGeneration
 from .prompt_lengths import ASSUMED, Lengths, context_length, lengths_of
 from .trl_sampling import read_sampling, tokenizer_of, uncorrected_loss
 
@@ -115,9 +115,9 @@ def plug(
             f"{options.context_length}; lower the former, or raise the latter."
         )
     _close_own(trainer)
-    policy = Policy(
+    policy = AcceleratePolicy(
         config,
-        export=lambda: export(trainer.accelerator.unwrap_model(trainer.model), device),
+        parameters=lambda: export(trainer.accelerator.unwrap_model(trainer.model), device),
         is_collective=lambda: is_collective(trainer.model),
         step=lambda: int(trainer.state.global_step),
         evaluates=lambda: not trainer.model.training,

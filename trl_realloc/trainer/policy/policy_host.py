@@ -10,12 +10,8 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ...engines.model_configs import ModelError
 from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import check_first_weights
@@ -31,6 +27,7 @@ from ..checks.fixed_settings import fixed_attributes, refuse_changed
 from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
 from .loss import EngineLoss, ModelInEngine, ReferenceInEngine
+from .planned_generation import HostGeneration
 from .plug import finish_turns, takes_turns
 from .scoring import Scoring
 
@@ -269,68 +266,4 @@ class PolicyHost:
                 (folder / ENTROPY_STATE).write_text(json.dumps(state), encoding="utf-8")
 
 
-class HostGeneration:
-    """Stands in for `trl.generation.vllm_generation.VLLMGeneration`, with the attributes and methods that TRL's GRPO
-    and RLOO trainers use.
-
-    Args:
-        calls: runs the generation.
-        scoring: scores samples while others are generated.
-        max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
-
-    An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
-
-    Attributes:
-        logprobs: for each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
-    """
-
-    __slots__ = ("calls", "llm", "logprobs", "scoring")
-
-    def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scoring) -> None:
-        self.calls, self.scoring = calls, scoring
-        self.logprobs: list[torch.Tensor] = []
-        config = SimpleNamespace(max_model_len=max_model_len)
-        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
-
-    def sync_weights(self) -> None:
-        """Does nothing: the engines take new parameters before they generate, if there are any."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        images: Sequence[Any] | None = None,
-        num_generations: int = 1,
-        profiler: contextlib.AbstractContextManager[Any] | None = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
-        """Responses to this rank's prompts. All ranks together; a rank may have none.
-
-        Args:
-            prompts: token ids; a prompt with several responses is given several times.
-            num_generations: not used, for that reason.
-            profiler: a context around the generation.
-
-        Returns:
-            (prompts, responses, log-probabilities, token ids): of each token TRL expects a list, here of the one token
-            that was drawn.
-
-        Raises:
-            ModelError: there are images.
-            JobFailed: the generation failed on some rank.
-        """
-        if images is not None and any(images):
-            raise ModelError(
-                "the prompts have images, and this policy is trained and generates by the plan's engines, which take "
-                "text alone; leave the columns image and images out of the dataset, or give a policy that reads images."
-            )
-        with profiler or contextlib.nullcontext():
-            texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
-            outputs = self.calls.generate(prompts, texts, self.scoring.follow(prompts))
-        self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
-        if not len(outputs):
-            return [], [], [], []
-        responses = [row.tolist() for row in outputs.ragged("responses").rows()]
-        logprobs = [[[value] for value in row.tolist()] for row in self.logprobs]
-        return list(map(list, prompts)), responses, logprobs, [[[token] for token in row] for row in responses]
-
-
-__all__ = ["HostGeneration", "PolicyHost"]
+__all__ = ["PolicyHost"]
