@@ -26,7 +26,7 @@ from trl_realloc.planner.cost.measured_rates import MeasuredRates
 from trl_realloc.planner.cost.profile import Observation, Profile
 from trl_realloc.planner.cost.reallocation_cost import move_seconds, quick_move_seconds
 from trl_realloc.planner.cost.specification import rates_of
-from trl_realloc.planner.cost.zero_memory import LIVE
+from trl_realloc.planner.cost.zero_costs import LIVE
 from trl_realloc.planner.search.problem import Problem
 from trl_realloc.planner.search.space import Space
 from trl_realloc.realloc.layout import layout_of

@@ -16,10 +16,9 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.planner.cost.call_cost import CallCost
 from trl_realloc.planner.cost.hardware import Sharing
-from trl_realloc.planner.cost.measured_rates import MeasuredRates
+from trl_realloc.planner.cost.measured_rates import MeasuredRates, fit_unit_costs
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.profile import Observation, Profile, model_key
-from trl_realloc.planner.cost.unit_cost_fit import fit_unit_costs
 from trl_realloc.planner.search.choose import choose
 from trl_realloc.planner.search.space import Space
 

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import PRESETS, flatten, interleave, separate
+from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.cost.hardware import Sharing
 from trl_realloc.planner.iteration.simulate import (
     STEADY,
     Overlap,
     Task,
-    iteration_seconds,
-    simulate,
-    task_times,
+    plan_times,
+    simulated_iterations,
+    tasks_of,
     undisturbed_iteration,
 )
 
@@ -37,6 +38,23 @@ def on(**meshes: str) -> ExecutionPlan:
         engine = "vllm" if name == "actor.generate" else "zero"
         assignments[name] = Assignment(mesh, ParallelStrategy(mesh.size), engine)
     return ExecutionPlan(Cluster(1, 8), assignments)
+
+
+def simulate(
+    plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float] | None = None, *, iterations: int = 1
+) -> Timeline:
+    """The first iterations of a run that moves parameters in each of them."""
+    tasks = tasks_of(plan, seconds, moves or {})
+    return Timeline(
+        Span(task.name, device, *times, step)
+        for step, row in enumerate(simulated_iterations(tasks, iterations, Overlap.of(plan)))
+        for task, times in zip(tasks, row, strict=True)
+        for device in task.devices
+    )
+
+
+def iteration_seconds(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float]) -> float:
+    return plan_times(plan, seconds, moves)[0]
 
 
 def end(plan: ExecutionPlan, seconds: Mapping[str, float], iterations: int = 1) -> float:
@@ -68,16 +86,21 @@ def test_the_critics_training_runs_beside_the_next_generation() -> None:
     assert spans["critic.forward", 1].start >= training.end
 
 
-def test_a_move_keeps_both_of_its_meshes_busy_and_is_charged_once() -> None:
+def test_a_move_keeps_both_of_its_meshes_busy() -> None:
     """Device 0 trains both roles till 6. Without moves device 1 generates from 5 on, when the actor is trained; a move
-    needs device 0 too, so it waits for the critic's training: 6 to 8, and the critic's own 11 to 11.5."""
+    needs device 0 too, so it waits for the critic's training: 2.5 s later for its own move and the critic's."""
     plan = separate(Cluster(1, 2))
     moves = {"actor.generate": 2.0, "critic.forward": 0.5}
     still, moved = (simulate(plan, ONE, each, iterations=2) for each in ({}, moves))
     assert max(span.end for span in still.spans) == 11
-    assert max(span.end for span in moved.spans) == 14.5
+    assert max(span.end for span in moved.spans) == 17
     busy = sorted(span for span in moved.spans if span.call == "actor.train -> actor.generate")
-    assert [(span.device, span.start, span.end) for span in busy] == [(0, 6, 8), (1, 6, 8)], "once, in the second step"
+    assert [(span.device, span.start, span.end) for span in busy] == [
+        (0, 0, 2),
+        (0, 8.5, 10.5),
+        (1, 0, 2),
+        (1, 8.5, 10.5),
+    ]
     assert iteration_seconds(plan, ONE, {}) == 5
     assert iteration_seconds(plan, ONE, moves) == 8.5
     waiting = replace(plan, barrier=True)
@@ -164,7 +187,7 @@ def drawn_tasks(draw: st.DrawFn) -> list[Task]:
 @given(drawn_tasks(), st.sampled_from(Overlap))
 def test_the_closed_form_of_the_search_has_the_times_of_the_simulation(tasks: list[Task], overlap: Overlap) -> None:
     iterations = 1 + STEADY[overlap] if overlap is Overlap.NONE else STEADY[overlap]
-    *_, before, last = task_times(tasks, iterations=iterations, overlap=overlap, warm=True)
+    *_, before, last = simulated_iterations(tasks, iterations, overlap)
     zero = max(end for _, end in before)
     seconds, times = undisturbed_iteration(tasks, overlap)
     assert seconds == pytest.approx(max(end for _, end in last) - zero, abs=1e-9)
@@ -178,8 +201,8 @@ def test_the_closed_form_of_the_search_has_the_times_of_the_simulation(tasks: li
 def test_calls_side_by_side_on_shared_processors_slow_each_other_down() -> None:
     """Four devices on two processors: what runs beside the other takes as long as one after the other."""
     tasks = [Task("one", (DeviceMesh(0, 2),), 3.0), Task("other", (DeviceMesh(2, 2),), 3.0)]
-    apart = task_times(tasks)[0]
-    shared = task_times(tasks, sharing=Sharing.of(2))[0]
+    apart = simulated_iterations(tasks, 1)[0]
+    shared = simulated_iterations(tasks, 1, sharing=Sharing.of(2))[0]
     assert [end for _, end in apart] == [3, 3]
     assert [end for _, end in shared] == pytest.approx([6, 6])
 
@@ -188,23 +211,23 @@ def test_calls_on_different_nodes_do_not_slow_each_other_down() -> None:
     """A plan of two nodes of two devices that share one processor each: one call on both, then one on each."""
     tasks = [Task("both", (DeviceMesh(0, 4),), 3.0)]
     tasks += [Task("one", (DeviceMesh(0, 2),), 3.0), Task("other", (DeviceMesh(2, 2),), 3.0)]
-    ends = [end for _, end in task_times(tasks, sharing=Sharing.of(1), devices_per_node=2)[0]]
+    ends = [end for _, end in simulated_iterations(tasks, 1, sharing=Sharing.of(1), devices_per_node=2)[0]]
     assert ends == pytest.approx([3, 6, 6])
     halves = [Task("one", (DeviceMesh(0, 1),), 3.0), Task("other", (DeviceMesh(1, 3),), 3.0)]
-    ends = [end for _, end in task_times(halves, sharing=Sharing.of(1), devices_per_node=2)[0]]
+    ends = [end for _, end in simulated_iterations(halves, 1, sharing=Sharing.of(1), devices_per_node=2)[0]]
     assert ends == pytest.approx([4.5, 3.0]), "the second is as slow as on its own node, where two compute anyway"
 
 
 def test_a_processor_that_is_set_free_speeds_up_the_rest() -> None:
     tasks = [Task("short", (DeviceMesh(0, 2),), 1.0), Task("long", (DeviceMesh(2, 2),), 3.0)]
-    ends = [end for _, end in task_times(tasks, sharing=Sharing.of(2))[0]]
+    ends = [end for _, end in simulated_iterations(tasks, 1, sharing=Sharing.of(2))[0]]
     assert ends == pytest.approx([2, 4])
 
 
 def test_a_device_beside_another_is_slowed_as_two_of_them_are() -> None:
     """Two devices that do not take turns but disturb each other: by 1.25, as measured, where both compute."""
     tasks = [Task("one", (DeviceMesh(0, 1),), 2.0), Task("other", (DeviceMesh(1, 1),), 3.0)]
-    ends = [end for _, end in task_times(tasks, sharing=Sharing(((2, 1.25), (4, 3.0))))[0]]
+    ends = [end for _, end in simulated_iterations(tasks, 1, sharing=Sharing(((2, 1.25), (4, 3.0))))[0]]
     assert ends == pytest.approx([2.5, 3.5])
 
 
@@ -223,7 +246,7 @@ def test_more_devices_never_slow_each_other_down_less(devices: list[int], proces
 )
 def test_enough_processors_are_as_good_as_one_each(seconds: list[float], firsts: list[int]) -> None:
     tasks = [Task(str(at), (DeviceMesh(firsts[at], 1),), each) for at, each in enumerate(seconds)]
-    alone, shared = (task_times(tasks, iterations=2, sharing=each) for each in (None, Sharing.of(4)))
+    alone, shared = (simulated_iterations(tasks, 2, sharing=each) for each in (None, Sharing.of(4)))
     for one, other in zip(alone, shared, strict=True):
         for (start, end), (began, ended) in zip(one, other, strict=True):
             assert (began, ended) == pytest.approx((start, end), abs=1e-9)

@@ -264,7 +264,7 @@ class Rates(Protocol):
         """Seconds of one optimizer step on `elements` parameters."""
 
     def zero(self, stage: int, *, trains: bool) -> float:
-        """Factor of the formulas of ZeRO's communication (`zero_communication`) under a stage from 1 to 3. 1 if not
+        """Factor of the formulas of ZeRO's communication (`zero_costs`) under a stage from 1 to 3. 1 if not
         measured."""
 
     def kept(self, spec: ModelSpec, tokens: float, squared: float) -> float | None:

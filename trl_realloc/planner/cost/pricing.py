@@ -22,8 +22,7 @@ from .device_memory import DeviceMemory
 from .engine_room import EngineRoom, engine_peak
 from .hardware import Link, Rates
 from .workload import Workload
-from .zero_communication import DataParallelGroup
-from .zero_memory import backward_bucket, gathered_bytes, held_bucket, whole_gradient
+from .zero_costs import DataParallelGroup, backward_bucket, gathered_bytes, held_bucket, whole_gradient
 
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
@@ -73,6 +72,10 @@ class Pricing:
         if self.vllm_share is not None or self.cluster.size > 1 or self.memory is None:
             return ()
         return tuple(share for share in ENGINE_MEMORY_SHARES if self.memory.takes_engine(share))
+
+    def fits(self, size: float) -> bool:
+        """True if a device has so many bytes for a plan, or if its memory is unknown."""
+        return self.memory is None or size <= self.memory.usable
 
     def share_of(self, assignment: Assignment) -> float:
         """The share of a device that the vLLM engine of an assignment takes."""

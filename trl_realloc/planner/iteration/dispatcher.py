@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from ...plan.batching import balance
 from ...plan.streams import Migration
-from .free_teams import FreeTeams, Team
-from .ready_samples import ReadySamples
+from .scoring_state import FreeTeams, ReadySamples, Team
 from .stream import Stream, StreamedGeneration, StreamedScoring
 
 

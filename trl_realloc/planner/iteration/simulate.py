@@ -16,7 +16,6 @@ from ...plan.dataflow import DataflowGraph
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.fused import Fused, joined, parted, together
 from ...plan.streams import early_call
-from ...plan.timeline import Span, Timeline
 from ..cost.hardware import Sharing
 from .activities import Activities, devices_by_node
 from .device_queues import DeviceQueues, Work
@@ -39,6 +38,8 @@ class Overlap(StrEnum):
         return Overlap.NONE if barrier or has_host_loop(graph) else Overlap.GENERATION
 
 
+Times = tuple[float, float]  # start and end, seconds
+
 # iterations after which what one leaves to the next is the same each time
 STEADY = {Overlap.NONE: 1, Overlap.GENERATION: 3, Overlap.ALL: 4}
 
@@ -51,7 +52,7 @@ class Task:
         meshes: meshes whose devices are occupied; a reallocation has two.
         after: indices of earlier tasks of the same iteration whose results it needs.
         previous: index of the task of the previous iteration whose result it needs.
-        moves: it is a reallocation; the first iteration needs none.
+        moves: it is a reallocation.
         early: it is the first generation, in a vLLM engine, or the reallocation to it. It begins as soon as its devices
             have ended their tasks of the previous iteration.
     """
@@ -151,29 +152,58 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
     )
 
 
-def task_times(
+def plan_times(
+    plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float], sharing: Sharing | None = None
+) -> tuple[float, list[tuple[Task, Times]]]:
+    """An iteration of a plan after the first ones: seconds since the end of the one before, and the times of every task
+    relative to that.
+
+    Args:
+        seconds, moves: as `tasks_of`'s.
+        sharing: as `simulated_iterations`'.
+
+    Raises:
+        KeyError: a call of the plan has no seconds.
+    """
+    tasks = tasks_of(plan, seconds, moves)
+    whole, times = steady_times(tasks, Overlap.of(plan), sharing, plan.cluster.devices_per_node)
+    return whole, list(zip(tasks, times, strict=True))
+
+
+def steady_times(
+    tasks: Sequence[Task], overlap: Overlap, sharing: Sharing | None = None, devices_per_node: int | None = None
+) -> tuple[float, list[Times]]:
+    """`plan_times` of tasks."""
+    if sharing is None:
+        return undisturbed_iteration(tasks, overlap)
+    times = simulated_iterations(tasks, 1, overlap, sharing, devices_per_node)[0]
+    if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not _gains(tasks, times)):
+        return max(end for _, end in times), times
+    *_, before, times = simulated_iterations(tasks, STEADY[overlap], overlap, sharing, devices_per_node)
+    zero = max(end for _, end in before)
+    return max(end for _, end in times) - zero, [(start - zero, end - zero) for start, end in times]
+
+
+def simulated_iterations(
     tasks: Sequence[Task],
-    *,
-    iterations: int = 1,
+    iterations: int,
     overlap: Overlap = Overlap.GENERATION,
-    warm: bool = False,
     sharing: Sharing | None = None,
     devices_per_node: int | None = None,
-) -> list[list[tuple[float, float]]]:
-    """(start, end) of every task, for each iteration. A task starts when the tasks that it needs and all earlier tasks
+) -> list[list[Times]]:
+    """The times of every task, for each iteration. A task starts when the tasks that it needs and all earlier tasks
     that share a device with it have ended.
 
     Args:
         overlap: which tasks do not wait for the end of the previous iteration.
-        warm: the first iteration moves parameters too.
         sharing: how devices that share processors slow each other down; a task's seconds are those that it takes while
-            no other task runs.
+            no other task runs. `None` if each has its own.
         devices_per_node: devices of different nodes share no processors; `None` for one node.
     """
     activities = Activities(sharing)
     queues = DeviceQueues(activities, lambda devices: devices_by_node(devices, devices_per_node))
     rows: list[list[Work]] = []
-    for step in range(iterations):
+    for _ in range(iterations):
         before, row = rows[-1] if rows else [], list[Work]()
         for task in tasks:
             needs = [row[at] for at in task.after]
@@ -181,10 +211,8 @@ def task_times(
                 needs += before
             elif before and task.previous is not None:
                 needs.append(before[task.previous])
-            left_out = task.moves and not step and not warm
-            work = Work(task.name, () if left_out else task.devices, task.seconds, needs=needs)
-            row.append(work)
-            queues.give(work)
+            row.append(Work(task.name, task.devices, task.seconds, needs=needs))
+            queues.give(row[-1])
         rows.append(row)
     queues.advance()
     while activities:
@@ -192,94 +220,9 @@ def task_times(
     return [[(work.start, work.end) for work in row] for row in rows]
 
 
-def simulate(
-    plan: ExecutionPlan,
-    seconds: Mapping[str, float],
-    reallocations: Mapping[str, float] | None = None,
-    *,
-    iterations: int = 1,
-    sharing: Sharing | None = None,
-) -> Timeline:
-    """The timeline of the first iterations of a run.
-
-    A reallocation occupies the devices of both meshes, just before its call; the first iteration has none. The training
-    of a role waits for the role's previous training, and so do the role's other calls in the next iteration.
-
-    Args:
-        seconds: of each call on its mesh, as `tasks_of`'s.
-        reallocations: seconds of each reallocation of `plan.reallocations`, by the call that receives the parameters.
-        iterations: how many.
-        sharing: as `task_times`'.
-
-    Raises:
-        KeyError: a call of the plan has no seconds.
-    """
-    tasks = tasks_of(plan, seconds, reallocations or {})
-    per_node, overlap = plan.cluster.devices_per_node, Overlap.of(plan)
-    times = task_times(tasks, iterations=iterations, overlap=overlap, sharing=sharing, devices_per_node=per_node)
-    return Timeline(
-        span
-        for step, row in enumerate(times)
-        for task, of_task in zip(tasks, row, strict=True)
-        if step or not task.moves
-        for span in spans_of(task, of_task, step)
-    )
-
-
-def spans_of(task: Task, times: tuple[float, float], step: int = 0) -> list[Span]:
-    """A task's span on each of its devices."""
-    return [Span(task.name, device, *times, step) for device in task.devices]
-
-
-def iteration_seconds(
-    plan: ExecutionPlan,
-    seconds: Mapping[str, float],
-    reallocations: Mapping[str, float],
-    *,
-    sharing: Sharing | None = None,
-) -> float:
-    """Seconds of an iteration after the first ones."""
-    tasks, per_node = tasks_of(plan, seconds, reallocations), plan.cluster.devices_per_node
-    return steady_seconds(tasks, overlap=Overlap.of(plan), sharing=sharing, devices_per_node=per_node)
-
-
-def steady_seconds(
-    tasks: Sequence[Task],
-    *,
-    overlap: Overlap = Overlap.GENERATION,
-    sharing: Sharing | None = None,
-    devices_per_node: int | None = None,
-) -> float:
-    """Seconds from the end of an iteration to that of the next, after the first iterations."""
-    return steady_times(tasks, overlap=overlap, sharing=sharing, devices_per_node=devices_per_node)[0]
-
-
-def steady_times(
-    tasks: Sequence[Task],
-    *,
-    overlap: Overlap = Overlap.GENERATION,
-    sharing: Sharing | None = None,
-    devices_per_node: int | None = None,
-) -> tuple[float, list[tuple[float, float]]]:
-    """An iteration after the first ones: seconds since the end of the one before, and (start, end) of every task."""
-    if sharing is None:
-        return undisturbed_iteration(tasks, overlap)
-    times = task_times(tasks, warm=True, sharing=sharing, devices_per_node=devices_per_node)
-    if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not _gains(tasks, times[0])):
-        return max(end for _, end in times[0]), times[0]
-    iterations = STEADY[overlap]
-    times = task_times(
-        tasks, iterations=iterations, overlap=overlap, warm=True, sharing=sharing, devices_per_node=devices_per_node
-    )
-    before, end = (max(end for _, end in row) for row in times[-2:])
-    return end - before, times[-1]
-
-
-def undisturbed_iteration(
-    tasks: Sequence[Task], overlap: Overlap = Overlap.NONE
-) -> tuple[float, list[tuple[float, float]]]:
-    """`steady_times` where nothing is shared, in closed form, because the search asks for it thousands of times. Times
-    are relative to the end of the iteration before; what a task waits for there is known from a pass over the tasks."""
+def undisturbed_iteration(tasks: Sequence[Task], overlap: Overlap = Overlap.NONE) -> tuple[float, list[Times]]:
+    """`steady_times` where nothing is shared, in closed form, because the search asks for it thousands of times: what a
+    task waits for in the iteration before is known from a pass over the tasks."""
     shares = [
         [any(a.overlaps(b) for a in task.meshes for b in other.meshes) for other in tasks[:n]]
         for n, task in enumerate(tasks)
@@ -306,7 +249,7 @@ def undisturbed_iteration(
     return seconds, list(zip(starts, ends, strict=True))
 
 
-def _gains(tasks: Sequence[Task], times: Sequence[tuple[float, float]]) -> bool:
+def _gains(tasks: Sequence[Task], times: Sequence[Times]) -> bool:
     """True if the first early task has its devices and parameters before the end of the iteration."""
     first = next((task for task in tasks if task.early), None)
     if first is None:

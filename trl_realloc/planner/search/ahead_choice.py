@@ -6,7 +6,6 @@ simulated (`ahead_simulation`). `choose` decides whether one of them is run.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -139,8 +138,7 @@ def _searched(space: Space, most: int, time_limit_s: float) -> dict[tuple[int, .
                 result = search(problem, time_limit_s=max(0.05, limit), starts=[start], keep=FOUND)
             except PlanError:  # nothing fits
                 continue
-            pairs = zip(result.states, result.weights, strict=True)
-            found |= {tuple(map(id, state)): (problem, state) for state, weight in pairs if math.isfinite(weight)}
+            found |= {tuple(map(id, state)): (problem, state) for state in result.states if problem.allows(state)}
     return found
 
 
@@ -161,13 +159,12 @@ def _fitting(problem: AheadProblem) -> State:
     """The smallest candidates, of which those that train, and then the others, are replaced by faster ones while they
     fit."""
     lists = [problem.candidates[name] for name in problem.names]
-    memory = problem.space.pricing.memory
     state = tuple(min(each, key=lambda c: c.cost.static + c.cost.transient) for each in lists)
     order = sorted(range(len(lists)), key=lambda at: -lists[at][0].seconds)
     for at in order:
         for candidate in lists[at]:
             changed = (*state[:at], candidate, *state[at + 1 :])
-            if memory is None or problem.memory(changed, set())[0] <= memory.usable:
+            if problem.space.pricing.fits(problem.memory(changed, set())[0]):
                 state = changed
                 break
     return state

@@ -103,20 +103,15 @@ class AheadProblem(Problem):
     def _seconds(self, state: State, moves: Mapping[int, float]) -> float:
         """The longest of: the work of a device ahead; the calls of an iteration on the devices that train; a share of
         a batch's time from its admission to the update by it, which may last as long as `versions + 1` iterations."""
-        assert self.split is not None, "the problem has a split"
         generate = state[self._generate]
-        update = max(0.0, moves.get(self._generate, 0.0))
+        update = moves.get(self._generate, 0.0)
         load = generate.cost.parts.get("load", 0.0)
-        current = [at for at in self._later if self.split.is_ahead(state[at].assignment.mesh)]
-        if not self._on_devices_of_one_kind(state, current):
-            return math.inf
+        current = self._current(state)
         scoring = [at for at in (*self._ahead, *current) if at != self._generate]
         work, scores = 0.0, 0.0
         for device in {state[at].assignment.mesh.first for at in (*self._ahead, *current)}:
             scored = sum(
-                state[at].seconds + max(0.0, moves.get(at, 0.0))
-                for at in scoring
-                if device in state[at].assignment.mesh
+                state[at].seconds + moves.get(at, 0.0) for at in scoring if device in state[at].assignment.mesh
             )
             generates = device in generate.assignment.mesh
             scores = max(scores, scored)
@@ -124,8 +119,13 @@ class AheadProblem(Problem):
         updated, ended = self._training(state, moves, update)
         return max(work, ended, (generate.seconds + scores + updated) / (self.versions + 1))
 
-    def _on_devices_of_one_kind(self, state: State, current: Sequence[int]) -> bool:
-        """True if the mesh of each `current` call lies within the devices that run ahead or has none of them
+    def _current(self, state: State) -> list[int]:
+        """The calls on devices ahead that belong to the iteration that trains."""
+        assert self.split is not None, "the problem has a split"
+        return [at for at in self._later if self.split.is_ahead(state[at].assignment.mesh)]
+
+    def allows(self, state: State) -> bool:
+        """True if the mesh of each such call lies within the devices that run ahead or has none of them
         (`staleness_problems`)."""
         parts: list[tuple[int, int]] = []  # of the devices ahead, first and last
         for mesh in sorted(state[at].assignment.mesh for at in self._ahead):
@@ -133,7 +133,7 @@ class AheadProblem(Problem):
                 parts[-1] = parts[-1][0], max(parts[-1][1], mesh.last)
             else:
                 parts.append((mesh.first, mesh.last))
-        meshes = [state[at].assignment.mesh for at in current]
+        meshes = [state[at].assignment.mesh for at in self._current(state)]
         return all(
             (first <= mesh.first and mesh.last <= last) or mesh.last < first or mesh.first > last
             for mesh in meshes

@@ -72,23 +72,23 @@ def search(
     exhaustive = combinations <= EXHAUSTIBLE and climb.try_all(itertools.product(*lists))
     if not exhaustive:
         climb.run(starts, rounds=max(1, round(time_limit_s / ROUND_S)))
-    best = sorted(climb.seen.items(), key=lambda item: item[1][0])[:keep]
+    evaluations = problem.evaluations - before
+    best = sorted(climb.seen.values(), key=lambda value: value[0])[:keep]
+    fitting = [(weight, state) for weight, state in best if problem.fits(state)]
     memory = problem.space.pricing.memory
-    limit = memory.usable if memory else None
-    if limit is not None and best[0][1][0] >= 1e9:
-        smallest = problem.priced_plan(best[0][1][1], "", exact=False).estimate
+    if memory is not None and not fitting:
+        smallest = problem.priced_plan(best[0][1], "", exact=False).estimate
         parts = sorted(smallest.holds.items(), key=lambda item: -item[1])[:2]
         raise PlanError(
             f"the models fit on no plan of {problem.space.cluster}: the smallest found takes "
             f"{smallest.memory / 1e9:.1f} GB of a device, "
             f"{' and '.join(f'{size / 1e9:.1f} of them {name}' for name, size in parts)}, and a device has "
-            f"{limit / 1e9:.0f} GB for a plan."
+            f"{memory.usable / 1e9:.0f} GB for a plan."
         )
-    fitting = [value for _, value in best if limit is None or value[0] < 1e9]
     return SearchResult(
         tuple(state for _, state in fitting),
         tuple(weight for weight, _ in fitting),
-        problem.evaluations - before,
+        evaluations,
         time.perf_counter() - start,
         exhaustive,
         is_cut_short=not exhaustive and not climb.is_done,
@@ -314,10 +314,9 @@ class _Climb:
 
     def _fastest_that_fits(self, state: list[Candidate], at: int, candidates: Sequence[Candidate]) -> Candidate:
         """The first candidate of a call that fits in memory; where none does, the one that holds least."""
-        memory = self.problem.space.pricing.memory
         for candidate in candidates:
             changed = (*state[:at], candidate, *state[at + 1 :])
-            if memory is None or self.problem.memory(changed, set())[0] <= memory.usable:
+            if self.problem.space.pricing.fits(self.problem.memory(changed, set())[0]):
                 return candidate
         return min(candidates, key=lambda c: c.cost.static)
 

@@ -194,7 +194,7 @@ class _FusedSearch:
         """The best pairs on so many devices that fit in memory by themselves, and the one that takes the least."""
         calls = [self.space.graph.call(name) for name in self.fused]
         first, second = (_best_of_split(self.space.pipelines(call, size)) for call in calls)
-        memory, priced = self.space.pricing.memory, []
+        priced = []
         for number, (one, other) in enumerate(itertools.product(first, second)):
             a, b = one.assignment.strategy, other.assignment.strategy
             if a.tp != b.tp or max(a.pp, b.pp) % min(a.pp, b.pp):
@@ -202,7 +202,7 @@ class _FusedSearch:
             self.has_pairs = True
             cost = self.prices.price((one, other)).cost
             held = one.cost.static + other.cost.static + cost.transient
-            if memory is None or held <= memory.usable:
+            if self.space.pricing.fits(held):
                 priced.append((cost.seconds, held, number, (one, other)))
         priced.sort()
         best = priced[:PAIRS]

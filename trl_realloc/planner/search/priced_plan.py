@@ -12,10 +12,10 @@ from ...plan.execution_plan import ExecutionPlan
 from ...plan.fused import Fused, joined, parted, together
 from ...plan.staleness import Staleness
 from ...plan.streams import Streams
-from ...plan.timeline import Timeline
+from ...plan.timeline import Span, Timeline
 from ..cost.call_cost import CallCost
 from ..iteration.ahead_simulation import AheadIterations, simulate_ahead
-from ..iteration.simulate import Overlap, spans_of, steady_times, tasks_of
+from ..iteration.simulate import Overlap, plan_times
 from ..iteration.stream_cost import StreamPrices
 from ..iteration.stream_simulation import StreamedIteration, simulate_streams
 from .fused_cost import FusedCost
@@ -113,8 +113,7 @@ class PricedPlan:
 
     @property
     def fits(self) -> bool:
-        memory = self.space.pricing.memory
-        return memory is None or self.estimate.memory <= memory.usable
+        return self.space.pricing.fits(self.estimate.memory)
 
     def streamed(self) -> StreamedIteration:
         """An iteration sample by sample, of a plan that has streams."""
@@ -159,8 +158,6 @@ class PricedPlan:
         costs = self.run_costs
         seconds = {name: cost.seconds for name, cost in costs.items()}
         waiting = {name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in costs.items() if cost.seconds}
-        plan, sharing = self.plan, self.space.pricing.rates.sharing
-        tasks, per_node = tasks_of(plan, seconds, self.estimate.moves), plan.cluster.devices_per_node
-        _, times = steady_times(tasks, overlap=Overlap.of(plan), sharing=sharing, devices_per_node=per_node)
-        spans = [span for task, of_task in zip(tasks, times, strict=True) for span in spans_of(task, of_task)]
+        _, times = plan_times(self.plan, seconds, self.estimate.moves, self.space.pricing.rates.sharing)
+        spans = [Span(task.name, device, *of_task, 0) for task, of_task in times for device in task.devices]
         return Timeline(replace(span, start=span.start + waiting.get(span.call, 0.0) * span.seconds) for span in spans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,7 @@ from ...realloc.layout import layout_of
 from ...realloc.schedule import make_schedule, schedule_seconds
 from ..cost.pricing import Pricing
 from ..cost.reallocation_cost import move_seconds, quick_move_seconds
-from ..iteration.simulate import GraphTasks, Overlap, Task, steady_seconds
+from ..iteration.simulate import GraphTasks, Overlap, Task, steady_times
 from .fused_cost import FusedCost, fused_prices
 from .plan_memory import PlanMemory
 from .priced_plan import Estimate, PricedPlan
@@ -25,6 +26,7 @@ from .space import Candidate, Space, State
 # Seconds in which the schedule that a reallocation is priced by has to be made. Others go from a part on each of a
 # thousand devices to each of a thousand: there the bound is within 1 % of the schedule's time.
 MOST_SCHEDULE_S = 2.0
+TOO_LARGE = 1e9  # seconds that the search takes for those of a plan which needs all the memory of a device
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Problem:
     exact_fused: bool = False
     evaluations: int = 0
     # by ids, with the candidates, so that their ids stay theirs
-    _moves: dict[tuple[int, int, bool], tuple[Candidate, Candidate, float]] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, bool], tuple[Candidate, Candidate, float | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._graph_tasks = GraphTasks(self.space.graph, self.fused)
@@ -64,47 +66,47 @@ class Problem:
 
     def estimate(self, state: State, *, exact_moves: bool = False) -> Estimate:
         self.evaluations += 1
-        moves = {target: self._move(state, source, target, exact_moves) for source, target in self._edges}
-        stays = {target for target, seconds in moves.items() if seconds < 0}
+        found = {target: self._move(state, source, target, exact_moves) for source, target in self._edges}
+        stays = {target for target, seconds in found.items() if seconds is None}
+        moves = {target: seconds for target, seconds in found.items() if seconds is not None}
         seconds = self._seconds(state, moves)
         memory, fullest = self.memory(state, stays)
         named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
         return Estimate(float(seconds), named, memory, fullest)
 
     def _seconds(self, state: State, moves: Mapping[int, float]) -> float:
-        """Seconds of an iteration.
-
-        Args:
-            moves: of each reallocation, by the place of the call that receives the parameters.
-        """
-        tasks, sharing = self._tasks(state, moves), self.space.pricing.rates.sharing
-        per_node = self.space.cluster.devices_per_node
-        return steady_seconds(tasks, overlap=self.overlap, sharing=sharing, devices_per_node=per_node)
+        """Seconds of an iteration, from those of each reallocation by the place of the call that receives the
+        parameters."""
+        sharing, per_node = self.space.pricing.rates.sharing, self.space.cluster.devices_per_node
+        return steady_times(self._tasks(state, moves), self.overlap, sharing, per_node)[0]
 
     def weight(self, state: State) -> float:
-        """Quantity that the search minimises: the seconds of an iteration. If a plan does not fit in memory, 1e9 times
-        the ratio of its memory to the usable memory, which is more than the seconds of any plan that fits."""
+        """Quantity that the search minimises: the seconds of an iteration; of a state that does not fit in memory, of
+        however much that is, more than of any that fits; infinite of one that is not allowed."""
         estimate = self.estimate(state)
         memory = self.space.pricing.memory
         if memory is not None and estimate.memory > memory.usable:
-            return 1e9 * estimate.memory / memory.usable
-        return estimate.seconds
+            return TOO_LARGE * estimate.memory / memory.usable
+        return estimate.seconds if self.allows(state) else math.inf
 
     def fits(self, state: State) -> bool:
         """True if a state fits in memory, or if the memory of the devices is unknown."""
-        memory = self.space.pricing.memory
-        return memory is None or self.estimate(state).memory <= memory.usable
+        return self.space.pricing.fits(self.estimate(state).memory)
 
-    def _move(self, state: State, source: int, target: int, exact: bool) -> float:
-        """Seconds of a reallocation; negative where both assignments have the same layout."""
+    def allows(self, state: State) -> bool:
+        """True if the calls may run together so."""
+        return True
+
+    def _move(self, state: State, source: int, target: int, exact: bool) -> float | None:
+        """Seconds of a reallocation; `None` where both assignments have the same layout."""
         home, other = state[source], state[target]
         key = (id(home), id(other), exact)
         if key not in self._moves:
-            factor = self.space.pricing.corrections.move(self.names[target])
-            is_reversed = self.names[source] in self.fused[1:]
-            seconds = factor * self._priced_move(
-                home, other, self._sent(source, target), exact, is_reversed=is_reversed
-            )
+            seconds = None
+            if not in_place(home.assignment, other.assignment):
+                factor = self.space.pricing.corrections.move(self.names[target])
+                is_reversed = self.names[source] in self.fused[1:]
+                seconds = factor * self._priced_move(home, other, self._sent(source, target), exact, is_reversed)
             self._moves[key] = home, other, seconds
         return self._moves[key][2]
 
@@ -116,13 +118,9 @@ class Problem:
             yield sent if narrower == sent.bytes_per_element else replace(sent, bytes_per_element=narrower)
 
     def _priced_move(
-        self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool, *, is_reversed: bool
+        self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool, is_reversed: bool
     ) -> float:
-        """Args:
-        is_reversed: the home's pipeline stages lie in reverse.
-        """
-        if in_place(home.assignment, other.assignment):
-            return -1.0
+        """Seconds of a reallocation; with `is_reversed`, from pipeline stages that lie in reverse."""
         pricing = self.space.pricing
         seconds = 0.0
         for spec in specs:

@@ -208,8 +208,7 @@ class Space:
         )
 
     def _fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        memory = self.pricing.memory
-        return [c for c in candidates if memory is None or c.cost.static + c.cost.transient <= memory.usable]
+        return [c for c in candidates if self.pricing.fits(c.cost.static + c.cost.transient)]
 
     def _assignments(self, call: Call, mesh: DeviceMesh) -> Iterator[Assignment]:
         for engine in self.engines:

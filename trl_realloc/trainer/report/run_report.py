@@ -24,7 +24,7 @@ from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.fused import Fused
 from ...plan.timeline import Timeline
-from ...planner.iteration.simulate import iteration_seconds
+from ...planner.iteration.simulate import plan_times
 from .estimate_part import age_lines, estimate_lines, markdown
 from .logged_updates import SCORES, LogRow, logged_updates
 from .stage_part import makespans, stage_lines, stages_of
@@ -336,7 +336,7 @@ def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
         if parsed.streams is not None or parsed.staleness.versions:
             return None  # a call's seconds do not say when its samples were there
         moves = {call.partition(" -> ")[2]: seconds for call, seconds in busy.items() if " -> " in call}
-        return iteration_seconds(parsed, busy, moves)
+        return plan_times(parsed, busy, moves)[0]
     except (PlanError, KeyError):
         return None
 
