@@ -188,5 +188,5 @@ def test_a_call_on_some_devices_ahead_and_on_idle_ones_is_left_out() -> None:
         tuple(on(*{**meshes, "critic.forward": mesh}[name], name) for name in problem.names)
         for mesh in ((4, 5), (4, 7))
     )
-    assert problem.estimate(one_kind).seconds < float("inf")
-    assert problem.estimate(two_kinds).seconds == float("inf")
+    assert problem.allows(one_kind)
+    assert not problem.allows(two_kinds) and problem.weight(two_kinds) > problem.weight(one_kind)
