@@ -1,4 +1,4 @@
-"""What stands in the place of TRL's `VLLMGeneration`: `HostGeneration` in a run under a plan, `PlannedGeneration` where
+"""Generation in the place of TRL's `VLLMGeneration`: `HostGeneration` in a run under a plan, `PlannedGeneration` where
 Accelerate trains. Both generate by `runtime.host_calls`.
 
 `plug` makes a `PlannedGeneration` for a trainer; how its engines are distributed is in `generation_plan`, which
