@@ -141,7 +141,7 @@ class AnsweredPrompts:
             self._by_beginning[row[: self._beginning]].append(row)
 
     def homes(self, prompts: Ragged) -> list[int | None]:
-        """The engine of each prompt: that of the longest of the latest prompts that it begins with; `None` without one."""
+        """The engine that had the longest of the latest prompts that a prompt begins with; `None` without one."""
         homes: list[int | None] = []
         for row in (row.numpy().tobytes() for row in prompts.rows()):
             known = [each for each in self._by_beginning.get(row[: self._beginning], ()) if row.startswith(each)]
