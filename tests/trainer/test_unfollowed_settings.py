@@ -11,7 +11,7 @@ from test_grpo_trainer import PROMPTS, distinct, policy, settings
 from transformers import PreTrainedModel
 
 from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig
-from trl_realloc.trainer.checks.unfollowed_settings import POLICY, ROWS, Then, unfollowed_settings
+from trl_realloc.trainer.checks.unfollowed_settings import GRPO_AND_RLOO, UNFOLLOWED, Then, unfollowed_settings
 
 
 OF_ALL: list[tuple[dict[str, Any], str]] = [
@@ -52,9 +52,9 @@ def test_a_setting_that_grpo_and_rloo_do_not_use_is_named(
 def test_every_setting_that_the_engines_do_not_follow_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8")
     ppo, policy = text.split("\n## GRPO and RLOO\n")
-    for row in ROWS:
+    for row in UNFOLLOWED:
         names = [row.name, *(f"{row.name[:end]}*" for end in range(1, len(row.name)))]  # itself or its family
-        page = policy if POLICY in row.trainers else ppo
+        page = policy if GRPO_AND_RLOO in row.trainers else ppo
         assert any(f"`{name}" in page for name in names), f"docs/differences.md does not name {row.name}"
 
 

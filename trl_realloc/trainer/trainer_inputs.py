@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..engines.training.deepspeed_compat import gathered
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from peft import PeftConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,15 @@ class TrainerInputs:
         reward_dtype: of reward models that are given by name; `None` for their checkpoints'.
     """
 
-    model: Any
-    processing_class: Any = None
-    ref_model: Any = None
+    model: PreTrainedModel | str
+    processing_class: PreTrainedTokenizerBase | None = None
+    ref_model: PreTrainedModel | str | None = None
     reward_model: Any = ()
-    value_model: Any = None
-    train_dataset: Any = None
-    eval_dataset: Any = None
+    value_model: PreTrainedModel | str | None = None
+    train_dataset: Dataset | None = None
+    eval_dataset: Dataset | None = None
     data_collator: Any = None
-    optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
+    optimizers: tuple[torch.optim.Optimizer | None, LRScheduler | None] = (None, None)
     peft_config: PeftConfig | None = None
     reward_processing_classes: Any = None
     reward_argument: str = "reward_model"
@@ -61,7 +64,7 @@ class TrainerInputs:
         return self.optimizers[0]
 
     @property
-    def scheduler(self) -> Any:
+    def scheduler(self) -> LRScheduler | None:
         return self.optimizers[1]
 
     def gathered(self) -> TrainerInputs:

@@ -25,7 +25,7 @@ def check_optimizer(
     args: TrainingArguments,
     optimizer: torch.optim.Optimizer | None,
     scheduler: LRScheduler | None,
-    models: Mapping[str, nn.Module | str],
+    models: Mapping[str, object],
 ) -> None:
     """Refuse an optimizer or a scheduler that cannot train the roles, before anything is loaded.
 
@@ -69,7 +69,8 @@ def check_optimizer(
         )
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for argument, model in models.items():
-        if isinstance(model, str) or not any(p.requires_grad and id(p) in parameter_ids for p in model.parameters()):
+        trained = model.parameters() if isinstance(model, nn.Module) else ()
+        if not any(p.requires_grad and id(p) in parameter_ids for p in trained):
             raise ConfigError(holds_none(argument, " and ".join(models)))
 
 

@@ -23,7 +23,7 @@ class Then(Enum):
     LOG = "the log says that the setting has no effect"
 
 
-PPO, POLICY = "PPO", "GRPO and RLOO"
+PPO, GRPO_AND_RLOO = "PPO", "GRPO and RLOO"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
     name: str
     then: Then
     sentence: str
-    trainers: tuple[str, ...] = (PPO, POLICY)
+    trainers: tuple[str, ...] = (PPO, GRPO_AND_RLOO)
     when: Callable[[object], bool] | None = None
 
     def applies(self, args: TrainingArguments) -> bool:
@@ -51,7 +51,7 @@ class Row:
 
 
 def _no_effect(name: str, reason: str, *trainers: str, when: Callable[[object], bool] | None = None) -> Row:
-    return Row(name, Then.LOG, f"{name} has no effect: {reason}.", trainers or (PPO, POLICY), when)
+    return Row(name, Then.LOG, f"{name} has no effect: {reason}.", trainers or (PPO, GRPO_AND_RLOO), when)
 
 
 _EVALUATION = "evaluations compute in the dtype of the training"
@@ -64,7 +64,7 @@ _SERVER = (
 )
 _TP = "vllm_tensor_parallel_size {value} is the plan's: set tp of actor.generate in a plan, or leave it to plan: auto."
 
-ROWS: tuple[Row, ...] = (
+UNFOLLOWED: tuple[Row, ...] = (
     # they change how fast a run is or what it logs, not what it learns, or have no effect in TRL's PPO either
     _no_effect("torch_compile", "ragged batches change the shape of every forward"),
     _no_effect("bf16_full_eval", _EVALUATION),
@@ -101,37 +101,37 @@ ROWS: tuple[Row, ...] = (
         "use_liger_kernel",
         Then.ACCELERATE,
         "use_liger_kernel computes the loss inside Liger's kernel, and the engines need it outside of the model",
-        (POLICY,),
+        (GRPO_AND_RLOO,),
     ),
     Row(
         "sync_ref_model",
         Then.ACCELERATE,
         "sync_ref_model changes the reference while the run goes on, and the plan's reference stays as it is",
-        (POLICY,),
+        (GRPO_AND_RLOO,),
     ),
     Row(
         "neftune_noise_alpha",
         Then.ACCELERATE,
         "neftune_noise_alpha {value:g} adds noise to embeddings while the model trains, and the engines add none",
-        (POLICY,),
+        (GRPO_AND_RLOO,),
         lambda value: value is not None,
     ),
     Row(
         "cast_lm_head_to_fp32",
         Then.ACCELERATE,
         "cast_lm_head_to_fp32 gives the language head another dtype than the engines compute in",
-        (POLICY,),
+        (GRPO_AND_RLOO,),
     ),
     # a plan decides them, or no engine has them
-    Row("vllm_mode", Then.REFUSE, _SERVER, (POLICY,), lambda value: value == "server"),
-    Row("vllm_tensor_parallel_size", Then.REFUSE, _TP, (POLICY,), lambda value: value != 1),
-    Row("use_transformers_continuous_batching", Then.REFUSE, _CONTINUOUS, (POLICY,)),
-    Row("use_transformers_paged", Then.REFUSE, _CONTINUOUS, (POLICY,)),  # its name in older releases of TRL
+    Row("vllm_mode", Then.REFUSE, _SERVER, (GRPO_AND_RLOO,), lambda value: value == "server"),
+    Row("vllm_tensor_parallel_size", Then.REFUSE, _TP, (GRPO_AND_RLOO,), lambda value: value != 1),
+    Row("use_transformers_continuous_batching", Then.REFUSE, _CONTINUOUS, (GRPO_AND_RLOO,)),
+    Row("use_transformers_paged", Then.REFUSE, _CONTINUOUS, (GRPO_AND_RLOO,)),  # its name in older releases of TRL
     Row(
         "vllm_model_impl",
         Then.REFUSE,
         "vllm_model_impl {value!r} is not supported; leave it out.",
-        (POLICY,),
+        (GRPO_AND_RLOO,),
         lambda value: value != "vllm",
     ),
 )
@@ -143,7 +143,7 @@ def unfollowed_settings(args: TrainingArguments, then: Then) -> Iterator[str]:
     Args:
         args: a `PPOConfig`, `GRPOConfig` or `RLOOConfig`.
     """
-    trainer = PPO if hasattr(args, "num_ppo_epochs") else POLICY
-    rows = (row for row in ROWS if row.then is then and trainer in row.trainers and row.applies(args))
+    trainer = PPO if hasattr(args, "num_ppo_epochs") else GRPO_AND_RLOO
+    rows = (row for row in UNFOLLOWED if row.then is then and trainer in row.trainers and row.applies(args))
     # two names of one setting have the same sentence
     yield from dict.fromkeys(row.sentence.format(value=getattr(args, row.name)) for row in rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...algorithms.ppo_metrics import COUNTS
 from ...algorithms.prompt_batches import PromptBatch
@@ -19,10 +19,14 @@ from ...runtime.executor import Executor
 from ..report.completions import CompletionRow, completion_rows
 
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
 NEAR_GREEDY = 0.01 + 1e-7  # TRL's temperature for completions
 
 
-def dataset_of(given: Any, own: Any) -> Any:
+def dataset_of(given: Dataset, own: Dataset) -> Any:
     """The dataset that is meant by the argument `eval_dataset` of a method; `None` if there is none.
 
     Args:

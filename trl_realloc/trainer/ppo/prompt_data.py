@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import DataCollatorWithPadding
+from transformers import DataCollatorWithPadding, PretrainedConfig
 
 from ...algorithms.prompt_batches import PromptBatch, collate_prompts
 from ...algorithms.prompts import DataError, check_prompts, tokenize_prompts
 from ..ppo_config import PPOConfig
 from ..trainer_inputs import TrainerInputs
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class PromptData:
         columns: of each dataset, by its name for messages, the columns that reward functions can take, sorted.
     """
 
-    train: Any
-    evaluation: Any
+    train: Dataset
+    evaluation: Dataset
     tokenize: Callable[[Any, str], Any]
     collate: Callable[[list[Any]], PromptBatch]
     check: Callable[[Any, str], list[int]]
@@ -41,7 +45,7 @@ class PromptData:
     longest: int
     columns: Mapping[str, Sequence[str]]
 
-    def tokenized(self, rows: Any, own: Any, *, by_vllm: bool) -> Any:
+    def tokenized(self, rows: Any, own: Dataset, *, by_vllm: bool) -> Any:
         """Prompts to evaluate on, tokenized. The trainer's have been checked when it was made.
 
         Args:
@@ -64,7 +68,7 @@ class PromptData:
         return prompts
 
 
-def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: Any, pad_token_id: int) -> PromptData:
+def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: PretrainedConfig, pad_token_id: int) -> PromptData:
     """The datasets of `inputs`, tokenized and checked.
 
     Args:

@@ -9,8 +9,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
@@ -30,6 +31,10 @@ from ..accelerate_plugin import ReallocationPlugin
 from ..checks.config_checks import ConfigError, by_transformers
 from ..checks.unfollowed_settings import Then, unfollowed_settings
 from ..trainer_inputs import path_as_text
+
+
+if TYPE_CHECKING:
+    from accelerate import DeepSpeedPlugin, PartialState
 
 
 logger = logging.get_logger(__name__)
@@ -61,7 +66,7 @@ class PlanRequest:
 def read_plan_request(
     args: TrainingArguments,
     plugin: ReallocationPlugin,
-    world: Any,
+    world: PartialState,
     model: PreTrainedModel | str,
     graph: DataflowGraph,
 ) -> PlanRequest:
@@ -105,7 +110,7 @@ def read_plan_request(
     return PlanRequest(plan, cluster, engine, processes, config if isinstance(model, str) else None)
 
 
-def _why_not_vllm(model: PreTrainedModel | str, config: PretrainedConfig, device: Any) -> str | None:
+def _why_not_vllm(model: PreTrainedModel | str, config: PretrainedConfig, device: torch.device) -> str | None:
     """Why vLLM cannot generate with the policy, as a sentence without its end; `None` if it can.
 
     Args:
@@ -141,7 +146,7 @@ def _requested_plan(
     plugin: ReallocationPlugin,
     cluster: Cluster,
     engine: str,
-    deepspeed: Any,
+    deepspeed: DeepSpeedPlugin | None,
     graph: DataflowGraph,
     *,
     may_choose: bool,

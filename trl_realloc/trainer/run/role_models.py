@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,11 +38,15 @@ from ..trainer_inputs import TrainerInputs
 from .run_inputs import RunInputs
 
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
 REF_ADAPTER = "ref"
 
 
 def role_configs(
-    given: TrainerInputs, graph: DataflowGraph, config: Any, dtype: torch.dtype = torch.float32
+    given: TrainerInputs, graph: DataflowGraph, config: PretrainedConfig, dtype: torch.dtype = torch.float32
 ) -> dict[Role, list[Any]]:
     """The Transformers config of every model of every role; of a trained role in the dtype in which it is trained.
 

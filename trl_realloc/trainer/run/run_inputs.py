@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...algorithms.rewards import Rewards
 from ...plan.dataflow import DataflowGraph, Role
@@ -16,6 +16,8 @@ from .plan_request import PlanRequest
 
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from ..grpo_config import PolicyConfig
     from ..ppo_config import PPOConfig
 
@@ -42,7 +44,7 @@ class RunInputs:
     given: TrainerInputs
     graph: DataflowGraph
     rewards: Rewards
-    configs: Mapping[Role, Sequence[Any]]
+    configs: Mapping[Role, Sequence[PretrainedConfig]]
     adapter_names: tuple[str | None, str | None] = (None, None)
     copies_adapter: bool = False
 
