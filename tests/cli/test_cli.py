@@ -171,8 +171,8 @@ def test_a_recipe_is_planned_for_a_cluster_one_does_not_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], printed: None
 ) -> None:
     path = tmp_path / "plan.yaml"
-    asked = ["plan", str(RECIPE), "--cluster", "h100:2x8", "-o", str(path), "--explain", "actor.train"]
-    assert main(asked) == 0
+    asked = ["plan", str(RECIPE), "--cluster", "h100:2x8", "-o", str(path), "--time-limit", "1", "--explain"]
+    assert main([*asked, "actor.train"]) == 0
     said = capsys.readouterr().out
     for call in ppo_graph().order:
         assert call in said
@@ -207,6 +207,7 @@ def test_a_recipe_that_corrects_its_rollouts_is_planned_with_the_proximal_policy
     demo = RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent))
     recipe.write_text(demo)
     asked = ["plan", str(recipe), "--cluster", "h100:8", "-o", str(path), "--explain", "actor.forward"]
+    asked += ["--time-limit", "1"]
     assert main(asked) == 2
     assert "there is no call 'actor.forward'" in capsys.readouterr().err
     recipe.write_text(demo + "\nvllm_importance_sampling_correction: true\n")
@@ -278,7 +279,7 @@ def test_planning_a_recipe_leaves_torch_out(tmp_path: Path) -> None:
     output = str(tmp_path / "plan.yaml")
     code = (
         "import sys; from trl_realloc.cli.main import main; "
-        f"main(['plan', {str(RECIPE)!r}, '--cluster', 'h100:8', '-o', {output!r}]); "
+        f"main(['plan', {str(RECIPE)!r}, '--cluster', 'h100:8', '-o', {output!r}, '--time-limit', '0.5']); "
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -327,7 +328,7 @@ def test_a_recipes_misspelt_key_is_refused_and_a_scripts_own_key_is_not(
     assert main(["plan", str(recipe), "--cluster", "h100:8", "-o", plan]) == 2
     assert "no setting 'respones_length'; did you mean 'response_length'?" in capsys.readouterr().err
     recipe.write_text(demo + "\nour_curriculum: 3\n")
-    assert main(["plan", str(recipe), "--cluster", "h100:8", "-o", plan]) == 0
+    assert main(["plan", str(recipe), "--cluster", "h100:8", "-o", plan, "--time-limit", "0.5"]) == 0
 
 
 def test_the_planner_knows_every_setting_that_a_recipe_may_have() -> None:
@@ -388,7 +389,7 @@ def test_a_plan_that_is_there_already_is_not_overwritten_without_being_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ["plan", str(RECIPE.resolve()), "--prompt-tokens", "20", "--cluster", "h100:2", "--time-limit", "1"]
+    asked = ["plan", str(RECIPE.resolve()), "--prompt-tokens", "20", "--cluster", "h100:2", "--time-limit", "0.3"]
     for name in ("plan.yaml", "plan-2.yaml", "plan-3.yaml"):
         assert main(asked) == 0
         assert f"written to {name}" in " ".join(capsys.readouterr().out.split())

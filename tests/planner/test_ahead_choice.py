@@ -42,7 +42,7 @@ def costs(workload: Workload = BALANCED, nodes: int = 2) -> Pricing:
 
 
 def test_generation_and_training_of_equal_weight_are_separated() -> None:
-    decision = choose(Space.of_run(MODELS, costs(), graph=GRAPH), Ways(max_staleness=2), time_limit_s=4.0)
+    decision = choose(Space.of_run(MODELS, costs(), graph=GRAPH), Ways(max_staleness=2), time_limit_s=1.5)
     best = decision.best
     rung = decision.rung(STALENESS)
     assert rung.fastest is best
@@ -63,7 +63,7 @@ def test_generation_and_training_of_equal_weight_are_separated() -> None:
 
 
 def test_without_max_staleness_the_decision_is_as_before() -> None:
-    plain = choose(Space.of_run(MODELS, costs(), graph=GRAPH), time_limit_s=2.0)
+    plain = choose(Space.of_run(MODELS, costs(), graph=GRAPH), time_limit_s=0.5)
     assert plain.rung(STALENESS) is None
     assert not plain.best.staleness.versions
     assert not any(other.plan.staleness.versions for other in plain.alternatives if other.plan)

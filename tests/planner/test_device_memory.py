@@ -21,8 +21,8 @@ from trl_realloc.planner.search.space import Space
 def test_a_plan_for_gpus_leaves_the_headroom_and_counts_contexts_and_communicators() -> None:
     bare = pricing(1)
     total = bare.memory.total
-    full = choose(Space.of_run(specs(7, 7), bare)).best.estimate
-    chosen = choose(Space.of_run(specs(7, 7), replace(bare, memory=gpu_memory(total)))).best
+    full = choose(Space.of_run(specs(7, 7), bare), time_limit_s=1.0).best.estimate
+    chosen = choose(Space.of_run(specs(7, 7), replace(bare, memory=gpu_memory(total))), time_limit_s=1.0).best
     estimate = chosen.estimate
     assert full.memory > 0.9 * total, "without a headroom these models fill the devices"
     assert estimate.memory <= 0.9 * total
@@ -46,7 +46,8 @@ def test_a_pipeline_has_communicators_of_its_neighbours_too(pp: int, more: int) 
 
 
 def test_the_parts_of_the_fullest_device_are_shown_with_what_is_free() -> None:
-    chosen = choose(Space.of_run(specs(7, 7), replace(pricing(1), memory=gpu_memory(80e9, 0.2)))).best
+    space = Space.of_run(specs(7, 7), replace(pricing(1), memory=gpu_memory(80e9, 0.2)))
+    chosen = choose(space, time_limit_s=0.5).best
     table = memory_table(chosen)
     parts = list(table.columns[0].cells)
     assert {"contexts", "communicators", "free (20% of 80 GB at least)"} <= set(parts)

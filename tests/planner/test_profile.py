@@ -277,7 +277,7 @@ def test_a_measured_machine_is_planned_with_the_splits_that_were_measured() -> N
         for name in ("actor.generate", "reference.forward", "reward.forward", "critic.forward")
     } | {"actor.train": (ACTOR,), "critic.train": (CRITIC,)}
     pricing = Pricing(Cluster(1, 4), work(), MeasuredRates(made_up(2.0)), default_cap=1024)
-    chosen = choose(Space.of_run(models, pricing))
+    chosen = choose(Space.of_run(models, pricing), time_limit_s=1.0)
     strategies = [assignment.strategy for assignment in chosen.best.plan.assignments.values()]
     assert all(strategy.tp == 1 for strategy in strategies)
     assert all(strategy.zero_stage == 0 for strategy in strategies), "ZeRO gives memory, of which nothing is known"

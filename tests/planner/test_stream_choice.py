@@ -86,7 +86,7 @@ def test_no_more_samples_of_a_batch_are_simulated_for_a_thousand_engines(episode
 
 def test_streams_are_chosen_on_hundreds_of_devices() -> None:
     prices = replace(pricing(64, 8, replace(LONG_TAIL, episodes=5120)), memory=None)
-    decision = choose(Space.of_run(MODELS, prices), Ways(fuses=False), time_limit_s=4.0)
+    decision = choose(Space.of_run(MODELS, prices), Ways(fuses=False), time_limit_s=1.0)
     rung = decision.rung(STREAMING)
     assert rung.plans and decision.best is rung.fastest
 
@@ -106,7 +106,7 @@ def test_nothing_is_simulated_after_the_deadline_and_the_choice_says_so() -> Non
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_the_decision_says_what_streams_are_worth(engine: str) -> None:
-    decision = choose(Space.of_run(MODELS, costs(), generation_engine=engine), time_limit_s=8.0)
+    decision = choose(Space.of_run(MODELS, costs(), generation_engine=engine), time_limit_s=1.0)
     rung = decision.rung(STREAMING)
     assert rung.sentence in decision.summary
     assert engine == "vllm" or list(rung.plans) in ([], [STREAMING]), "only a vLLM engine can give its samples away"
@@ -129,5 +129,5 @@ def test_an_engine_has_room_for_all_samples_that_migration_may_give_it() -> None
 def test_a_deterministic_run_gets_streams_whose_bits_do_not_depend_on_the_clock() -> None:
     (plan,) = streams_of(priced(), deterministic=True).plans.values()
     assert plan.streams == Streams(deterministic=True)
-    best = choose(Space.of_run(MODELS, costs()), Ways(deterministic=True), time_limit_s=2.0).best
+    best = choose(Space.of_run(MODELS, costs()), Ways(deterministic=True), time_limit_s=1.0).best
     assert best.streams in (None, Streams(deterministic=True))
