@@ -13,6 +13,8 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, OPTConfig
 
+from trl_realloc import PPOConfig
+from trl_realloc.cli.recipe_parser import parse_recipe, run
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster
@@ -249,8 +251,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else found(name, *rest)
 import pathlib, tiny
-from trl_realloc.cli.recipe_parser import parse_recipe, run
-from trl_realloc import PPOConfig
+from trl_realloc.cli.recipe_parser import run
 folder = pathlib.Path({str(folder)!r})
 def main():
 {body}
@@ -267,12 +268,13 @@ def test_a_script_ends_with_one_sentence_and_a_code(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_recipes_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_a_recipes_unknown_key_is_refused_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("output_dir: x\nlearning_rat: 1.0e-5\n")
-    ended = script(tmp_path, f"    parse_recipe([PPOConfig], ['--config', {str(recipe)!r}])")
-    assert ended.returncode == 2
-    last = ended.stderr.strip().splitlines()[-1]
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: parse_recipe([PPOConfig], ["--config", str(recipe)]))
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "no setting 'learning_rat'" in last and "'learning_rate'" in last and str(recipe) in last
 
 
