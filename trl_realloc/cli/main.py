@@ -26,8 +26,9 @@ from ..plan.assignment import between_uses
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
+from ..planner.cost.hardware import parse_cluster
 from ..planner.fused.lists import example
-from ..planner.recipe.recipe import is_plan, read_recipe
+from ..planner.recipe.recipe import Recipe, is_plan, read_recipe
 from ..planner.search.decision import Decision
 from ..planner.search.overlap_worth import OverlapWorth
 from ..planner.search.show import (
@@ -40,8 +41,10 @@ from ..planner.search.show import (
 )
 from ..trainer.report.logged_updates import logged_updates
 from ..trainer.report.run_report import print_summary, report_run
+from .clusters import as_json as json_of
+from .clusters import clusters_table, draw_clusters, parse_prices, sentences
 from .measuring_job import check_processes, measured_profile, processes_of
-from .recipe_planning import check_request, choose_for_recipe, job_cluster, overlap_worth
+from .recipe_planning import Work, answer_for, check_request, choose_for_recipe, job_cluster, overlap_worth
 
 
 OVERLAPS = ""  # --explain without a call
@@ -53,7 +56,14 @@ OF_RECIPES = {
     "prompt_tokens": "--prompt-tokens",
     "calls": "--explain",
     "time_limit": "--time-limit",
+    "clusters": "--clusters",
+    "episodes": "--episodes",
+    "response_tokens": "--response-tokens",
 }
+# Of a recipe that is planned for one cluster, and of one that is planned for several.
+OF_ONE = {"devices": "--devices", "nodes": "--nodes", "cluster": "--cluster", "measured": "--profile"}
+OF_ONE |= {"calls": "--explain"}
+OF_SEVERAL = {"prices": "--price", "own": "--plan", "as_json": "--json"}
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
@@ -142,6 +152,22 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
 )
 @_prompt_tokens
 @click.option(
+    "--response-tokens",
+    metavar="MEAN[/P99]",
+    help="Mean and 99th percentile of the responses' tokens, like 400/1024; as many as they may have if left out.",
+)
+@click.option(
+    "--episodes", type=int, metavar="N", help="Episodes of an iteration, on any cluster; by default by the recipe."
+)
+@click.option(
+    "--clusters",
+    metavar="KIND:NxM,...",
+    help="Compare clusters, like h100:8x8,h200:8x8: seconds, GPU-hours, memory, and what a colocated run takes.",
+)
+@click.option("--price", "prices", multiple=True, metavar="KIND=P", help="Price of a device's hour, for --clusters.")
+@click.option("--plan", "own", type=click.Path(path_type=Path), help="A plan of one's own, for --clusters.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for --clusters.")
+@click.option(
     "--explain",
     "calls",
     multiple=True,
@@ -161,6 +187,12 @@ def plan(
     cluster: str | None,
     measured: Path | None,
     prompt_tokens: float | None,
+    response_tokens: str | None,
+    episodes: int | None,
+    clusters: str | None,
+    prices: tuple[str, ...],
+    own: Path | None,
+    as_json: bool,
     calls: tuple[str, ...],
     time_limit: float,
 ) -> None:
@@ -169,6 +201,8 @@ def plan(
     A recipe is planned for --cluster, for the machine of --profile, or for this one, which is measured the first time.
     The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json. Without
     -o nothing is overwritten: where there is a plan.yaml, it is plan-2.yaml, and so on.
+
+    With --clusters no plan is written: a table compares the clusters, and clusters.png (or -o) shows it.
     """
     if what not in PRESETS:
         if not exists(what):
@@ -176,6 +210,14 @@ def plan(
         if is_plan(Path(what)):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
         _refuse_given(OF_PRESETS, f"a preset, and {what} is a recipe: the planner chooses the layouts")
+        work = Work.parse(episodes, response_tokens)
+        if clusters is not None:
+            _refuse_given(OF_ONE, "one cluster, and --clusters names those to compare")
+            check_request(None, None, None, None, time_limit, ())
+            recipe = read_recipe(what, prompt_tokens)
+            _compare_clusters(recipe, clusters, work, prices, own, output or Path("clusters.png"), time_limit, as_json)
+            return
+        _refuse_given(OF_SEVERAL, "--clusters, which is not given")
         output = output or _free_name()
         _check_output(output, "the plan")
         named = [call for call in calls if call != OVERLAPS]
@@ -183,7 +225,7 @@ def plan(
         recipe = read_recipe(what, prompt_tokens)
         for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
-        chosen = choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit)
+        chosen = choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit, work)
         if corrected := chosen.best.space.pricing.corrections.described():
             click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
         worth = overlap_worth(recipe, chosen, time_limit) if len(named) < len(calls) else None
@@ -201,6 +243,44 @@ def plan(
     _save(written, output)
     Console().print(plan_table(written))
     click.echo(f"written to {output}; run it with plan: {output}")
+
+
+def _compare_clusters(
+    recipe: Recipe,
+    named: str,
+    work: Work,
+    prices: Sequence[str],
+    own: Path | None,
+    picture: Path,
+    time_limit: float,
+    as_json: bool,
+) -> None:
+    """Print what a recipe takes on several clusters, and draw it."""
+    clusters = list(dict.fromkeys(part.strip() for part in named.split(",") if part.strip()))
+    if not clusters:
+        raise PlanError("--clusters names clusters to compare, like h100:8x8,h200:8x8.")
+    by_kind = parse_prices(prices, clusters)
+    _check_output(picture, "the chart")
+    mine = None if own is None else load_plan(own)
+    answers = []
+    for cluster in clusters:
+        kind = parse_cluster(cluster)[1].name
+        answers.append(answer_for(recipe, cluster, work, by_kind.get(kind), mine, time_limit))
+    draw_clusters(answers, picture)
+    if as_json:
+        click.echo(json_of(answers))
+        return
+    console = Console()
+    first = work.of(recipe, parse_cluster(clusters[0])[0])
+    console.print(
+        f"{first.episodes:,} episodes an iteration{'' if work.episodes else f' on {clusters[0]}'}, prompts of "
+        f"{first.prompt_tokens:g} tokens, responses of {first.mean_response:.0f} tokens in the mean and "
+        f"{first.response_tokens[-1]:,} at most."
+    )
+    console.print(clusters_table(answers))
+    for sentence in sentences(answers):
+        console.print(sentence)
+    click.echo(f"drawn in {picture}; trl-realloc plan {recipe.path} --cluster KIND:NxM writes the plan of one of them")
 
 
 def _free_name() -> Path:

@@ -5,26 +5,31 @@ The commands and what they print are in `main`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..common.errors import PlanError, Problems
+from ..common.errors import PlanError, Problems, shown
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import CACHED_TOKENS
 from ..plan.cluster import MOST_DEVICES, Cluster
+from ..plan.execution_plan import ExecutionPlan
 from ..planner.cost.analytic_rates import AnalyticRates
 from ..planner.cost.device_memory import gpu_memory
 from ..planner.cost.hardware import Rates, parse_cluster
 from ..planner.cost.measured_rates import MeasuredRates
 from ..planner.cost.pricing import Pricing
 from ..planner.cost.profile import Profile, model_key
-from ..planner.recipe.recipe import Recipe
+from ..planner.cost.workload import Workload
+from ..planner.recipe.recipe import MOST_TOKENS, Recipe
 from ..planner.search.choose import choose
+from ..planner.search.clusters import ClusterAnswer, colocated
 from ..planner.search.decision import Decision
 from ..planner.search.fused_choice import may_fuse
 from ..planner.search.ladder import Ways
 from ..planner.search.overlap_worth import OverlapWorth
+from ..planner.search.problem import estimate_plan
 from ..planner.search.space import Space
 from .measuring_job import check_processes, measured_profile, processes_of
 
@@ -71,6 +76,42 @@ def check_request(
     problems.refuse()
 
 
+@dataclass(frozen=True)
+class Work:
+    """Size of an iteration, where the command line says it.
+
+    Args:
+        episodes: on any number of devices; `None` for as many for each device as the recipe says.
+        response_tokens: mean and 99th percentile of the responses' lengths; `None` if all are as long as they may be.
+    """
+
+    episodes: int | None = None
+    response_tokens: tuple[float, float] | None = None
+
+    @staticmethod
+    def parse(episodes: int | None, response_tokens: str | None) -> Work:
+        """The work by --episodes and --response-tokens. Raises `PlanError` if one of them has another form."""
+        if episodes is not None and not 1 <= episodes <= MOST_TOKENS:
+            raise PlanError(f"--episodes is a number from 1 to {MOST_TOKENS:,}, not {episodes}.")
+        if response_tokens is None:
+            return Work(episodes)
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)(?:/(\d{1,9}(?:\.\d+)?))?", response_tokens.strip())
+        if match is None:
+            raise PlanError(
+                f"--response-tokens is a mean like 400, or a mean and a 99th percentile like 400/1024, not "
+                f"{shown(response_tokens)}."
+            )
+        mean, p99 = match.groups()
+        return Work(episodes, (float(mean), float(p99 or mean)))
+
+    def of(self, recipe: Recipe, machine: Cluster) -> Workload:
+        """The workload of a recipe on a cluster."""
+        work = recipe.workload(machine, self.episodes)
+        if self.response_tokens is None:
+            return work
+        return replace(work, response_tokens=work.tail(*self.response_tokens, recipe.longest_response))
+
+
 def choose_for_recipe(
     recipe: Recipe,
     cluster: str | None,
@@ -78,6 +119,7 @@ def choose_for_recipe(
     devices: int | None,
     nodes: int | None,
     time_limit: float,
+    work: Work = Work(),
 ) -> Decision:
     """The plan for a recipe on the devices of --cluster, on the machine of --profile, or on this one, which is
     measured.
@@ -85,29 +127,61 @@ def choose_for_recipe(
     Raises:
         PlanError: there are no such devices, the profile is of others, or no plan fits.
     """
-    on_gpus = True
     if cluster is not None:
-        machine, device = parse_cluster(cluster)
-        pricing = _pricing(recipe, machine, AnalyticRates(device), device.memory)
-    else:
-        if measured is None:
-            check_processes(devices)
-        recipe.specs()  # refuses a model that cannot be planned for, before it is measured
-        profile = Profile.load(measured) if measured else measured_profile(recipe, devices or processes_of(recipe.path))
-        if devices is not None and devices != profile.devices:
-            raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
-        if nodes is not None and nodes != profile.nodes:
-            raise PlanError(
-                f"{measured or 'the profile'} is a measurement of {profile.nodes} node(s), but --nodes is {nodes}; "
-                f"leave --nodes out, or measure on as many nodes."
-            )
-        on_gpus = profile.is_accelerator
-        machine = job_cluster(recipe.path.name, profile.devices, profile.nodes)
-        _check_measured(profile, recipe, measured)
-        pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if on_gpus else None)
-        cap = None if on_gpus else CACHED_TOKENS
-        pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
-    space = Space.of_run(
+        space = cluster_space(recipe, cluster, work)
+        return choose(space, _ways(recipe), time_limit_s=time_limit)
+    if measured is None:
+        check_processes(devices)
+    recipe.specs()  # refuses a model that cannot be planned for, before it is measured
+    profile = Profile.load(measured) if measured else measured_profile(recipe, devices or processes_of(recipe.path))
+    if devices is not None and devices != profile.devices:
+        raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
+    if nodes is not None and nodes != profile.nodes:
+        raise PlanError(
+            f"{measured or 'the profile'} is a measurement of {profile.nodes} node(s), but --nodes is {nodes}; "
+            f"leave --nodes out, or measure on as many nodes."
+        )
+    on_gpus = profile.is_accelerator
+    machine = job_cluster(recipe.path.name, profile.devices, profile.nodes)
+    _check_measured(profile, recipe, measured)
+    pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if on_gpus else None, work)
+    cap = None if on_gpus else CACHED_TOKENS
+    pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
+    return choose(_space(recipe, pricing), _ways(recipe, on_gpus=on_gpus), time_limit_s=time_limit)
+
+
+def cluster_space(recipe: Recipe, cluster: str, work: Work) -> Space:
+    """The plans of a recipe on devices that are written like `h100:16x8`, by their specification. Raises `PlanError` if
+    there are no such devices, or the work is not possible on them."""
+    machine, device = parse_cluster(cluster)
+    return _space(recipe, _pricing(recipe, machine, AnalyticRates(device), device.memory, work))
+
+
+def answer_for(
+    recipe: Recipe, cluster: str, work: Work, price: float | None, own: ExecutionPlan | None, time_limit: float
+) -> ClusterAnswer:
+    """The plans of a recipe on one cluster of --clusters.
+
+    Args:
+        price: of an hour of a device.
+        own: the user's plan; it is priced where it has the cluster's number of devices.
+
+    Raises:
+        PlanError: there are no such devices, or the work is not possible on them.
+    """
+    space = cluster_space(recipe, cluster, work)
+    answer = ClusterAnswer(cluster, space.pricing.rates.name, price=price)
+    try:
+        best = choose(space, _ways(recipe), time_limit_s=time_limit).best
+    except PlanError as error:
+        return replace(answer, refusal=error.problems[0])
+    fits = own is not None and own.cluster.size == space.cluster.size
+    mine = estimate_plan(own, recipe.specs(own.graph), space.pricing) if own is not None and fits else None
+    return replace(answer, best=best, colocated=colocated(space), own=mine)
+
+
+def _space(recipe: Recipe, pricing: Pricing) -> Space:
+    return Space.of_run(
         recipe.specs(),
         pricing,
         graph=recipe.graph,
@@ -115,7 +189,6 @@ def choose_for_recipe(
         engines=recipe.trainers,
         splits=recipe.splits,
     )
-    return choose(space, _ways(recipe, on_gpus=on_gpus), time_limit_s=time_limit)
 
 
 def _ways(recipe: Recipe, *, on_gpus: bool = True) -> Ways:
@@ -133,7 +206,7 @@ def overlap_worth(recipe: Recipe, chosen: Decision, time_limit: float) -> Overla
     return OverlapWorth(chosen, _ways(recipe), graph, recipe.specs(graph), corrects, time_limit)
 
 
-def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None) -> Pricing:
+def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None, work: Work) -> Pricing:
     """The cost model of a recipe.
 
     Args:
@@ -144,7 +217,7 @@ def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | Non
     of_device = None if memory is None else gpu_memory(memory, headroom)
     return Pricing(
         machine,
-        recipe.workload(machine),
+        work.of(recipe, machine),
         rates,
         memory=of_device,
         vllm_share=share,

@@ -9,9 +9,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from ...common.errors import PlanError, nearest, shown
+from ...common.errors import PlanError, Problems, nearest, shown
+from ...common.files import read_yaml_mapping
+from ...common.schema import checked
+from ...common.settings import number_of_text
 from ...plan.cluster import Cluster
 from ...plan.model_spec import ModelSpec
 
@@ -143,39 +147,96 @@ class Device:
 
 
 # Peak dense bf16 and float32 FLOP/s, memory and NVLink bandwidth are from NVIDIA's data sheets of the A100 80GB SXM,
-# H100 SXM and H200 SXM. The data sheets quote NVLink as the sum of both directions, and half of that sum is used here.
-# Each GPU has one NIC, as in NVIDIA's DGX A100 and DGX H100: HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) in
-# the other nodes. Host bandwidth is PCIe 4 (A100) and PCIe 5 (the other GPUs) with 16 lanes. Which part of the FLOP/s
-# models reach, and what they move beside matrix products, was fitted to one run on an H200 (docs/hardware.md).
+# H100 SXM, H200 SXM, HGX B200, L40S and GeForce RTX 4090. The data sheets quote NVLink as the sum of both directions,
+# and half of that sum is used here. Each GPU with NVLink has one NIC, as in NVIDIA's DGX A100, DGX H100 and DGX B200:
+# HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) in the other nodes. Host bandwidth is PCIe 4 (A100, L40S,
+# RTX 4090) and PCIe 5 (the other GPUs) with 16 lanes. L40S and RTX 4090 have no NVLink: L40S send to each other by
+# PCIe, RTX 4090 through host memory, which takes two copies. Their nodes are assumed to have one adapter, of 200 Gb/s
+# and of 25 Gb/s. Which part of the FLOP/s models reach, and what they move beside matrix products, was fitted to one
+# run on an H200 (docs/hardware.md).
 DEVICES: Mapping[str, Device] = {
-    "a100": Device("a100", 312e12, 80e9, 2.039e12, Link(300e9), Link(25e9), 32e9, single_flops=19.5e12),
-    "h100": Device("h100", 989e12, 80e9, 3.35e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),
-    "h200": Device("h200", 989e12, 141e9, 4.8e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),
+    device.name: device
+    for device in (
+        Device("a100", 312e12, 80e9, 2.039e12, Link(300e9), Link(25e9), 32e9, single_flops=19.5e12),
+        Device("h100", 989e12, 80e9, 3.35e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),
+        Device("h200", 989e12, 141e9, 4.8e12, Link(450e9), Link(50e9), 64e9, single_flops=67e12),
+        Device("b200", 2250e12, 180e9, 8e12, Link(900e9), Link(50e9), 64e9, single_flops=75e12),
+        Device("l40s", 362e12, 48e9, 864e9, Link(32e9), Link(25e9), 32e9, single_flops=91.6e12, own_adapters=False),
+        Device(
+            "rtx4090", 165e12, 24e9, 1.008e12, Link(16e9), Link(3.125e9), 32e9, single_flops=82.6e12, own_adapters=False
+        ),
+    )
 }
 
 
 def parse_cluster(text: str) -> tuple[Cluster, Device]:
-    """Parses a cluster and its device from text such as `h100:16x8` (16 nodes of 8 H100s) or `h100:8` (one node).
+    """Parses a cluster and its device from text such as `h100:16x8` (16 nodes of 8 H100s), `h100:8` (one node) or
+    `gpu.yaml:2x8`, where a file describes the device (`read_device`).
 
     Raises:
-        PlanError: the text has another form, the device is not in `DEVICES`, or the cluster has more than
-            `MOST_PLANNED` devices.
+        PlanError: the text has another form, there is no such device, or the cluster has more than `MOST_PLANNED`
+            devices.
     """
-    match = re.fullmatch(r"([a-z0-9-]+):(?:([0-9]{1,9})x)?([0-9]{1,9})", text.strip().lower())
+    match = re.fullmatch(r"(.+):(?:([0-9]{1,9})x)?([0-9]{1,9})", text.strip())
     if match is None:
-        raise PlanError(f"a cluster is written as h100:16x8 (16 nodes of 8 H100s) or h100:8, not {shown(text)}.")
+        raise PlanError(
+            f"a cluster is written as h100:16x8 (16 nodes of 8 H100s), h100:8 or gpu.yaml:16x8, not {shown(text)}."
+        )
     name, nodes, per_node = match.groups()
-    if name not in DEVICES:
-        near = nearest(name, DEVICES)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(DEVICES)}."
-        raise PlanError(f"there is no specification of {shown(name)}; {hint}")
-    device = DEVICES[name]
+    device = read_device(Path(name)) if name.endswith((".yaml", ".yml")) else _known_device(name.lower())
     cluster = Cluster(int(nodes or 1), int(per_node), device.memory / 1e9)
     if cluster.size > MOST_PLANNED:
         raise PlanError(
             f"{text.strip()} is {cluster.size:,} devices, and the planner chooses for {MOST_PLANNED:,} at most."
         )
     return cluster, device
+
+
+def _known_device(name: str) -> Device:
+    if name in DEVICES:
+        return DEVICES[name]
+    near = nearest(name, DEVICES)
+    hint = f"did you mean {near!r}? There" if near else "there"
+    raise PlanError(
+        f"there is no specification of {shown(name)}; {hint} are {', '.join(DEVICES)}, and of another device a YAML "
+        f"file with its specification can be named, like gpu.yaml:2x8."
+    )
+
+
+def read_device(path: Path) -> Device:
+    """The device that a YAML file describes, with `Device`'s arguments as keys, for instance
+
+    ```yaml
+    name: my-gpu
+    flops: 362e12
+    memory: 48e9
+    memory_bandwidth: 864e9
+    inside: {bandwidth: 32e9}
+    between: {bandwidth: 25e9}
+    host_bandwidth: 32e9
+    ```
+
+    Raises:
+        PlanError: no such file, a key that is missing or unknown, or a value that is no positive number.
+    """
+    contents = read_yaml_mapping(path, "the device", "flops: 362e12")
+    device: Device = checked(Device, _numbers(contents), str(path))
+    positive = ("flops", "memory", "memory_bandwidth", "host_bandwidth", "efficiency", "memory_efficiency")
+    values = {name: getattr(device, name) for name in positive}
+    values |= {f"{name}.bandwidth": getattr(device, name).bandwidth for name in ("inside", "between")}
+    Problems(
+        f"{path}: {name} is {value:g}; it should be a number above 0."
+        for name, value in values.items()
+        if not 0 < value < math.inf
+    ).refuse()
+    return device
+
+
+def _numbers(value: object) -> object:
+    """A value of a YAML file in which texts like `362e12`, which YAML does not read as numbers, are numbers."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(part) for key, part in value.items()}
+    return number_of_text(value)
 
 
 class Rates(Protocol):

@@ -67,15 +67,35 @@ class Pricing:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The shares of a device that the planner tries for a vLLM engine; none where it does not choose. On several
-        devices it does not, because the search would have to try each share on each mesh."""
-        if self.vllm_share is not None or self.cluster.size > 1 or self.memory is None:
+        """The shares of a device that a vLLM engine may have; none where the planner does not choose."""
+        if self.vllm_share is not None or self.memory is None:
             return ()
         return tuple(share for share in ENGINE_MEMORY_SHARES if self.memory.takes_engine(share))
 
     def fits(self, size: float) -> bool:
         """True if a device has so many bytes for a plan, or if its memory is unknown."""
         return self.memory is None or size <= self.memory.usable
+
+    def tried_shares(self, specs: Sequence[ModelSpec], assignment: Assignment) -> tuple[float, ...]:
+        """Those of `shares` that the planner tries for the engines of an assignment. On one device all. On several, where
+        there are engines on meshes of many sizes, the least with which an engine starts, the least with which it
+        decodes all of its samples at once, one between them, and `MEMORY_SHARE`, if it is enough."""
+        if self.cluster.size == 1 or not self.shares:
+            return self.shares
+        each = math.ceil(self.workload.episodes / assignment.strategy.dp)
+        rooms = [room for spec in specs if (room := self.engine_room(spec, assignment, each)) is not None]
+        if not rooms or self.memory is None:
+            return self.shares[-1:]
+        starts = max(room.needed for room in rooms) / self.memory.total
+        mean = self.workload.longest / self.longest_request  # a request may be longer than any sample
+        all_at_once = max(room.needed + room.request * (mean * min(each, MOST_SLOTS) - 1) for room in rooms)
+        least, most = (self._enough(share) for share in (starts, all_at_once / self.memory.total))
+        between = self._enough((least + most) / 2)
+        return tuple(sorted({least, between, most, *(share for share in self.shares if share == MEMORY_SHARE > least)}))
+
+    def _enough(self, share: float) -> float:
+        """The least of `shares` that is not below this one, or the largest."""
+        return next((known for known in self.shares if known >= share), self.shares[-1])
 
     def share_of(self, assignment: Assignment) -> float:
         """The share of a device that the vLLM engine of an assignment takes."""

@@ -51,7 +51,7 @@ def specified_device(profile: Profile) -> Device:
     """The specification of a profile's devices, with the host's part of decode steps and the links between nodes as
     they were measured."""
     if profile.is_accelerator:
-        name = profile.hardware.lower()
+        name = profile.hardware.lower().replace(" ", "")
         device = next((device for key, device in DEVICES.items() if key in name), GPU)
     else:
         device = CPU

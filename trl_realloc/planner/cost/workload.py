@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from random import Random
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Any
 
 from ...common.errors import PlanError, Problems
@@ -101,6 +101,36 @@ class Workload:
         ordered = sorted(lengths)
         n = len(ordered)
         return tuple(max(1, ordered[min(n - 1, int((at + 0.5) * n / QUANTILES))]) for at in range(QUANTILES))
+
+    @staticmethod
+    def tail(mean: float, p99: float, longest: int) -> tuple[int, ...]:
+        """`QUANTILES` quantiles of lengths with a long tail: of the log-normal distribution with this mean and this
+        99th percentile, cut at `longest`. Lengths of generated responses are about so distributed.
+
+        With a normal deviate z = 2.326 at 99 %, ln p99 = mu + z s and ln mean = mu + s^2 / 2, of which the smaller s is
+        taken.
+
+        Raises:
+            PlanError: not 1 <= mean <= p99 <= longest, or the 99th percentile is so large that no log-normal
+                distribution has it.
+        """
+        if not 1 <= mean <= p99 <= longest:
+            raise PlanError(
+                f"response lengths of {mean:g}/{p99:g} tokens: the mean is 1 or more, and the 99th percentile from the "
+                f"mean to the {longest:,} tokens that a response may have."
+            )
+        normal = NormalDist()
+        deviate, ratio = normal.inv_cdf(0.99), math.log(p99 / mean)
+        if 2 * ratio > deviate**2:
+            most = mean * math.exp(deviate**2 / 2)
+            raise PlanError(
+                f"response lengths of {mean:g}/{p99:g} tokens: the 99th percentile of such lengths is at most "
+                f"{most:,.0f}."
+            )
+        spread = deviate - math.sqrt(deviate**2 - 2 * ratio)
+        middle = math.log(mean) - spread**2 / 2
+        lengths = (math.exp(middle + spread * normal.inv_cdf((at + 0.5) / QUANTILES)) for at in range(QUANTILES))
+        return tuple(min(longest, max(1, round(length))) for length in lengths)
 
     def of_lengths(self, lengths: Sequence[int]) -> Workload:
         """A copy of this workload with the quantiles of measured response lengths."""

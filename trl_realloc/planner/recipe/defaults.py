@@ -195,44 +195,66 @@ def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
     return "grpo" if any(key in settings for key in (*_GRPO, *_GRPO_ALONE)) else "ppo"
 
 
-def group_workload(settings: Mapping[str, Any], prompt_tokens: float, cluster: Cluster) -> Workload:
+def group_workload(
+    settings: Mapping[str, Any], prompt_tokens: float, cluster: Cluster, episodes: int | None = None
+) -> Workload:
     """One generation of GRPO or RLOO, in which every response has `max_completion_length` tokens.
 
-    TRL generates `generation_batch_size` responses at a time: `steps_per_generation` micro-batches of
-    `per_device_train_batch_size` responses on each device. An optimizer step trains on `gradient_accumulation_steps` of
-    the micro-batches.
+    Args:
+        episodes: responses of a generation on any cluster, of as many micro-batches as the settings say; by default as
+            many as the settings say for this cluster.
 
     Raises:
-        PlanError: both sizes are given, the batch is not of whole micro-batches, or not of whole groups.
+        PlanError: the batch is not of whole groups, or as `_micro_batches`.
     """
-    share, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
-    steps, batch, group = (
-        settings[key] for key in ("steps_per_generation", "generation_batch_size", "num_generations")
-    )
-    if steps and batch:
-        raise PlanError("generation_batch_size and steps_per_generation are both set; keep one of them.")
+    share, group = settings["per_device_train_batch_size"], settings["num_generations"]
     each = share * cluster.size
-    if batch and batch % each:
-        raise PlanError(
-            f"generation_batch_size {batch} does not divide into micro-batches of {each} responses "
-            f"(per_device_train_batch_size {share} on {cluster.size} devices); change one of them."
-        )
-    steps = batch // each if batch else steps or accumulated
-    if each * steps % group:
+    steps = _micro_batches(settings, each, cluster, is_exact=episodes is None)
+    if episodes is not None and episodes % group:
+        raise PlanError(f"{episodes} episodes are not groups of num_generations {group}.")
+    if episodes is None and each * steps % group:
         raise PlanError(
             f"the {each * steps} responses of a generation (per_device_train_batch_size {share} on {cluster.size} "
             f"devices, {steps} steps_per_generation) are not groups of num_generations {group}; change one of them."
         )
     longest = round(prompt_tokens + settings["max_completion_length"])
+    episodes = episodes or each * steps
     return Workload.of_groups(
         steps_per_generation=steps,
-        gradient_accumulation_steps=accumulated,
+        gradient_accumulation_steps=settings["gradient_accumulation_steps"],
         num_iterations=settings["num_iterations"],
-        episodes=each * steps,
+        episodes=episodes,
         prompt_tokens=prompt_tokens,
         response_tokens=(settings["max_completion_length"],),
         recompute=recomputes(settings),
         forward_tokens=share * longest,
-        generation_batch=share * steps,
+        generation_batch=-(-episodes // cluster.size),
         train_tokens=share * longest,
     )
+
+
+def _micro_batches(settings: Mapping[str, Any], each: int, cluster: Cluster, *, is_exact: bool) -> int:
+    """The micro-batches of a generation.
+
+    TRL generates `generation_batch_size` responses at a time: `steps_per_generation` micro-batches of
+    `per_device_train_batch_size` responses on each device. An optimizer step trains on `gradient_accumulation_steps` of
+    the micro-batches.
+
+    Args:
+        each: responses of a micro-batch on all devices.
+        is_exact: refuse a generation that is not of whole micro-batches.
+
+    Raises:
+        PlanError: both sizes are given, or the batch is not of whole micro-batches.
+    """
+    steps, batch = settings["steps_per_generation"], settings["generation_batch_size"]
+    if steps and batch:
+        raise PlanError("generation_batch_size and steps_per_generation are both set; keep one of them.")
+    if not batch:
+        return int(steps or settings["gradient_accumulation_steps"])
+    if is_exact and batch % each:
+        raise PlanError(
+            f"generation_batch_size {batch} does not divide into micro-batches of {each} responses "
+            f"(per_device_train_batch_size {each // cluster.size} on {cluster.size} devices); change one of them."
+        )
+    return max(1, batch // each)

@@ -159,25 +159,35 @@ class Recipe:
                 raise PlanError(*(f"{path}: {problem}" for problem in error.problems)) from None
         return specs
 
-    def workload(self, cluster: Cluster) -> Workload:
+    @property
+    def longest_response(self) -> int:
+        """Tokens of a response at most."""
+        return int(self.settings["response_length" if self.algorithm == "ppo" else "max_completion_length"])
+
+    def workload(self, cluster: Cluster, episodes: int | None = None) -> Workload:
         """One iteration on the cluster's devices, in which every response has its largest number of tokens.
+
+        Args:
+            episodes: of an iteration on any cluster; by default as many for each device as the recipe says.
 
         Raises:
             PlanError: the batches cannot be divided as the recipe says.
         """
         if self.algorithm != "ppo":
-            return group_workload(self.settings, self.prompt_tokens, cluster)
+            return group_workload(self.settings, self.prompt_tokens, cluster, episodes)
         settings = self.settings
         longest = round(self.prompt_tokens + settings["response_length"])
         each, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
         share, parts = each * accumulated, settings["num_mini_batches"]
-        if share % parts:
+        if episodes is not None and episodes % parts:
+            raise PlanError(f"{episodes} episodes do not divide into num_mini_batches {parts} equal parts.")
+        if episodes is None and share % parts:
             raise PlanError(
                 f"{self.path}: per_device_train_batch_size {each} x gradient_accumulation_steps {accumulated} = "
                 f"{share} episodes do not divide into num_mini_batches {parts} equal parts; change one of the three."
             )
         return Workload(
-            episodes=share * cluster.size,
+            episodes=episodes or share * cluster.size,
             prompt_tokens=self.prompt_tokens,
             response_tokens=(settings["response_length"],),
             mini_batches=parts,

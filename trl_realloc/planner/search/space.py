@@ -224,18 +224,18 @@ class Space:
                     for tokens in self._micro_batches(call, dp, pp):
                         strategy = ParallelStrategy(dp, tp, pp, stage, tokens)
                         if engine != "vllm" or not self.pricing.vllm_sleeps:
-                            yield from self._shares(Assignment(mesh, strategy, engine))
+                            yield from self._shares(call, Assignment(mesh, strategy, engine))
                         if self._may_rest(call, stage):
                             yield Assignment(mesh, strategy, engine, offload=True)
                         if self._may_drop(call, engine, stage):
-                            yield from self._shares(Assignment(mesh, strategy, engine, drop=True))
+                            yield from self._shares(call, Assignment(mesh, strategy, engine, drop=True))
 
-    def _shares(self, assignment: Assignment) -> Iterator[Assignment]:
-        """The assignment with each share of memory that its engine may take."""
+    def _shares(self, call: Call, assignment: Assignment) -> Iterator[Assignment]:
+        """The assignment with each share of memory that is tried for its engine."""
         if assignment.engine != "vllm" or not self.pricing.shares:
             yield assignment
             return
-        for share in self.pricing.shares:
+        for share in self.pricing.tried_shares(self.specs.get(call.name, ()), assignment):
             yield replace(assignment, memory_share=share)
 
     def _degrees(self, call: Call, engine: str, size: int, degrees: Sequence[str]) -> Iterator[tuple[int, int, int]]:

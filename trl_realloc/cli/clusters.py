@@ -1,0 +1,204 @@
+"""Shows what a recipe takes on several clusters (`trl-realloc plan --clusters`): a table, a chart, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from ..common.errors import PlanError, nearest, shown
+from ..plan.waits import Wait, waits_of_iteration
+from ..planner.cost.hardware import parse_cluster
+from ..planner.cost.specification import ERROR
+from ..planner.search.clusters import (
+    COLOCATED,
+    UPDATES,
+    ClusterAnswer,
+    free_memory,
+    knee,
+    saving,
+    tokens_per_second,
+)
+from ..planner.search.priced_plan import PricedPlan
+
+
+NAMES = {"best": "planned", COLOCATED: COLOCATED, "own": "your plan"}
+
+
+def parse_prices(given: Sequence[str], clusters: Sequence[str]) -> dict[str, float]:
+    """Prices of a device's hour by the device's name.
+
+    Args:
+        given: texts like `h100=2.5`.
+
+    Raises:
+        PlanError: a text has another form, or none of the clusters has the device.
+    """
+    kinds = {parse_cluster(cluster)[1].name for cluster in clusters}
+    prices: dict[str, float] = {}
+    for text in given:
+        kind, _, number = text.partition("=")
+        try:
+            prices[kind.strip().lower()] = price = float(number)
+        except ValueError:
+            price = -1.0
+        if not 0 < price < 1e6:
+            raise PlanError(f"--price is written as h100=2.5, the price of an hour of a device, not {shown(text)}.")
+        if kind.strip().lower() not in kinds:
+            near = nearest(kind, kinds)
+            raise PlanError(
+                f"--price {shown(text)}: no cluster has {shown(kind)}; "
+                + (f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(kinds))}.")
+            )
+    return prices
+
+
+def clusters_table(answers: Sequence[ClusterAnswer]) -> Table:
+    """A row for each plan of each cluster, and the reason where none fits."""
+    priced = any(answer.price is not None for answer in answers)
+    table = Table("cluster", "plan", "seconds", "tokens/s", "GPU-hours", title_justify="left")
+    table.title = f"seconds of an iteration, GPU-hours{' and cost' if priced else ''} of {UPDATES:,}"
+    for name in (*(["cost"] if priced else []), "free GB", "idle"):
+        table.add_column(name)
+    for answer in answers:
+        if not answer.plans:
+            table.add_row(answer.cluster, NAMES["best"], "does not fit")
+        for name, plan in answer.plans.items():
+            cost = answer.cost(plan)
+            free = free_memory(plan)
+            row = [f"{plan.seconds:.1f}", f"{tokens_per_second(plan):,.0f}", f"{answer.device_hours(plan):,.0f}"]
+            row += ["" if cost is None else f"{cost:,.0f}"] if priced else []
+            row += ["" if free is None else f"{free / 1e9:.0f}" if plan.fits else "does not fit", f"{idle(plan):.0%}"]
+            table.add_row(answer.cluster if name == "best" else "", NAMES[name], *row)
+        if answer.best is not None and answer.colocated is None:
+            table.add_row("", COLOCATED, "does not fit")
+        table.add_section()
+    return table
+
+
+def sentences(answers: Sequence[ClusterAnswer]) -> Iterator[str]:
+    """What the table says in words, a sentence each."""
+    for answer in answers:
+        if answer.refusal:
+            yield f"{answer.cluster}: {answer.refusal}"
+        for name, plan in answer.plans.items():
+            if answer.best is not None and plan is not answer.best:
+                yield f"{answer.cluster}: {_compared(answer.best, plan, NAMES[name])}"
+        if answer.best is not None:
+            yield from (f"{answer.cluster}: {sentence}" for sentence in wait_sentences(answer.best, answer.colocated))
+    known = [answer for answer in answers if answer.best is not None]
+    if len(known) > 1 and (at := knee(answers)) is not None:
+        by_price = all(answer.price is not None for answer in known)
+        unit = "price" if by_price else "GPU-hours"
+        yield f"The knee is {at.cluster}, where seconds x {unit} are least."
+        if not by_price and len({answer.kind for answer in known}) > 1:
+            yield "GPU-hours of different devices cost differently: --price h100=2.5 compares by price."
+    yield (f"All by specification: a run may differ by {ERROR:.0%}; ratios of plans on the same devices are closer.")
+
+
+def _compared(best: PricedPlan, plan: PricedPlan, name: str) -> str:
+    share = saving(best, plan)
+    if share >= 0:
+        return f"the planned layout saves {share:.0%} over {name}."
+    return f"{name} is faster by {-share:.0%}; run it."
+
+
+def wait_sentences(plan: PricedPlan, other: PricedPlan | None) -> Iterator[str]:
+    """The longest wait of a plan in a sentence, with that of the same devices in another plan."""
+    longest = next(iter(waits_of(plan)), None)
+    if longest is None:
+        return
+    instead = ""
+    if other is not None:
+        same = [wait.share for wait in waits_of(other) if set(longest.devices) & set(wait.devices)]
+        instead = f"; {other.name} they would wait {max(same, default=0.0):.0%} of a longer one"
+    yield f"{longest.sentence}{instead}."
+
+
+def waits_of(plan: PricedPlan) -> tuple[Wait, ...]:
+    """The waits of a plan's devices in an iteration after the first ones."""
+    timeline, size = plan.timeline, plan.space.cluster.size
+    return waits_of_iteration(timeline, plan.seconds, plan.plan.graph, size)
+
+
+def idle(plan: PricedPlan) -> float:
+    """Share of an iteration in which a device waits, in the mean over the devices."""
+    return sum(wait.share * len(wait.devices) for wait in waits_of(plan)) / plan.space.cluster.size
+
+
+def as_json(answers: Sequence[ClusterAnswer]) -> str:
+    """All that is known of the answers, with the plans as in their YAML."""
+    at = knee(answers)
+    rows = [{**_of_answer(answer), "knee": answer is at} for answer in answers]
+    return json.dumps({"clusters": rows, "error": ERROR}, indent=1)
+
+
+def _of_answer(answer: ClusterAnswer) -> dict[str, object]:
+    plans = {name: _of_plan(answer, plan) for name, plan in answer.plans.items()}
+    return {"cluster": answer.cluster, "device": answer.kind, "refusal": answer.refusal or None, "plans": plans}
+
+
+def _of_plan(answer: ClusterAnswer, plan: PricedPlan) -> Mapping[str, object]:
+    return {
+        "seconds": plan.seconds,
+        "tokens_per_second": tokens_per_second(plan),
+        "device_hours_per_1000": answer.device_hours(plan),
+        "cost_per_1000": answer.cost(plan),
+        "free_bytes": free_memory(plan),
+        "fits": plan.fits,
+        "idle": idle(plan),
+        "waits": [{"devices": list(wait.devices), "for": dict(wait.calls)} for wait in waits_of(plan)],
+        "saves_over_colocated": None if answer.colocated is None else saving(plan, answer.colocated),
+        "plan": plan.plan.to_dict(),
+    }
+
+
+def draw_clusters(answers: Sequence[ClusterAnswer], path: Path) -> None:
+    """Draw seconds against GPU-hours, or against costs where all prices are known: a point for each plan, a line for
+    each kind of device.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure  # importing it takes half a second, and only pictures need it
+    except ImportError:
+        raise ImportError("drawing needs matplotlib: pip install matplotlib.") from None
+    known = [answer for answer in answers if answer.best is not None]
+    by_price = all(answer.price is not None for answer in known)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, kind in enumerate(dict.fromkeys(answer.kind for answer in known)):
+        of_kind = [answer for answer in known if answer.kind == kind]
+        for name, style in (("best", "o-"), (COLOCATED, "x:"), ("own", "^")):
+            points = [
+                (_worth(answer, plan, by_price), plan.seconds, answer.cluster)
+                for answer in of_kind
+                if (plan := answer.plans.get(name)) is not None
+            ]
+            if points:
+                axes.plot(
+                    *zip(*[point[:2] for point in points], strict=True),
+                    style,
+                    color=f"C{number}",
+                    label=f"{kind}, {NAMES[name]}",
+                )
+            for x, y, text in points if name == "best" else ():
+                axes.annotate(text, (x, y), textcoords="offset points", xytext=(6, 6), fontsize="small")
+    if (at := knee(answers)) is not None and at.best is not None:
+        axes.plot(_worth(at, at.best, by_price), at.best.seconds, "o", ms=14, mfc="none", color="black", label="knee")
+    axes.set_xlabel(f"{'cost' if by_price else 'GPU-hours'} of {UPDATES:,} iterations")
+    axes.set_ylabel("seconds of an iteration")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    if known:
+        axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _worth(answer: ClusterAnswer, plan: PricedPlan, by_price: bool) -> float:
+    cost = answer.cost(plan)
+    return cost if by_price and cost is not None else answer.device_hours(plan)

@@ -1,0 +1,141 @@
+"""Idle time of a timeline: for which share of an iteration each device waits, and for which call.
+
+The timeline is measured by the executor or estimated by the planner.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .dataflow import DataflowGraph
+from .timeline import Span, Timeline
+
+
+SHOWN = 0.005  # least share of an iteration that a wait has
+AT_ONCE = 1e-6  # of a window: starts and ends that differ by less are at the same time
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Devices that wait alike.
+
+    Args:
+        devices: their numbers, ascending.
+        calls: share of an iteration in which each of them waits, by the call that it waits for; the longest first.
+    """
+
+    devices: tuple[int, ...]
+    calls: Mapping[str, float]
+
+    @property
+    def share(self) -> float:
+        """Share of an iteration in which each device waits."""
+        return sum(self.calls.values())
+
+    @property
+    def sentence(self) -> str:
+        """The wait in words, without a full stop: `devices 4-7 wait 31 % for actor.generate`."""
+        first, *others = self.calls.items()
+        rest = f" and {sum(share for _, share in others):.0%} for others" if others else ""
+        verb = "waits" if len(self.devices) == 1 else "wait"
+        return f"{ranges(self.devices)} {verb} {first[1]:.0%} of an iteration for {first[0]}{rest}"
+
+
+def ranges(devices: Sequence[int]) -> str:
+    """Numbers of devices in words: `device 3`, `devices 0-3, 8-11`."""
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][-1] + 1:
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"device{'s' if len(devices) > 1 else ''} {text}"
+
+
+def waits_of_iteration(timeline: Timeline, period: float, graph: DataflowGraph, size: int) -> tuple[Wait, ...]:
+    """`waits` of a timeline of one iteration that repeats itself.
+
+    Args:
+        period: seconds from an iteration's start to the next one's; the calls of an iteration may end later.
+        size: number of devices of the cluster.
+    """
+    start = min((span.start for span in timeline.spans), default=0.0)
+    end = max((span.end for span in timeline.spans), default=0.0)
+    before = 1 + int((end - start) / period) if period else 1
+    spans = (
+        replace(span, start=span.start + shift * period, end=span.end + shift * period, step=shift)
+        for shift in range(before + 2)
+        for span in timeline.spans
+    )
+    window = start + before * period
+    return waits(Timeline(spans), graph, window, window + period, size)
+
+
+def waits(timeline: Timeline, graph: DataflowGraph, start: float, end: float, size: int) -> tuple[Wait, ...]:
+    """The waits of all devices from `start` to `end`, seconds of the timeline's clock. Devices that wait alike are
+    together; those that wait longest are first.
+
+    A device that has no span waits for the call that it runs next. That call waits for another that it reads from, that
+    trains its parameters, or that runs on one of its devices: the one of them that ends last before it starts. A wait
+    whose cause does not show is for the next call itself.
+
+    Args:
+        size: number of devices of the cluster; those without spans wait all the time, for "no call".
+    """
+    if end <= start:
+        return ()
+    by_device: dict[int, list[Span]] = defaultdict(list)
+    for span in sorted(timeline.spans, key=lambda span: span.start):
+        by_device[span.device].append(span)
+    causes = _Causes(timeline, graph, AT_ONCE * (end - start))
+    alike: dict[tuple[tuple[str, float], ...], list[int]] = defaultdict(list)
+    for device in range(size):
+        shares: dict[str, float] = defaultdict(float)
+        for gap_start, gap_end, following in _gaps(by_device[device], start, end):
+            name = "no call" if following is None else causes.of(following, gap_start)
+            shares[name] += (gap_end - gap_start) / (end - start)
+        kept = sorted(((name, share) for name, share in shares.items() if share >= SHOWN), key=lambda each: -each[1])
+        if kept:
+            alike[tuple((name, round(share, 3)) for name, share in kept)].append(device)
+    found = (Wait(tuple(devices), dict(calls)) for calls, devices in alike.items())
+    return tuple(sorted(found, key=lambda wait: -wait.share * len(wait.devices)))
+
+
+def _gaps(spans: Sequence[Span], start: float, end: float) -> Iterator[tuple[float, float, Span | None]]:
+    """(start, end, the span that follows) of each time in the window in which a device has no span."""
+    reached = start
+    for span in spans:
+        if span.start > reached and reached < end:
+            yield reached, min(span.start, end), span
+        reached = max(reached, span.end)
+    if reached < end:
+        yield reached, end, None
+
+
+class _Causes:
+    """Calls that spans wait for."""
+
+    def __init__(self, timeline: Timeline, graph: DataflowGraph, at_once: float) -> None:
+        self.timeline, self.at_once = timeline, at_once
+        self.needs: dict[str, set[str]] = defaultdict(set)
+        for read in graph.data_edges:
+            self.needs[read.consumer].add(read.producer)
+        for trained in graph.parameter_edges:
+            self.needs[trained.target].add(trained.source)
+        self.devices: dict[str, set[int]] = defaultdict(set)
+        for span in timeline.spans:
+            self.devices[span.call].add(span.device)
+
+    def of(self, following: Span, since: float) -> str:
+        """The call that ended last before `following` started, of those that it waits for; none that ended before
+        `since`, where its device had nothing left to do."""
+        call, latest = following.call, following.start + self.at_once
+        ended: dict[str, float] = {}
+        for span in self.timeline.spans:
+            is_needed = span.call in self.needs[call] or span.device in self.devices[call]
+            if is_needed and span is not following and since + self.at_once < span.end <= latest:
+                ended[span.call] = max(ended.get(span.call, span.end), span.end)
+        return max(ended, key=lambda name: ended[name]) if ended else call
