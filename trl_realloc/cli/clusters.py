@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.table import Table
 
 from ..common.errors import PlanError, nearest, shown
-from ..plan.waits import Wait, waits_of_iteration
 from ..planner.cost.hardware import parse_cluster
 from ..planner.cost.specification import ERROR
 from ..planner.search.clusters import (
@@ -22,6 +21,7 @@ from ..planner.search.clusters import (
     tokens_per_second,
 )
 from ..planner.search.priced_plan import PricedPlan
+from ..planner.search.show import longest_wait
 
 
 NAMES = {"best": "planned", COLOCATED: COLOCATED, "own": "your plan"}
@@ -70,7 +70,7 @@ def clusters_table(answers: Sequence[ClusterAnswer]) -> Table:
             free = free_memory(plan)
             row = [f"{plan.seconds:.1f}", f"{tokens_per_second(plan):,.0f}", f"{answer.device_hours(plan):,.0f}"]
             row += ["" if cost is None else f"{cost:,.0f}"] if priced else []
-            row += ["" if free is None else f"{free / 1e9:.0f}" if plan.fits else "does not fit", f"{idle(plan):.0%}"]
+            row += ["" if free is None else f"{free / 1e9:.0f}" if plan.fits else "does not fit", f"{plan.idle:.0%}"]
             table.add_row(answer.cluster if name == "best" else "", NAMES[name], *row)
         if answer.best is not None and answer.colocated is None:
             table.add_row("", COLOCATED, "does not fit")
@@ -87,7 +87,8 @@ def sentences(answers: Sequence[ClusterAnswer]) -> Iterator[str]:
             if answer.best is not None and plan is not answer.best:
                 yield f"{answer.cluster}: {_compared(answer.best, plan, NAMES[name])}"
         if answer.best is not None:
-            yield from (f"{answer.cluster}: {sentence}" for sentence in wait_sentences(answer.best, answer.colocated))
+            others = () if answer.colocated is None else (answer.colocated,)
+            yield from (f"{answer.cluster}: {sentence}" for sentence in longest_wait(answer.best, others))
     known = [answer for answer in answers if answer.best is not None]
     if len(known) > 1 and (at := knee(answers)) is not None:
         by_price = all(answer.price is not None for answer in known)
@@ -103,29 +104,6 @@ def _compared(best: PricedPlan, plan: PricedPlan, name: str) -> str:
     if share >= 0:
         return f"the planned layout saves {share:.0%} over {name}."
     return f"{name} is faster by {-share:.0%}; run it."
-
-
-def wait_sentences(plan: PricedPlan, other: PricedPlan | None) -> Iterator[str]:
-    """The longest wait of a plan in a sentence, with that of the same devices in another plan."""
-    longest = next(iter(waits_of(plan)), None)
-    if longest is None:
-        return
-    instead = ""
-    if other is not None:
-        same = [wait.share for wait in waits_of(other) if set(longest.devices) & set(wait.devices)]
-        instead = f"; {other.name} they would wait {max(same, default=0.0):.0%} of a longer one"
-    yield f"{longest.sentence}{instead}."
-
-
-def waits_of(plan: PricedPlan) -> tuple[Wait, ...]:
-    """The waits of a plan's devices in an iteration after the first ones."""
-    timeline, size = plan.timeline, plan.space.cluster.size
-    return waits_of_iteration(timeline, plan.seconds, plan.plan.graph, size)
-
-
-def idle(plan: PricedPlan) -> float:
-    """Share of an iteration in which a device waits, in the mean over the devices."""
-    return sum(wait.share * len(wait.devices) for wait in waits_of(plan)) / plan.space.cluster.size
 
 
 def as_json(answers: Sequence[ClusterAnswer]) -> str:
@@ -148,8 +126,8 @@ def _of_plan(answer: ClusterAnswer, plan: PricedPlan) -> Mapping[str, object]:
         "cost_per_1000": answer.cost(plan),
         "free_bytes": free_memory(plan),
         "fits": plan.fits,
-        "idle": idle(plan),
-        "waits": [{"devices": list(wait.devices), "for": dict(wait.calls)} for wait in waits_of(plan)],
+        "idle": plan.idle,
+        "waits": [{"devices": list(wait.devices), "for": dict(wait.calls)} for wait in plan.waits],
         "saves_over_colocated": None if answer.colocated is None else saving(plan, answer.colocated),
         "plan": plan.plan.to_dict(),
     }

@@ -35,9 +35,11 @@ from ..planner.search.show import (
     alternatives_table,
     draw_estimate,
     explained,
+    longest_wait,
     overlap_table,
     plan_tables,
     schedule_table,
+    waits_table,
 )
 from ..trainer.report.logged_updates import logged_updates
 from ..trainer.report.run_report import print_summary, report_run
@@ -324,8 +326,13 @@ def _show_choice(
     console.print(f"{chosen.summary[0].upper()}{chosen.summary[1:]}.")
     for table in plan_tables(chosen.best):
         console.print(table)
+    if chosen.best.waits:
+        console.print(waits_table(chosen.best.waits))
     if chosen.alternatives:
         console.print(alternatives_table(chosen))
+    others = [each.plan for each in chosen.alternatives if each.plan is not None]
+    for sentence in longest_wait(chosen.best, others):
+        console.print(sentence)
     for call in calls:
         console.print(explained(chosen.best, call))
     if worth is not None:

@@ -1,19 +1,19 @@
 """`Timeline`: when each device ran which call, measured by the executor or estimated by the planner.
 
-It compares both, and writes a browser trace and a picture. The measuring is in `runtime/executor`, the estimate in
-`planner/iteration/simulate`.
+It compares both, and writes a browser trace. The measuring is in `runtime/executor`, the estimate in
+`planner/iteration/simulate`, the drawing in `picture`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from annotated_types import Ge, Lt
 from pydantic import ConfigDict, FiniteFloat, NonNegativeInt
@@ -26,8 +26,6 @@ from .fused import Fused, joined
 
 
 MOST_CALLS_OF_RUN = 1000  # different calls of a run; a plan has some ten, including reallocations
-MOST_INCHES = 100.0  # height of a picture
-MOST_NUMBERED = 32  # devices of a picture in which each has a row, and iterations have their numbers
 
 
 @dataclass(frozen=True, order=True)
@@ -123,6 +121,15 @@ class Timeline:
     def of_step(self, step: int) -> Timeline:
         return Timeline(span for span in self.spans if span.step == step)
 
+    def repeated(self, period: float, times: int) -> Timeline:
+        """Timeline of several iterations, each the spans of this one, `period` seconds after those of the one
+        before."""
+        return Timeline(
+            replace(span, start=span.start + at * period, end=span.end + at * period, step=at)
+            for at in range(times)
+            for span in self.spans
+        )
+
     def between(self, start: float, end: float) -> Timeline:
         """Timeline from `start` to `end`, seconds of this timeline's clock. A span that reaches beyond is cut there;
         without its end it has ended no samples."""
@@ -204,71 +211,6 @@ class Timeline:
             raise PlanError(f"{path} is no saved timeline: it has spans of {len(timeline.calls):,} different calls.")
         return timeline
 
-    def draw(self, path: str | Path, calls: Sequence[str] = (), seconds: float = 0.0) -> None:
-        """Draw a picture with a row for each device and a colour for each call, in the format of the file's suffix. Of
-        more than `MOST_NUMBERED` devices, neighbours with the same calls at the same times share a row. What a device
-        does at the same time is drawn side by side; if it generates for several iterations then, with their numbers. If
-        scoring begins while samples are generated, a second figure below shows how many samples each call has ended.
-
-        Args:
-            calls: the order of all calls, and so their colours, as in another picture. *optional*, defaults to that of
-                their first starts.
-            seconds: that the picture has room for, as another picture has. More if the timeline is longer.
-
-        Raises:
-            ValueError: there are no spans.
-            ImportError: matplotlib is not installed.
-        """
-        if not self.spans:
-            raise ValueError("a timeline without spans cannot be drawn; run at least one step.")
-        try:
-            from matplotlib.figure import Figure  # importing it takes half a second, and only pictures need it
-        except ImportError:
-            raise ImportError("drawing a timeline needs matplotlib: pip install matplotlib.") from None
-        zero, order = min(span.start for span in self.spans), calls or self.calls
-        rows = self._rows()
-        row = {devices[0]: number for number, devices in enumerate(rows)}
-        is_ahead = self.runs_ahead
-        lanes = self.lanes() if is_ahead or self.overlaps else {}
-        streamed = set[str]() if is_ahead else self.streamed_calls()
-        height = min(1.2 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES)
-        figure = Figure(figsize=(10, height), layout="constrained")
-        axes = figure.add_subplot(211 if streamed else 111)
-        for number, call in enumerate(order):
-            spans = [span for span in self.spans if span.call == call and span.device in row]
-            places = [lanes.get(span, (0, 1)) for span in spans]
-            axes.barh(
-                [
-                    row[span.device] + (0.5 + lane) * 0.8 / of - 0.4
-                    for span, (lane, of) in zip(spans, places, strict=True)
-                ],
-                [span.seconds for span in spans],
-                [0.8 / of for _, of in places],
-                left=[span.start - zero for span in spans],
-                color=f"C{number}",
-                edgecolor="white",
-                linewidth=0.5,
-                label=call,
-            )
-        if is_ahead and len(self.devices) <= MOST_NUMBERED:
-            _number(axes, lanes, row, zero)
-        axes.set_yticks(range(len(rows)), [_named(devices) for devices in rows])
-        axes.invert_yaxis()
-        if seconds:
-            axes.set_xlim(0.0, 1.02 * max(seconds, *(span.end - zero for span in self.spans)))
-        if streamed:
-            flow = figure.add_subplot(212, sharex=axes)
-            for number, call in enumerate(order):
-                if call in streamed:
-                    times, samples = self.samples_ended(call)
-                    flow.step([time - zero for time in times], samples, where="post", color=f"C{number}")
-            flow.set_ylabel("samples ended")
-            flow.set_xlabel("seconds")
-        else:
-            axes.set_xlabel("seconds")
-        figure.legend(loc="outside upper center", ncols=min(len(order), 6), frameon=False, fontsize="small")
-        figure.savefig(path, dpi=150)
-
     @property
     def runs_ahead(self) -> bool:
         """True if a device generates for an iteration while it generates for another."""
@@ -300,21 +242,6 @@ class Timeline:
         ends = [max(span.end for span in self.spans if span.step == step) for step in (self.steps[0], self.steps[-1])]
         return (ends[1] - ends[0]) / (len(self.steps) - 1)
 
-    def _rows(self) -> list[list[int]]:
-        """The devices of each row of a picture."""
-        if len(self.devices) <= MOST_NUMBERED:
-            return [[device] for device in self.devices]
-        work: dict[int, set[tuple[str, float, float, int]]] = defaultdict(set)
-        for span in self.spans:
-            work[span.device].add((span.call, span.start, span.end, span.step))
-        rows: list[list[int]] = []
-        for device in self.devices:
-            if rows and device == rows[-1][-1] + 1 and work[device] == work[rows[-1][0]]:
-                rows[-1].append(device)
-            else:
-                rows.append([device])
-        return rows
-
     def lanes(self) -> dict[Span, tuple[int, int]]:
         """Assigns each span a lane among the spans at the same time on its device: (lane, number of the device's
         lanes)."""
@@ -343,11 +270,6 @@ class Timeline:
         return times, samples
 
 
-def _named(devices: Sequence[int]) -> str:
-    """The devices of a row, in words."""
-    return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
-
-
 def _joined(spans: list[Span], fused: Fused) -> list[Span]:
     """One span for those of both calls on a device in a step, if they overlap."""
     latest, earliest = max(span.start for span in spans), min(span.end for span in spans)
@@ -355,15 +277,6 @@ def _joined(spans: list[Span], fused: Fused) -> list[Span]:
         return spans
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     return [replace(spans[0], call=joined(fused), start=start, end=end, tokens=sum(span.tokens for span in spans))]
-
-
-def _number(axes: Any, lanes: dict[Span, tuple[int, int]], row: dict[int, int], zero: float) -> None:
-    """Write the iteration's number on the spans that are long enough."""
-    whole = max((span.end for span in lanes), default=zero) - zero
-    for span, (lane, of) in lanes.items():
-        if span.seconds > 0.02 * whole:
-            height, middle = row[span.device] + (0.5 + lane) * 0.8 / of - 0.4, (span.start + span.end) / 2 - zero
-            axes.text(middle, height, str(span.step), ha="center", va="center", fontsize=5, color="white")
 
 
 def _first(error: PlanError, path: str | Path) -> str:

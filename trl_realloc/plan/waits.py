@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .dataflow import DataflowGraph
 from .timeline import Span, Timeline
@@ -65,13 +65,8 @@ def waits_of_iteration(timeline: Timeline, period: float, graph: DataflowGraph, 
     start = min((span.start for span in timeline.spans), default=0.0)
     end = max((span.end for span in timeline.spans), default=0.0)
     before = 1 + int((end - start) / period) if period else 1
-    spans = (
-        replace(span, start=span.start + shift * period, end=span.end + shift * period, step=shift)
-        for shift in range(before + 2)
-        for span in timeline.spans
-    )
     window = start + before * period
-    return waits(Timeline(spans), graph, window, window + period, size)
+    return waits(timeline.repeated(period, before + 2), graph, window, window + period, size)
 
 
 def waits(timeline: Timeline, graph: DataflowGraph, start: float, end: float, size: int) -> tuple[Wait, ...]:

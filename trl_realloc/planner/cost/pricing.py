@@ -77,8 +77,8 @@ class Pricing:
         return self.memory is None or size <= self.memory.usable
 
     def tried_shares(self, specs: Sequence[ModelSpec], assignment: Assignment) -> tuple[float, ...]:
-        """Those of `shares` that the planner tries for the engines of an assignment. On one device all. On several, where
-        there are engines on meshes of many sizes, the least with which an engine starts, the least with which it
+        """Those of `shares` that the planner tries for the engines of an assignment: on one device all. On several,
+        where there are engines on meshes of many sizes: the least with which an engine starts, the least with which it
         decodes all of its samples at once, one between them, and `MEMORY_SHARE`, if it is enough."""
         if self.cluster.size == 1 or not self.shares:
             return self.shares

@@ -257,4 +257,4 @@ def _micro_batches(settings: Mapping[str, Any], each: int, cluster: Cluster, *, 
             f"generation_batch_size {batch} does not divide into micro-batches of {each} responses "
             f"(per_device_train_batch_size {each // cluster.size} on {cluster.size} devices); change one of them."
         )
-    return max(1, batch // each)
+    return max(1, int(batch) // each)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.fused import Fused, joined, parted, together
 from ...plan.staleness import Staleness
 from ...plan.streams import Streams
 from ...plan.timeline import Span, Timeline
+from ...plan.waits import Wait, waits, waits_of_iteration
 from ..cost.call_cost import CallCost
 from ..iteration.ahead_simulation import AheadIterations, simulate_ahead
 from ..iteration.simulate import Overlap, plan_times
@@ -146,6 +148,21 @@ class PricedPlan:
         found = changed.ahead()
         estimate = replace(self.estimate, seconds=found.seconds, mean_age=found.mean_age, oldest=found.oldest)
         return replace(changed, estimate=estimate)
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """The waits of the devices in an iteration after the first ones, or in those of `timeline` that have all of
+        their calls."""
+        size, timeline = self.space.cluster.size, self.timeline
+        if not self.staleness.versions:
+            return waits_of_iteration(timeline, self.seconds, self.space.graph, size)
+        ends = [max(span.end for span in timeline.of_step(step).spans) for step in timeline.steps]
+        return waits(timeline, self.space.graph, ends[len(ends) // 3], ends[-1 - len(ends) // 3], size)
+
+    @property
+    def idle(self) -> float:
+        """Share of an iteration in which a device waits, in the mean over the devices."""
+        return sum(wait.share * len(wait.devices) for wait in self.waits) / self.space.cluster.size
 
     @property
     def timeline(self) -> Timeline:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from ...plan.assignment import between_uses
 from ...plan.execution_plan import ExecutionPlan
+from ...plan.picture import draw_memory, draw_timeline
 from ...plan.stage_spans import MiniBatchStages
 from ...plan.streams import Streams
+from ...plan.waits import Wait, ranges
 from ..fused.lists import Found, StageList, measured_lists, schedule_timeline, stage_lists, task_names
 from .decision import Decision, explain
 from .ladder import ages
@@ -75,6 +77,35 @@ def memory_table(plan: PricedPlan) -> Table:
     return table
 
 
+def waits_table(waits: Sequence[Wait]) -> Table:
+    """A row for devices that wait alike: for which share of an iteration, and for which calls."""
+    table = Table("devices", "wait", "for", title="waits of an iteration", title_justify="left")
+    for wait in waits:
+        causes = ", ".join(f"{call} {share:.0%}" for call, share in wait.calls.items())
+        table.add_row(ranges(wait.devices).partition(" ")[2], f"{wait.share:.0%}", causes)
+    return table
+
+
+def longest_wait(plan: PricedPlan, others: Sequence[PricedPlan]) -> Iterator[str]:
+    """The wait that wastes most of a plan's devices, in a sentence, with how long they would wait under another plan.
+    None where no device waits.
+
+    Args:
+        others: in the order in which they are preferred; the first in which these devices wait less is named.
+    """
+    if not plan.waits:
+        return
+    longest, instead = plan.waits[0], ""
+    for other in others:
+        devices = set(longest.devices)
+        waited = sum(wait.share * len(devices & set(wait.devices)) for wait in other.waits) / len(devices)
+        if waited < longest.share:
+            longer = other.seconds / plan.seconds - 1
+            instead = f"; under {other.name}, whose iterations take {longer:.0%} longer, they would wait {waited:.0%}"
+            break
+    yield f"{longest.sentence[0].upper()}{longest.sentence[1:]}{instead}."
+
+
 def alternatives_table(decision: Decision) -> Table:
     """A row for each plan that was not chosen, with the reason."""
     table = Table("instead", "time", "why not", title="alternatives", title_justify="left")
@@ -134,13 +165,27 @@ def explained(plan: PricedPlan, call: str) -> str:
 
 
 def draw_estimate(plan: PricedPlan, stem: str | Path) -> list[Path]:
-    """Writes the expected iteration as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`); of a
-    plan that fuses two calls also one mini-batch of theirs, stage by stage (`stem.schedule.png`)."""
+    """Writes the expected iterations as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`), and
+    where it is known the memory of the fullest device (`stem.memory.png`); of a plan that fuses two calls also one
+    mini-batch of theirs, stage by stage (`stem.schedule.png`). Two iterations are drawn where the second begins before
+    the first ends."""
     picture, trace = Path(f"{stem}.png"), Path(f"{stem}.trace.json")
-    plan.timeline.draw(picture)
-    trace.write_text(json.dumps(plan.timeline.to_chrome_trace()), encoding="utf-8")
-    if plan.fused_cost is None or plan.fused_cost.found is None:
-        return [picture, trace]
-    schedule = Path(f"{stem}.schedule.png")
-    schedule_timeline(plan.plan, plan.fused_cost.found).draw(schedule, task_names(plan.plan))
-    return [picture, trace, schedule]
+    timeline, cluster = plan.timeline, f"{plan.space.pricing.rates.name}, {plan.space.cluster}"
+    if not plan.staleness.versions and timeline.seconds_per_step > 1.01 * plan.seconds:
+        timeline = timeline.repeated(plan.seconds, 2)
+    title = f"{plan.name} on {cluster}: {plan.seconds:.3g} s an iteration, devices wait {plan.idle:.0%} of it"
+    draw_timeline(timeline, picture, title=title)
+    trace.write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
+    written = [picture, trace]
+    if plan.space.pricing.memory is not None:
+        fullest, memory = plan.estimate, Path(f"{stem}.memory.png")
+        title = f"{plan.name} on {cluster}: memory of device {fullest.fullest}, the fullest"
+        draw_memory(fullest.holds, plan.space.pricing.memory.total, memory, title=title)
+        written.append(memory)
+    if plan.fused_cost is not None and plan.fused_cost.found is not None:
+        schedule = Path(f"{stem}.schedule.png")
+        mini_batch = schedule_timeline(plan.plan, plan.fused_cost.found)
+        title = f"{' and '.join(plan.fused)} in fused pipelines: {mini_batch.seconds_per_step:.3g} s a mini-batch"
+        draw_timeline(mini_batch, schedule, title=title, calls=task_names(plan.plan))
+        written.append(schedule)
+    return written

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from ...common.files import MOST_RECORD_BYTES, exists, read_json
 from ...common.schema import checked
+from ...plan.picture import draw_timeline
 from ...plan.timeline import Timeline
 from .logged_updates import LogRow
 
@@ -101,7 +102,8 @@ def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
     if not exists(file):
         return []
     estimate, first = Timeline.load(file), folder / FIRST_ESTIMATE_FILE
-    estimate.draw(folder / "estimate.png")
+    title = f"estimated: {estimate.seconds_between_ends:.3g} s per update"
+    draw_timeline(estimate, folder / "estimate.png", title=title)
     return [
         "### Estimated and measured",
         "",

@@ -23,8 +23,11 @@ from ...common.schema import checked
 from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.fused import Fused
+from ...plan.picture import draw_timeline
 from ...plan.timeline import Timeline
+from ...plan.waits import waits
 from ...planner.iteration.simulate import plan_times
+from ...planner.search.show import waits_table
 from .estimate_part import age_lines, estimate_lines, markdown
 from .logged_updates import SCORES, LogRow, logged_updates
 from .stage_part import makespans, stage_lines, stages_of
@@ -289,7 +292,11 @@ def report_run(folder: str | Path) -> Path:
         if (found := stages_of(folder)) is not None:
             expected += stage_lines(folder, *found)
             traced += found[1].measured
-        two_updates(timeline, versions).draw(folder / "timeline.png")
+        shown = two_updates(timeline, versions)
+        updates = " and ".join(str(step + 1) for step in sorted({span.step for span in shown.spans})[-2:])
+        title = f"updates {updates}: {shown.seconds_between_ends:.3g} s per update"
+        draw_timeline(shown, folder / "timeline.png", title=title)
+        expected = [*_wait_lines(text, timeline), *expected]
         (folder / "trace.json").write_text(json.dumps(traced.to_chrome_trace()), encoding="utf-8")
         picture = "timeline.png"
     return write_report(
@@ -348,6 +355,23 @@ def _overlap_in(plan: str) -> tuple[Fused, int]:
     except PlanError:
         return (), 0
     return parsed.fused, parsed.staleness.versions
+
+
+def _wait_lines(plan: str, timeline: Timeline) -> list[str]:
+    """A table of how long devices waited in the last update but one, and for which calls; empty if the text is not a
+    plan, or the run has fewer than three updates."""
+    steps = timeline.steps
+    try:
+        parsed = ExecutionPlan.from_yaml(plan)
+    except PlanError:
+        return []
+    if len(steps) < 3:
+        return []
+    start, end = (max(span.end for span in timeline.of_step(step).spans) for step in steps[-3:-1])
+    found = waits(timeline, parsed.graph, start, end, parsed.cluster.size)
+    if not found:
+        return []
+    return ["### Waits", "", f"In update {steps[-2] + 1} {found[0].sentence}.", "", *markdown(waits_table(found)), ""]
 
 
 def _simulated_lines(simulated: float, rows: Sequence[LogRow]) -> list[str]:

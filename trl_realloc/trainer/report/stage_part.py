@@ -11,6 +11,7 @@ from pathlib import Path
 from ...common.errors import PlanError
 from ...common.files import exists
 from ...plan.execution_plan import ExecutionPlan
+from ...plan.picture import draw_timeline
 from ...plan.stage_spans import MiniBatchStages
 from ...planner.fused.lists import task_names
 from ...planner.search.show import measured_schedule_table
@@ -57,10 +58,11 @@ def stage_lines(folder: Path, plan: ExecutionPlan, ran: MiniBatchStages) -> list
     """Lines of the report. Writes the pictures `stages.png` and, of the schedule, `stages.expected.png`."""
     table, names = measured_schedule_table(plan, ran), task_names(plan)
     seconds = max(timeline.seconds_per_step for timeline in (ran.measured, ran.expected) if timeline is not None)
-    ran.measured.draw(folder / "stages.png", names, seconds)
+    draw_timeline(ran.measured, folder / "stages.png", title="a mini-batch, measured", calls=names, seconds=seconds)
     pictures = ["![a mini-batch, stages down, time across](stages.png)", ""]
     if ran.expected is not None:
-        ran.expected.draw(folder / "stages.expected.png", names, seconds)
+        picture, title = folder / "stages.expected.png", "a mini-batch, by its schedule"
+        draw_timeline(ran.expected, picture, title=title, calls=names, seconds=seconds)
         pictures += ["As the schedule had it, on the same scale:", "", "![the schedule](stages.expected.png)", ""]
     return [
         "### Stages of the fused pipelines",

@@ -1,0 +1,172 @@
+"""Draws timelines, and the memory of devices, with one colour for each call in all pictures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .fused import parted
+from .timeline import Span, Timeline
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+MOST_INCHES = 100.0  # height of a picture
+MOST_NUMBERED = 32  # rows of a picture in which iterations have their numbers
+# By role and kind, in colours that the colour-blind can tell apart (Okabe and Ito, Color Universal Design, 2008).
+COLOURS = {
+    "actor.generate": "#0072B2",
+    "actor.forward": "#56B4E9",
+    "actor.train": "#D55E00",
+    "critic.forward": "#CC79A7",
+    "critic.train": "#E69F00",
+    "reference.forward": "#009E73",
+    "reward.forward": "#F0E442",
+}
+MOVES = " -> "  # in the name of a reallocation, between two calls
+OTHER = "#999999"  # reallocations, and all that is no call of a model
+FORWARD = 0.5  # opacity of the forwards of a training call, where they are drawn apart from its backwards
+
+
+def colour(name: str) -> str:
+    """The colour of a call, of a task of a call, or of calls that run together, as their first call's."""
+    named = (given for call, given in COLOURS.items() if parted(name)[0].startswith(call))
+    return OTHER if MOVES in name else next(named, OTHER)
+
+
+def draw_timeline(
+    timeline: Timeline, path: str | Path, *, title: str = "", calls: Sequence[str] = (), seconds: float = 0.0
+) -> None:
+    """Draw a timeline with a row for each device, in the format of the file's suffix. Neighbours with the same calls at
+    the same times share a row. What a device does at the same time is drawn side by side; if it generates for several
+    iterations then, with their numbers. If scoring begins while samples are generated, a second figure below shows how
+    many samples each call has ended.
+
+    Args:
+        calls: the order of all calls in the legend. *optional*, defaults to that of their first starts.
+        seconds: that the picture has room for, as another picture has. More if the timeline is longer.
+
+    Raises:
+        ValueError: there are no spans.
+        ImportError: matplotlib is not installed.
+    """
+    if not timeline.spans:
+        raise ValueError("a timeline without spans cannot be drawn; run at least one step.")
+    zero, order = min(span.start for span in timeline.spans), calls or timeline.calls
+    rows = _rows(timeline)
+    row = {devices[0]: number for number, devices in enumerate(rows)}
+    is_ahead = timeline.runs_ahead
+    lanes = timeline.lanes() if is_ahead or timeline.overlaps else {}
+    streamed = set[str]() if is_ahead else timeline.streamed_calls()
+    figure = _figure(min(1.5 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES))
+    axes = figure.add_subplot(211 if streamed else 111)
+    for call in order:
+        spans = [span for span in timeline.spans if span.call == call and span.device in row]
+        _draw_spans(axes, call, spans, lanes, row, zero)
+    if is_ahead and len(rows) <= MOST_NUMBERED:
+        _number(axes, {span: lane for span, lane in lanes.items() if span.device in row}, row, zero)
+    axes.set_yticks(range(len(rows)), [_named(devices) for devices in rows])
+    axes.invert_yaxis()
+    if seconds:
+        axes.set_xlim(0.0, 1.02 * max(seconds, *(span.end - zero for span in timeline.spans)))
+    if streamed:
+        flow = figure.add_subplot(212, sharex=axes)
+        for call in order:
+            if call in streamed:
+                times, samples = timeline.samples_ended(call)
+                flow.step([time - zero for time in times], samples, where="post", color=colour(call))
+        flow.set_ylabel("samples ended")
+        flow.set_xlabel("seconds")
+    else:
+        axes.set_xlabel("seconds")
+    axes.set_title(title, fontsize="medium", loc="left")
+    figure.legend(loc="outside lower center", ncols=min(len(order), 5), frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def draw_memory(holds: Mapping[str, float], total: float, path: str | Path, *, title: str = "") -> None:
+    """Draw the memory of a device as one stacked bar: its parts, and what is left of `total`, all in bytes. A part that
+    a call holds has the call's colour; what it adds while it runs is hatched.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = _figure(2.2)
+    axes = figure.add_subplot()
+    left = 0.0
+    for name, size in sorted(holds.items(), key=lambda item: -item[1]):
+        call = next((call for call in COLOURS if call in name), name)
+        hatch = None if name == call else "//"
+        axes.barh(0, size / 1e9, left=left, color=colour(call), edgecolor="white", hatch=hatch, label=name)
+        left += size / 1e9
+    axes.barh(0, max(0.0, total / 1e9 - left), left=left, color="none", edgecolor=OTHER, label="free")
+    axes.set_yticks([])
+    axes.set_xlabel("GB")
+    axes.set_title(title, fontsize="medium", loc="left")
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _figure(height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure  # importing it takes half a second, and only pictures need it
+    except ImportError:
+        raise ImportError("drawing needs matplotlib: pip install matplotlib.") from None
+    return Figure(figsize=(10, height), layout="constrained")
+
+
+def _draw_spans(
+    axes: Axes,
+    call: str,
+    spans: Sequence[Span],
+    lanes: dict[Span, tuple[int, int]],
+    row: Mapping[int, int],
+    zero: float,
+) -> None:
+    places = [lanes.get(span, (0, 1)) for span in spans]
+    together = parted(call)[1:]
+    axes.barh(
+        [row[span.device] + (0.5 + lane) * 0.8 / of - 0.4 for span, (lane, of) in zip(spans, places, strict=True)],
+        [span.seconds for span in spans],
+        [0.8 / of for _, of in places],
+        left=[span.start - zero for span in spans],
+        color=colour(call),
+        alpha=FORWARD if call.endswith(", forward") else 1.0,
+        hatch="//" if together else None,
+        edgecolor=colour(together[0]) if together else "white",
+        linewidth=0.5,
+        label=call,
+    )
+
+
+def _rows(timeline: Timeline) -> list[list[int]]:
+    """The devices of each row of a picture."""
+    work: dict[int, set[tuple[str, float, float, int]]] = defaultdict(set)
+    for span in timeline.spans:
+        work[span.device].add((span.call, span.start, span.end, span.step))
+    rows: list[list[int]] = []
+    for device in timeline.devices:
+        if rows and device == rows[-1][-1] + 1 and work[device] == work[rows[-1][0]]:
+            rows[-1].append(device)
+        else:
+            rows.append([device])
+    return rows
+
+
+def _named(devices: Sequence[int]) -> str:
+    """The devices of a row, in words."""
+    return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
+
+
+def _number(axes: Axes, lanes: dict[Span, tuple[int, int]], row: Mapping[int, int], zero: float) -> None:
+    """Write the iteration's number on the spans that are long enough."""
+    whole = max((span.end for span in lanes), default=zero) - zero
+    for span, (lane, of) in lanes.items():
+        if span.seconds > 0.02 * whole:
+            height, middle = row[span.device] + (0.5 + lane) * 0.8 / of - 0.4, (span.start + span.end) / 2 - zero
+            axes.text(middle, height, str(span.step), ha="center", va="center", fontsize=5, color="white")
