@@ -107,3 +107,23 @@ def test_a_measured_distribution_keeps_its_mean() -> None:
 def test_a_workload_of_nothing_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(PlanError, match="workload"):
         work(**wrong)
+
+
+@given(mean=st.floats(20, 2000), ratio=st.floats(1, 8))
+def test_lengths_with_a_tail_have_the_mean_and_the_99th_percentile_that_were_asked_for(
+    mean: float, ratio: float
+) -> None:
+    lengths = Workload.tail(mean, mean * ratio, 1_000_000)
+    assert list(lengths) == sorted(lengths)
+    assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.03)  # a tail of quantiles lacks its last 0.2 %
+    assert lengths[int(0.99 * len(lengths))] == pytest.approx(mean * ratio, rel=0.05)
+    assert max(Workload.tail(mean, mean * ratio, round(mean * ratio) + 1)) <= round(mean * ratio) + 1
+
+
+@pytest.mark.parametrize(
+    ("mean", "p99", "said"),
+    [(0.5, 10, "the mean is 1 or more"), (100, 50, "from the mean"), (100, 2000, "1,024"), (10, 1000, "at most 150")],
+)
+def test_lengths_that_no_responses_can_have_are_refused(mean: float, p99: float, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Workload.tail(mean, p99, 1024)

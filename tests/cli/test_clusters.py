@@ -1,0 +1,144 @@
+"""`trl-realloc plan --clusters`: the answer to which devices to rent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_realloc.cli.main import main
+from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.planner.cost.hardware import DEVICES, parse_cluster
+from trl_realloc.planner.recipe.recipe import read_recipe
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE = RECIPES / "llama-8b" / "ppo.yaml"
+GPU = """
+name: my-gpu
+flops: 362e12
+memory: 48e9
+memory_bandwidth: 864e9
+inside: {bandwidth: 32e9}
+between: {bandwidth: 25e9}
+host_bandwidth: 32e9
+"""
+
+
+def answer(capsys: pytest.CaptureFixture[str], picture: Path, *arguments: str) -> str:
+    code = main(["plan", str(RECIPE), "-o", str(picture), "--time-limit", "0.5", *arguments])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return said.out
+
+
+def test_clusters_are_compared_by_the_same_work_and_with_honest_baselines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture, own = tmp_path / "clusters.png", RECIPES / "llama-8b" / "plan.yaml"
+    size = ExecutionPlan.load(own).cluster.size
+    clusters = f"h100:{size},h100:2x{size},l40s:1"
+    arguments = ["--clusters", clusters, "--episodes", "256", "--response-tokens", "200/512", "--plan", str(own)]
+    found = json.loads(answer(capsys, picture, *arguments, "--price", "h100=2.5", "--json"))
+    small, large, none = found["clusters"]
+    assert set(small["plans"]) == {"best", "colocated", "own"}
+    assert set(large["plans"]) == {"best", "colocated"}, "the user's plan is for another number of devices"
+    assert "fit" in none["refusal"] and not none["plans"]
+    assert large["plans"]["best"]["seconds"] < small["plans"]["best"]["seconds"]
+    assert sum(row["knee"] for row in (small, large)) == 1
+    for row, devices in ((small, size), (large, 2 * size)):
+        for plan in row["plans"].values():
+            hours = 1000 * plan["seconds"] * devices / 3600
+            assert plan["device_hours_per_1000"] == pytest.approx(hours)
+            assert plan["cost_per_1000"] == pytest.approx(2.5 * hours)
+            ExecutionPlan.from_dict(plan["plan"])
+    best, colocated = small["plans"]["best"], small["plans"]["colocated"]
+    assert best["saves_over_colocated"] == pytest.approx(1 - best["seconds"] / colocated["seconds"])
+    devices = {(call["mesh"]["first"], call["mesh"]["size"]) for call in _meshes(colocated["plan"])}
+    assert devices == {(0, size)}, "every call on all devices"
+    assert picture.stat().st_size > 5000
+
+
+def _meshes(plan: dict[str, object]) -> list[dict[str, dict[str, int]]]:
+    parsed = ExecutionPlan.from_dict(plan)
+    return [{"mesh": {"first": a.mesh.first, "size": a.mesh.size}} for a in parsed.assignments.values()]
+
+
+def test_the_table_says_what_fits_what_it_saves_and_where_the_knee_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    said = answer(capsys, tmp_path / "c.png", "--clusters", "h100:8,h200:8,rtx4090:1", "--episodes", "256")
+    words = " ".join(said.split())
+    assert "256 episodes an iteration" in words
+    assert "rtx4090:1: " in words and "does not fit" in words
+    assert "over colocated" in words
+    assert "The knee is h" in words and "--price" in words
+    assert "waits of an iteration" not in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--clusters", "h100:8,h10:8"], "no specification of 'h10'; did you mean 'h100'"),
+        (["--clusters", ","], "names clusters to compare"),
+        (["--clusters", "h100:8", "--cluster", "h100:8"], "--cluster is for one cluster"),
+        (["--clusters", "h100:8", "--price", "h100"], "--price is written as h100=2.5"),
+        (["--clusters", "h100:8", "--price", "h200=2"], "no cluster has 'h200'; did you mean 'h100'"),
+        (["--clusters", "h100:8", "--episodes", "0"], "--episodes is a number from 1"),
+        (["--clusters", "h100:8", "--response-tokens", "many"], "a mean like 400"),
+        (["--clusters", "h100:8", "--response-tokens", "400/100000"], "that a response may have"),
+        (["--clusters", "h100:8", "--episodes", "3"], "num_mini_batches"),
+        (["--cluster", "h100:8", "--price", "h100=2"], "--price is for --clusters"),
+        (["--clusters", "absent.yaml:8"], "absent.yaml"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_refused_before_the_first_search(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(RECIPE), "-o", str(tmp_path / "c.png"), *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_device_of_ones_own_is_described_by_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.yaml"
+    file.write_text(GPU)
+    cluster, device = parse_cluster(f"{file}:4x8")
+    assert (cluster.nodes, cluster.devices_per_node, device.name) == (4, 8, "my-gpu")
+    assert (device.flops, device.inside.bandwidth) == (362e12, 32e9)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("flops: 362e12", ""), "flops is missing"),
+        (("memory: 48e9", "memory: 0"), "memory is 0; it should be a number above 0"),
+        (("memory: 48e9", "memory: much"), "memory is 'much'"),
+        (("host_bandwidth", "host_bandwith"), "host_bandwith"),
+        (("{bandwidth: 32e9}", "{bandwidth: -1}"), "inside.bandwidth is -1"),
+    ],
+)
+def test_a_device_that_is_described_wrongly_is_refused_by_its_key(
+    change: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "gpu.yaml"
+    file.write_text(GPU.replace(*change))
+    with pytest.raises(Exception, match=said):
+        parse_cluster(f"{file}:8")
+
+
+def test_every_known_device_has_numbers_of_the_right_size() -> None:
+    for name, device in DEVICES.items():
+        assert name == device.name
+        assert 1e14 < device.flops < 1e16 and 1e10 < device.memory < 1e12
+        assert device.inside.bandwidth >= device.between.bandwidth
+
+
+def test_episodes_are_the_same_on_every_cluster_where_they_are_said() -> None:
+    for recipe in ("llama-8b/ppo.yaml", "llama-8b/grpo.yaml"):
+        read = read_recipe(RECIPES / recipe)
+        works = [read.workload(parse_cluster(text)[0], 512) for text in ("h100:8", "h100:3x5", "h100:16x8")]
+        assert {work.episodes for work in works} == {512}
+        assert len({work.updates for work in works}) == 1
