@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trl_realloc.cli.main import main
+from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.planner.cost.hardware import DEVICES, parse_cluster
 from trl_realloc.planner.recipe.recipe import read_recipe
@@ -125,7 +126,7 @@ def test_a_device_that_is_described_wrongly_is_refused_by_its_key(
 ) -> None:
     file = tmp_path / "gpu.yaml"
     file.write_text(GPU.replace(*change))
-    with pytest.raises(Exception, match=said):
+    with pytest.raises(PlanError, match=said):
         parse_cluster(f"{file}:8")
 
 

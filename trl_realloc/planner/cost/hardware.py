@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import ConfigDict
+
 from ...common.errors import PlanError, Problems, nearest, shown
 from ...common.files import read_yaml_mapping
 from ...common.schema import checked
@@ -33,6 +35,8 @@ class Link:
         collective_latency: seconds that a collective takes in addition to the transfer of its bytes.
         efficiency: fraction of the bandwidth that a collective of large messages reaches.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     bandwidth: float
     latency: float = 5e-6
@@ -125,6 +129,8 @@ class Device:
             if `between` was fitted to collectives of whole nodes, which has this bandwidth already.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     name: str
     flops: float
     memory: float
@@ -204,7 +210,7 @@ def _known_device(name: str) -> Device:
 
 
 def read_device(path: Path) -> Device:
-    """The device that a YAML file describes, with `Device`'s arguments as keys, for instance
+    """The device that a YAML file describes, with `Device`'s arguments as keys.
 
     ```yaml
     name: my-gpu
