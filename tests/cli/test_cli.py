@@ -305,8 +305,60 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(
 def test_a_plan_that_could_not_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(RECIPE), "-o", str(tmp_path / "nowhere" / "plan.yaml")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["plan", str(RECIPE), "-o", str(tmp_path / "file" / "plan.yaml")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_plan_is_written_to_a_folder_that_is_made(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "plan.yaml"
+    assert main(["plan", str(RECIPE), "--cluster", "h100:2", "--time-limit", "0.2", "-o", str(output)]) == 0
+    assert ExecutionPlan.load(output).cluster.size == 2
+
+
+def test_a_recipe_that_is_not_there_or_is_taken_for_a_plan_is_named_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ppo.yaml").write_text("response_length: 16\n")
+    assert main(["plan", str(tmp_path / "ppo.yml"), "--cluster", "h100:8"]) == 2
+    assert f"did you mean '{tmp_path / 'ppo.yaml'}'" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "ppo.yaml")]) == 2
+    assert "is a recipe, and not a plan; trl-realloc plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "calls", [("reference.forward",), (), ("reference.forward", "reward.forward", "actor.forward")]
+)
+def test_a_plan_for_grpo_is_shown_with_the_calls_that_it_has(
+    calls: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["actor.generate: {mesh: 0-1, engine: vllm, dp: 2}"]
+    lines += [f"{call}: {{mesh: 0-1, engine: zero, dp: 2}}" for call in ("actor.train", *calls)]
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("cluster: {nodes: 1, devices_per_node: 2}\ncalls:\n" + "".join(f"  {line}\n" for line in lines))
+    assert main(["show", str(plan)]) == 0
+    out = capsys.readouterr().out
+    assert all(call in out for call in ("actor.generate", "actor.train", *calls))
+    assert "critic" not in out
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "said"),
+    [
+        ("vllm_mode: server", 2, "vllm_mode 'server' is a second command"),
+        ("use_liger_kernel: true", 0, "Accelerate trains, not"),
+        ("fsdp: full_shard", 0, "fsdp is set"),
+        ("load_in_4bit: true", 0, "load_in_4bit is set"),
+    ],
+)
+def test_planning_says_what_a_run_of_the_recipe_would_say(
+    setting: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = (RECIPE.parent / "grpo.yaml").read_text().replace("runs/demo/assets", str(RECIPE.parent))
+    (tmp_path / "grpo.yaml").write_text(f"{demo}\n{setting}\n")
+    arguments = ["--cluster", "h100:2", "--time-limit", "0.2", "-o", str(tmp_path / "plan.yaml")]
+    assert main(["plan", str(tmp_path / "grpo.yaml"), *arguments]) == code
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_recipe_without_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -347,7 +347,7 @@ def test_the_files_as_they_are_here_are_taken(folder: Path, name: str, capsys: p
         ("show /dev/zero", "no regular file"),
         ("show run", "it is a folder"),
         ("plan run", "it is a folder"),
-        ("profile ppo.yaml -o nowhere/profile.json", "there is no folder nowhere"),
+        ("profile ppo.yaml -o ppo.yaml/profile.json", "cannot be written to ppo.yaml/profile.json"),
         ("profile ppo.yaml --devices -1", "give a number from 1"),
         ("profile ppo.yaml policy reward", "not 3 arguments"),
         ("profile nowhere", "neither a recipe nor a folder with a model's config.json"),

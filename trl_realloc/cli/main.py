@@ -20,15 +20,17 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..common.errors import PlanError, in_file, shown, suggest
-from ..common.files import exists, shortened
+from ..common.errors import PlanError, Problems, in_file, nearest, shown, suggest
+from ..common.files import exists, read_yaml_mapping, shortened
+from ..plan.algorithm_graphs import grpo_graph
 from ..plan.assignment import between_uses
+from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
 from ..plan.timeline import Timeline
 from ..planner.cost.hardware import parse_cluster
 from ..planner.fused.lists import example
-from ..planner.recipe.recipe import Recipe, is_plan, read_recipe
+from ..planner.recipe.recipe import Recipe, is_plan, read_recipe, read_recipe_settings
 from ..planner.search.decision import Decision
 from ..planner.search.overlap_worth import OverlapWorth
 from ..planner.search.show import (
@@ -41,6 +43,7 @@ from ..planner.search.show import (
     schedule_table,
     waits_table,
 )
+from ..trainer.checks.unfollowed_settings import Then, unfollowed_by_recipe
 from ..trainer.report.logged_updates import logged_updates
 from ..trainer.report.run_report import print_summary, report_run
 from .clusters import as_json as json_of
@@ -49,6 +52,8 @@ from .measuring_job import check_processes, measured_profile, processes_of
 from .recipe_planning import Work, answer_for, check_request, choose_for_recipe, job_cluster, overlap_worth
 
 
+# Settings of a recipe under which Accelerate trains, beside those of `unfollowed_settings`.
+TRAINS_BY_ACCELERATE = ("fsdp", "load_in_4bit", "load_in_8bit")
 OVERLAPS = ""  # --explain without a call
 # Options of `plan` and `show` that one kind of input alone has, by their parameters' names.
 OF_PRESETS = {"engine": "--engine", "zero_stage": "--zero-stage"}
@@ -85,6 +90,21 @@ def plan_table(plan: ExecutionPlan) -> Table:
             strategy += f" share {assignment.memory_share:g}"
         table.add_row(name, str(assignment.mesh), assignment.engine, strategy, between_uses(assignment))
     return table
+
+
+def _plan_file(path: str) -> ExecutionPlan:
+    """The plan in a file, of PPO, or of GRPO and RLOO where it has no call of a critic. Raises `PlanError` if it is a
+    recipe, or no plan."""
+    if not exists(path):
+        return load_plan(path)
+    contents = read_yaml_mapping(Path(path), "the plan", "calls: {...}")
+    calls = contents.get("calls")
+    if "calls" not in contents and "cluster" not in contents:
+        raise PlanError(f"{path} is a recipe, and not a plan; trl-realloc plan {path} chooses a plan for it.")
+    if not isinstance(calls, Mapping) or any(str(name).startswith("critic.") for name in calls):
+        return load_plan(path)
+    reference, rewards = (f"{role}.forward" in calls for role in (Role.REFERENCE, Role.REWARD))
+    return load_plan(path, grpo_graph(reference=reference, reward_models=rewards))
 
 
 _devices = click.option("--devices", type=int, metavar="N", help="Number of devices (processes) of the whole job.")
@@ -126,7 +146,7 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
         cluster = job_cluster(plan, devices, nodes)
         chosen = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
     else:
-        chosen = load_plan(plan)
+        chosen = _plan_file(plan)
         _refuse_given(OF_PRESETS, f"a preset, and {shown(plan)} is a plan's file, which says them")
         if devices is not None or nodes is not None:
             cluster = job_cluster(plan, devices, nodes)
@@ -208,7 +228,7 @@ def plan(
     """
     if what not in PRESETS:
         if not exists(what):
-            raise PlanError(f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}")
+            raise PlanError(_no_such_input(what))
         if is_plan(Path(what)):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
         _refuse_given(OF_PRESETS, f"a preset, and {what} is a recipe: the planner chooses the layouts")
@@ -217,6 +237,7 @@ def plan(
             _refuse_given(OF_ONE, "one cluster, and --clusters names those to compare")
             check_request(None, None, None, None, time_limit, ())
             recipe = read_recipe(what, prompt_tokens)
+            _say_what_a_run_does(recipe)
             _compare_clusters(recipe, clusters, work, prices, own, output or Path("clusters.png"), time_limit, as_json)
             return
         _refuse_given(OF_SEVERAL, "--clusters, which is not given")
@@ -225,6 +246,7 @@ def plan(
         named = [call for call in calls if call != OVERLAPS]
         check_request(cluster, measured, devices, nodes, time_limit, named)
         recipe = read_recipe(what, prompt_tokens)
+        _say_what_a_run_does(recipe)
         for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
         chosen = choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit, work)
@@ -245,6 +267,31 @@ def plan(
     _save(written, output)
     Console().print(plan_table(written))
     click.echo(f"written to {output}; run it with plan: {output}")
+
+
+def _no_such_input(what: str) -> str:
+    path = Path(what)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        beside = [str(each) for each in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
+        near = nearest(what, beside)
+        return f"there is no recipe {shown(what)}{f'; did you mean {near!r}?' if near else '.'}"
+    return f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}"
+
+
+def _say_what_a_run_does(recipe: Recipe) -> None:
+    """Refuse a recipe whose run would be refused for a setting, and tell of one that Accelerate trains."""
+    settings = read_recipe_settings(recipe.path)
+    Problems(
+        f"{recipe.path}: {sentence}" for sentence in unfollowed_by_recipe(settings, recipe.algorithm, Then.REFUSE)
+    ).refuse()
+    reasons = [*unfollowed_by_recipe(settings, recipe.algorithm, Then.ACCELERATE)]
+    reasons += [f"{name} is set" for name in TRAINS_BY_ACCELERATE if settings.get(name)]
+    if reasons:
+        click.echo(
+            f"In a run of {recipe.path} Accelerate trains, not the plan's engines: {'; '.join(reasons)}. "
+            f"Of a plan it uses actor.generate alone.",
+            err=True,
+        )
 
 
 def _compare_clusters(
@@ -306,9 +353,11 @@ def _refuse_given(options: Mapping[str, str], instead: str) -> None:
 
 
 def _check_output(output: Path, what: str) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
-    if not exists(output.parent):
-        raise PlanError(f"{what} cannot be written to {shortened(output)} (there is no folder {output.parent}).")
+    """Make the folder of a file, and refuse a file that cannot be written, before anything is measured."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"{what} cannot be written to {shortened(output)} ({error.strerror}).") from None
     if not os.access(output if exists(output) else output.parent, os.W_OK):
         raise PlanError(f"{what} cannot be written to {output} (no permission to write there).")
 

@@ -7,12 +7,14 @@ do not train are in `trainable`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from transformers import TrainingArguments
-from transformers.trainer_pt_utils import AcceleratorConfig
+
+if TYPE_CHECKING:  # the command line reads the rows without torch
+    from transformers import TrainingArguments
 
 
 class Then(Enum):
@@ -43,11 +45,18 @@ class Row:
     trainers: tuple[str, ...] = (PPO, GRPO_AND_RLOO)
     when: Callable[[object], bool] | None = None
 
-    def applies(self, args: TrainingArguments) -> bool:
-        value = getattr(args, self.name, None)
+    def applies(self, value: object, default: object = None) -> bool:
         if self.when is not None:
             return self.when(value)
-        return bool(value) and value not in (getattr(type(args), self.name, None), "no")
+        return bool(value) and value not in (default, "no")
+
+
+def _is_default(accelerator_config: object) -> bool:
+    """True for what Transformers makes of an `accelerator_config` that is not set."""
+    try:
+        return accelerator_config == type(accelerator_config)()
+    except TypeError:  # a file's name
+        return False
 
 
 def _no_effect(name: str, reason: str, *trainers: str, when: Callable[[object], bool] | None = None) -> Row:
@@ -89,7 +98,7 @@ UNFOLLOWED: tuple[Row, ...] = (
         "accelerator_config",
         "every process reads the whole batch, and the plan distributes its samples",
         PPO,
-        when=lambda value: bool(value) and value != AcceleratorConfig(),
+        when=lambda value: bool(value) and not _is_default(value),
     ),
     _no_effect("dataloader_num_workers", _LOADER, PPO),
     _no_effect("dataloader_persistent_workers", _LOADER, PPO),
@@ -144,6 +153,23 @@ def unfollowed_settings(args: TrainingArguments, then: Then) -> Iterator[str]:
         args: a `PPOConfig`, `GRPOConfig` or `RLOOConfig`.
     """
     trainer = PPO if hasattr(args, "num_ppo_epochs") else GRPO_AND_RLOO
-    rows = (row for row in UNFOLLOWED if row.then is then and trainer in row.trainers and row.applies(args))
+    defaults = {row.name: getattr(type(args), row.name, None) for row in UNFOLLOWED}
+    return _sentences({row.name: getattr(args, row.name, None) for row in UNFOLLOWED}, defaults, trainer, then)
+
+
+def unfollowed_by_recipe(settings: Mapping[str, object], algorithm: str, then: Then) -> Iterator[str]:
+    """As `unfollowed_settings`, of the settings of a recipe for `ppo`, `grpo` or `rloo`."""
+    return _sentences(settings, {}, PPO if algorithm == "ppo" else GRPO_AND_RLOO, then)
+
+
+def _sentences(
+    settings: Mapping[str, object], defaults: Mapping[str, object], trainer: str, then: Then
+) -> Iterator[str]:
+    rows = (
+        row
+        for row in UNFOLLOWED
+        if row.then is then and trainer in row.trainers and row.name in settings
+        if row.applies(settings[row.name], defaults.get(row.name))
+    )
     # two names of one setting have the same sentence
-    yield from dict.fromkeys(row.sentence.format(value=getattr(args, row.name)) for row in rows)
+    yield from dict.fromkeys(row.sentence.format(value=settings[row.name]) for row in rows)
