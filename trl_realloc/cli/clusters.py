@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
 from ..common.errors import PlanError, nearest, shown
+from ..plan.presets import load_plan
 from ..planner.cost.hardware import parse_cluster
 from ..planner.cost.specification import ERROR
+from ..planner.recipe.recipe import Recipe
 from ..planner.search.clusters import (
     COLOCATED,
     UPDATES,
@@ -20,11 +23,54 @@ from ..planner.search.clusters import (
     saving,
     tokens_per_second,
 )
+from ..planner.search.ladder import SAME
 from ..planner.search.priced_plan import PricedPlan
 from ..planner.search.show import longest_wait
+from .inputs import check_output
+from .recipe_planning import Work, answer_for
 
 
 NAMES = {"best": "planned", COLOCATED: COLOCATED, "own": "your plan"}
+
+
+def compare_clusters(
+    recipe: Recipe,
+    named: str,
+    work: Work,
+    prices: Sequence[str],
+    own: Path | None,
+    picture: Path,
+    time_limit: float,
+    as_json: bool,
+) -> None:
+    """Print what a recipe takes on several clusters, and draw it."""
+    clusters = list(dict.fromkeys(part.strip() for part in named.split(",") if part.strip()))
+    if not clusters:
+        raise PlanError("--clusters names clusters to compare, like h100:8x8,h200:8x8.")
+    by_kind = parse_prices(prices, clusters)
+    check_output(picture, "the chart")
+    mine = None if own is None else load_plan(own)
+    answers = []
+    for cluster in clusters:
+        kind = parse_cluster(cluster)[1].name
+        answers.append(answer_for(recipe, cluster, work, by_kind.get(kind), mine, time_limit))
+    draw_clusters(answers, picture)
+    console = Console()
+    if as_json:
+        console.file.write(f"{as_json_text(answers)}\n")
+        return
+    first = work.of(recipe, parse_cluster(clusters[0])[0])
+    console.print(
+        f"{first.episodes:,} episodes an iteration{'' if work.episodes else f' on {clusters[0]}'}, prompts of "
+        f"{first.prompt_tokens:g} tokens, responses of {first.mean_response:.0f} tokens in the mean and "
+        f"{first.response_tokens[-1]:,} at most."
+    )
+    console.print(clusters_table(answers))
+    for sentence in sentences(answers):
+        console.print(sentence)
+    console.print(
+        f"drawn in {picture}; trl-realloc plan {recipe.path} --cluster KIND:NxM writes the plan of one of them"
+    )
 
 
 def parse_prices(given: Sequence[str], clusters: Sequence[str]) -> dict[str, float]:
@@ -101,12 +147,14 @@ def sentences(answers: Sequence[ClusterAnswer]) -> Iterator[str]:
 
 def _compared(best: PricedPlan, plan: PricedPlan, name: str) -> str:
     share = saving(best, plan)
+    if abs(share) < SAME:
+        return f"{name} is as fast as the planned layout."
     if share >= 0:
         return f"the planned layout saves {share:.0%} over {name}."
     return f"{name} is faster by {-share:.0%}; run it."
 
 
-def as_json(answers: Sequence[ClusterAnswer]) -> str:
+def as_json_text(answers: Sequence[ClusterAnswer]) -> str:
     """All that is known of the answers, with the plans as in their YAML."""
     at = knee(answers)
     rows = [{**_of_answer(answer), "knee": answer is at} for answer in answers]

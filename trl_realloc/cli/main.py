@@ -6,7 +6,6 @@ That job is in `measure`, and its start in `measuring_job`. Planning a recipe is
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,17 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..common.errors import PlanError, Problems, in_file, nearest, shown, suggest
-from ..common.files import exists, read_yaml_mapping, shortened
-from ..plan.algorithm_graphs import grpo_graph
+from ..common.errors import PlanError, in_file, shown
+from ..common.files import exists, shortened
 from ..plan.assignment import between_uses
-from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
-from ..plan.presets import PRESETS, load_plan
+from ..plan.presets import PRESETS
 from ..plan.timeline import Timeline
-from ..planner.cost.hardware import parse_cluster
 from ..planner.fused.lists import example
-from ..planner.recipe.recipe import Recipe, is_plan, read_recipe, read_recipe_settings
+from ..planner.recipe.recipe import Recipe, is_plan, read_recipe
 from ..planner.search.decision import Decision
 from ..planner.search.overlap_worth import OverlapWorth
 from ..planner.search.show import (
@@ -43,17 +39,14 @@ from ..planner.search.show import (
     schedule_table,
     waits_table,
 )
-from ..trainer.checks.unfollowed_settings import Then, unfollowed_by_recipe
 from ..trainer.report.logged_updates import logged_updates
 from ..trainer.report.run_report import print_summary, report_run
-from .clusters import as_json as json_of
-from .clusters import clusters_table, draw_clusters, parse_prices, sentences
+from .clusters import compare_clusters
+from .inputs import accelerate_trains, check_output, no_such_input, plan_file
 from .measuring_job import check_processes, measured_profile, processes_of
-from .recipe_planning import Work, answer_for, check_request, choose_for_recipe, job_cluster, overlap_worth
+from .recipe_planning import Work, check_request, choose_for_recipe, job_cluster, overlap_worth
 
 
-# Settings of a recipe under which Accelerate trains, beside those of `unfollowed_settings`.
-TRAINS_BY_ACCELERATE = ("fsdp", "load_in_4bit", "load_in_8bit")
 OVERLAPS = ""  # --explain without a call
 # Options of `plan` and `show` that one kind of input alone has, by their parameters' names.
 OF_PRESETS = {"engine": "--engine", "zero_stage": "--zero-stage"}
@@ -90,21 +83,6 @@ def plan_table(plan: ExecutionPlan) -> Table:
             strategy += f" share {assignment.memory_share:g}"
         table.add_row(name, str(assignment.mesh), assignment.engine, strategy, between_uses(assignment))
     return table
-
-
-def _plan_file(path: str) -> ExecutionPlan:
-    """The plan in a file, of PPO, or of GRPO and RLOO where it has no call of a critic. Raises `PlanError` if it is a
-    recipe, or no plan."""
-    if not exists(path):
-        return load_plan(path)
-    contents = read_yaml_mapping(Path(path), "the plan", "calls: {...}")
-    calls = contents.get("calls")
-    if "calls" not in contents and "cluster" not in contents:
-        raise PlanError(f"{path} is a recipe, and not a plan; trl-realloc plan {path} chooses a plan for it.")
-    if not isinstance(calls, Mapping) or any(str(name).startswith("critic.") for name in calls):
-        return load_plan(path)
-    reference, rewards = (f"{role}.forward" in calls for role in (Role.REFERENCE, Role.REWARD))
-    return load_plan(path, grpo_graph(reference=reference, reward_models=rewards))
 
 
 _devices = click.option("--devices", type=int, metavar="N", help="Number of devices (processes) of the whole job.")
@@ -146,7 +124,7 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
         cluster = job_cluster(plan, devices, nodes)
         chosen = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
     else:
-        chosen = _plan_file(plan)
+        chosen = plan_file(plan)
         _refuse_given(OF_PRESETS, f"a preset, and {shown(plan)} is a plan's file, which says them")
         if devices is not None or nodes is not None:
             cluster = job_cluster(plan, devices, nodes)
@@ -228,7 +206,7 @@ def plan(
     """
     if what not in PRESETS:
         if not exists(what):
-            raise PlanError(_no_such_input(what))
+            raise PlanError(no_such_input(what))
         if is_plan(Path(what)):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
         _refuse_given(OF_PRESETS, f"a preset, and {what} is a recipe: the planner chooses the layouts")
@@ -237,16 +215,16 @@ def plan(
             _refuse_given(OF_ONE, "one cluster, and --clusters names those to compare")
             check_request(None, None, None, None, time_limit, ())
             recipe = read_recipe(what, prompt_tokens)
-            _say_what_a_run_does(recipe)
-            _compare_clusters(recipe, clusters, work, prices, own, output or Path("clusters.png"), time_limit, as_json)
+            _say_who_trains(recipe)
+            compare_clusters(recipe, clusters, work, prices, own, output or Path("clusters.png"), time_limit, as_json)
             return
         _refuse_given(OF_SEVERAL, "--clusters, which is not given")
         output = output or _free_name()
-        _check_output(output, "the plan")
+        check_output(output, "the plan")
         named = [call for call in calls if call != OVERLAPS]
         check_request(cluster, measured, devices, nodes, time_limit, named)
         recipe = read_recipe(what, prompt_tokens)
-        _say_what_a_run_does(recipe)
+        _say_who_trains(recipe)
         for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
         chosen = choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit, work)
@@ -269,67 +247,9 @@ def plan(
     click.echo(f"written to {output}; run it with plan: {output}")
 
 
-def _no_such_input(what: str) -> str:
-    path = Path(what)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        beside = [str(each) for each in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
-        near = nearest(what, beside)
-        return f"there is no recipe {shown(what)}{f'; did you mean {near!r}?' if near else '.'}"
-    return f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}"
-
-
-def _say_what_a_run_does(recipe: Recipe) -> None:
-    """Refuse a recipe whose run would be refused for a setting, and tell of one that Accelerate trains."""
-    settings = read_recipe_settings(recipe.path)
-    Problems(
-        f"{recipe.path}: {sentence}" for sentence in unfollowed_by_recipe(settings, recipe.algorithm, Then.REFUSE)
-    ).refuse()
-    reasons = [*unfollowed_by_recipe(settings, recipe.algorithm, Then.ACCELERATE)]
-    reasons += [f"{name} is set" for name in TRAINS_BY_ACCELERATE if settings.get(name)]
-    if reasons:
-        click.echo(
-            f"In a run of {recipe.path} Accelerate trains, not the plan's engines: {'; '.join(reasons)}. "
-            f"Of a plan it uses actor.generate alone.",
-            err=True,
-        )
-
-
-def _compare_clusters(
-    recipe: Recipe,
-    named: str,
-    work: Work,
-    prices: Sequence[str],
-    own: Path | None,
-    picture: Path,
-    time_limit: float,
-    as_json: bool,
-) -> None:
-    """Print what a recipe takes on several clusters, and draw it."""
-    clusters = list(dict.fromkeys(part.strip() for part in named.split(",") if part.strip()))
-    if not clusters:
-        raise PlanError("--clusters names clusters to compare, like h100:8x8,h200:8x8.")
-    by_kind = parse_prices(prices, clusters)
-    _check_output(picture, "the chart")
-    mine = None if own is None else load_plan(own)
-    answers = []
-    for cluster in clusters:
-        kind = parse_cluster(cluster)[1].name
-        answers.append(answer_for(recipe, cluster, work, by_kind.get(kind), mine, time_limit))
-    draw_clusters(answers, picture)
-    if as_json:
-        click.echo(json_of(answers))
-        return
-    console = Console()
-    first = work.of(recipe, parse_cluster(clusters[0])[0])
-    console.print(
-        f"{first.episodes:,} episodes an iteration{'' if work.episodes else f' on {clusters[0]}'}, prompts of "
-        f"{first.prompt_tokens:g} tokens, responses of {first.mean_response:.0f} tokens in the mean and "
-        f"{first.response_tokens[-1]:,} at most."
-    )
-    console.print(clusters_table(answers))
-    for sentence in sentences(answers):
-        console.print(sentence)
-    click.echo(f"drawn in {picture}; trl-realloc plan {recipe.path} --cluster KIND:NxM writes the plan of one of them")
+def _say_who_trains(recipe: Recipe) -> None:
+    if (sentence := accelerate_trains(recipe)) is not None:
+        click.echo(sentence, err=True)
 
 
 def _free_name() -> Path:
@@ -350,16 +270,6 @@ def _refuse_given(options: Mapping[str, str], instead: str) -> None:
     if given:
         verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
         raise PlanError(f"{' and '.join(given)} {verb} for {instead}; leave {them} out.")
-
-
-def _check_output(output: Path, what: str) -> None:
-    """Make the folder of a file, and refuse a file that cannot be written, before anything is measured."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlanError(f"{what} cannot be written to {shortened(output)} ({error.strerror}).") from None
-    if not os.access(output if exists(output) else output.parent, os.W_OK):
-        raise PlanError(f"{what} cannot be written to {output} (no permission to write there).")
 
 
 def _show_choice(
@@ -424,7 +334,7 @@ def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tok
     if len(what) > 2:
         raise PlanError(f"profile takes a recipe, or the folders of actor and critic, not {len(what)} arguments.")
     check_processes(devices)
-    _check_output(output, "the profile")
+    check_output(output, "the profile")
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
         path = Path(what[0])
         if not path.is_file():

@@ -1,7 +1,8 @@
 """Settings of Transformers' and TRL's trainers that the engines of a plan do not follow: a row for each, with what is
 done about it.
 
-Ranges of settings, and settings that exclude each other, are in `config_checks`. Models and adapters that the engines
+The command line reads the rows too, without torch. Ranges of settings, and settings that exclude each other, are in
+`config_checks`. Models and adapters that the engines
 do not train are in `trainable`.
 """
 
@@ -10,11 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
-
-
-if TYPE_CHECKING:  # the command line reads the rows without torch
-    from transformers import TrainingArguments
 
 
 class Then(Enum):
@@ -146,7 +142,7 @@ UNFOLLOWED: tuple[Row, ...] = (
 )
 
 
-def unfollowed_settings(args: TrainingArguments, then: Then) -> Iterator[str]:
+def unfollowed_settings(args: object, then: Then) -> Iterator[str]:
     """The sentences of the rows of one kind that apply to a configuration.
 
     Args:

@@ -1,0 +1,78 @@
+"""The files that a command is given: a plan, a recipe, a file to write.
+
+Mistakes are refused before anything is measured or searched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..common.errors import PlanError, Problems, nearest, shown, suggest
+from ..common.files import exists, read_yaml_mapping, shortened
+from ..plan.algorithm_graphs import grpo_graph
+from ..plan.dataflow import Role
+from ..plan.execution_plan import ExecutionPlan
+from ..plan.presets import PRESETS, load_plan
+from ..planner.recipe.recipe import Recipe, read_recipe_settings
+from ..trainer.checks.unfollowed_settings import Then, unfollowed_by_recipe
+
+
+# Settings of a recipe under which Accelerate trains, beside those of `unfollowed_settings`.
+TRAINS_BY_ACCELERATE = ("fsdp", "load_in_4bit", "load_in_8bit")
+
+
+def plan_file(path: str) -> ExecutionPlan:
+    """The plan in a file, of PPO, or of GRPO and RLOO where it has no call of a critic. Raises `PlanError` if it is a
+    recipe, or no plan."""
+    if not exists(path):
+        return load_plan(path)
+    contents = read_yaml_mapping(Path(path), "the plan", "calls: {...}")
+    calls = contents.get("calls")
+    if "calls" not in contents and "cluster" not in contents:
+        raise PlanError(f"{path} is a recipe, and not a plan; trl-realloc plan {path} chooses a plan for it.")
+    if not isinstance(calls, Mapping) or any(str(name).startswith("critic.") for name in calls):
+        return load_plan(path)
+    reference, rewards = (f"{role}.forward" in calls for role in (Role.REFERENCE, Role.REWARD))
+    return load_plan(path, grpo_graph(reference=reference, reward_models=rewards))
+
+
+def no_such_input(what: str) -> str:
+    """The sentence about an input of `plan` that is neither a preset nor a file."""
+    path = Path(what)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        beside = [str(each) for each in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
+        near = nearest(what, beside)
+        return f"there is no recipe {shown(what)}{f'; did you mean {near!r}?' if near else '.'}"
+    return f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}"
+
+
+def accelerate_trains(recipe: Recipe) -> str | None:
+    """A sentence on a recipe that Accelerate trains; `None` for others.
+
+    Raises:
+        PlanError: a run of the recipe would be refused for a setting.
+    """
+    settings = read_recipe_settings(recipe.path)
+    Problems(
+        f"{recipe.path}: {sentence}" for sentence in unfollowed_by_recipe(settings, recipe.algorithm, Then.REFUSE)
+    ).refuse()
+    reasons = [*unfollowed_by_recipe(settings, recipe.algorithm, Then.ACCELERATE)]
+    reasons += [f"{name} is set" for name in TRAINS_BY_ACCELERATE if settings.get(name)]
+    if not reasons:
+        return None
+    return (
+        f"In a run of {recipe.path} Accelerate trains, not the plan's engines: {'; '.join(reasons)}. "
+        f"Of a plan it uses actor.generate alone."
+    )
+
+
+def check_output(output: Path, what: str) -> None:
+    """Make the folder of a file, and refuse a file that cannot be written, before anything is measured."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"{what} cannot be written to {shortened(output)} ({error.strerror}).") from None
+    if not os.access(output if exists(output) else output.parent, os.W_OK):
+        raise PlanError(f"{what} cannot be written to {output} (no permission to write there).")
