@@ -1,6 +1,6 @@
 """The cost model: time and memory of one call under one assignment. Reallocations are in `reallocation_cost`.
 
-The time of a call is the sum of its causes (`call_cost.PARTS`). docs/planner.md has the formulas with their
+The time of a call is the sum of its causes (`call_cost.PARTS`). docs/studies/planner.md has the formulas with their
 sources. The choice between assignments is in `fastest`.
 """
 
