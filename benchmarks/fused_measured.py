@@ -119,7 +119,7 @@ def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
     import torch
     from split import deal, groups
 
-    from trl_realloc.algorithms.base import TokenLoss
+    from trl_realloc.algorithms.algorithm import TokenLoss
     from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
     from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining
     from trl_realloc.engines.training.megatron import MegatronEngine

@@ -30,8 +30,8 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.cost.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost.corrections import Corrections
 from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.cost.estimate_factors import Corrections
 from trl_realloc.planner.cost.hardware import parse_cluster
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.workload import Workload

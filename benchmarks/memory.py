@@ -163,8 +163,8 @@ def rank_main(layout: str, part: str, model: Path, checkpoint: Path, out: Path) 
     from trl_realloc.runtime.placement.placement import Placement
     from trl_realloc.runtime.placement.roles import RoleModels, Roles
     from trl_realloc.runtime.placement.run_state import RunState
-    from trl_realloc.trainer.checkpoint.models import save_models
-    from trl_realloc.trainer.checkpoint.training_state import StateWrite, load_training_state
+    from trl_realloc.trainer.checkpoint.model_files import save_models
+    from trl_realloc.trainer.checkpoint.state_files import StateWrite, load_training_state
     from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 
     with contextlib.suppress(ImportError):

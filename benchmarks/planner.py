@@ -27,7 +27,7 @@ from rich.table import Table
 
 from trl_realloc.plan.presets import AUTO, PRESETS
 from trl_realloc.plan.timeline import Timeline
-from trl_realloc.planner.cost.corrections import Corrections
+from trl_realloc.planner.cost.estimate_factors import Corrections
 from trl_realloc.planner.cost.profile import Profile
 
 

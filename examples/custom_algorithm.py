@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from trl_realloc import Cluster, ExecutionPlan
-from trl_realloc.algorithms.base import TrainingLoss
+from trl_realloc.algorithms.algorithm import TrainingLoss
 from trl_realloc.algorithms.prompt_batches import PromptBatch
 from trl_realloc.algorithms.rewards import FunctionReward
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
@@ -58,7 +58,7 @@ class PolicyGradientLoss:
 
 @dataclass(frozen=True)
 class ReMax:
-    """An `algorithms.base.Algorithm`."""
+    """An `algorithms.algorithm.Algorithm`."""
 
     graph: DataflowGraph = GRAPH
 

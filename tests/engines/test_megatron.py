@@ -12,7 +12,7 @@ from replay import rollouts
 from torch import nn
 from whole_state import whole_state
 
-from trl_realloc.algorithms.base import TokenLoss
+from trl_realloc.algorithms.algorithm import TokenLoss
 from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.training.master_weights import _owners

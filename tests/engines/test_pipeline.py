@@ -18,7 +18,7 @@ from replay import rollouts
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training import stage_run
 from trl_realloc.engines.training.packed_forward import ValueHead
-from trl_realloc.engines.training.pipeline import Pipeline
+from trl_realloc.engines.training.pipeline import StagePipeline
 from trl_realloc.engines.training.stage_messages import StageTask
 from trl_realloc.engines.training.stage_run import Orders, StageRun, StageWork, run_pipeline
 from trl_realloc.plan.batching import one_f_one_b
@@ -46,7 +46,7 @@ def test_an_error_in_a_stage_comes_out_as_itself(group: MeshGroup, error: Except
         raise error
 
     head.model.score.register_forward_hook(fails)
-    pipeline = Pipeline(head, group, CPU, hidden=head.model.config.hidden_size)
+    pipeline = StagePipeline(head, group, CPU, hidden=head.model.config.hidden_size)
     work = StageWork(
         pipeline, [rollouts(4)], lambda at, outputs: outputs["values"].values.sum(), lambda compute: compute()
     )
@@ -85,7 +85,7 @@ def test_a_stage_that_scores_keeps_as_many_of_its_hidden_states_as_there_are_sta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     head, ran = ValueHead(tiny.classifier()).eval(), list[int]()
-    pipeline = Pipeline(head, MeshGroup((0, 1, 2), 0), CPU, hidden=head.model.config.hidden_size)
+    pipeline = StagePipeline(head, MeshGroup((0, 1, 2), 0), CPU, hidden=head.model.config.hidden_size)
     monkeypatch.setattr(dist, "isend", Sent)
 
     def call(work: Any) -> torch.Tensor:
@@ -163,7 +163,7 @@ def messages_of(rank: int, size: int, models: list[Routes], orders: Orders, has_
     works = []
     for routes in models:
         route, count = next(pair for pair in routes if rank in pair[0])
-        pipeline = Pipeline(HEAD, MeshGroup(route, rank), CPU, hidden=1)
+        pipeline = StagePipeline(HEAD, MeshGroup(route, rank), CPU, hidden=1)
         micros = [SAMPLE] * count
         works.append(StageWork(pipeline, micros, lambda at, out: torch.zeros(()), lambda work: torch.zeros(1, 1, 1)))
     with pytest.MonkeyPatch.context() as patched:

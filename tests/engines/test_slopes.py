@@ -12,7 +12,7 @@ from test_replicated import ALONE, CPU, config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from trl_realloc.algorithms.base import TokenLoss
+from trl_realloc.algorithms.algorithm import TokenLoss
 from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_slopes
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.packed_forward import PolicyHead

@@ -13,7 +13,7 @@ from typing import Any
 import tiny
 import torch
 
-from trl_realloc.algorithms.base import TokenLoss
+from trl_realloc.algorithms.algorithm import TokenLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.runtime.failures.alarm import JobFailed

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trl_realloc.algorithms.base import TokenLoss
+from trl_realloc.algorithms.algorithm import TokenLoss
 from trl_realloc.algorithms.ppo import PolicyLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import ScoringEngine

@@ -31,7 +31,7 @@ from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.batching import balance
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.realloc.layout import megatron_layout
-from trl_realloc.trainer.checkpoint.models import write_model
+from trl_realloc.trainer.checkpoint.model_files import write_model
 from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 
 

@@ -26,7 +26,7 @@ from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.cost.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost.corrections import Corrections, layout_name
+from trl_realloc.planner.cost.estimate_factors import Corrections, layout_name
 from trl_realloc.planner.cost.hardware import DEVICES
 from trl_realloc.planner.cost.measured_rates import MeasuredRates
 from trl_realloc.planner.cost.pricing import Pricing

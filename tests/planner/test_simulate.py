@@ -17,8 +17,8 @@ from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.cost.hardware import Sharing
 from trl_realloc.planner.iteration.simulate import (
     STEADY,
+    IterationTask,
     Overlap,
-    Task,
     plan_times,
     simulated_iterations,
     tasks_of,
@@ -173,19 +173,23 @@ def test_no_device_does_two_things_at_once_and_nothing_starts_before_what_it_nee
 
 
 @st.composite
-def drawn_tasks(draw: st.DrawFn) -> list[Task]:
-    tasks: list[Task] = []
+def drawn_tasks(draw: st.DrawFn) -> list[IterationTask]:
+    tasks: list[IterationTask] = []
     count = draw(st.integers(1, 7))
     for at in range(count):
         mesh = DeviceMesh(draw(st.integers(0, 3)), draw(st.integers(1, 2)))
         after = draw(st.lists(st.integers(0, at - 1), max_size=2)) if at else []
         previous = draw(st.one_of(st.none(), st.integers(0, count - 1)))
-        tasks.append(Task(str(at), (mesh,), draw(st.floats(0, 10)), tuple(after), previous, early=draw(st.booleans())))
+        tasks.append(
+            IterationTask(str(at), (mesh,), draw(st.floats(0, 10)), tuple(after), previous, early=draw(st.booleans()))
+        )
     return tasks
 
 
 @given(drawn_tasks(), st.sampled_from(Overlap))
-def test_the_closed_form_of_the_search_has_the_times_of_the_simulation(tasks: list[Task], overlap: Overlap) -> None:
+def test_the_closed_form_of_the_search_has_the_times_of_the_simulation(
+    tasks: list[IterationTask], overlap: Overlap
+) -> None:
     iterations = 1 + STEADY[overlap] if overlap is Overlap.NONE else STEADY[overlap]
     *_, before, last = simulated_iterations(tasks, iterations, overlap)
     zero = max(end for _, end in before)
@@ -200,7 +204,7 @@ def test_the_closed_form_of_the_search_has_the_times_of_the_simulation(tasks: li
 
 def test_calls_side_by_side_on_shared_processors_slow_each_other_down() -> None:
     """Four devices on two processors: what runs beside the other takes as long as one after the other."""
-    tasks = [Task("one", (DeviceMesh(0, 2),), 3.0), Task("other", (DeviceMesh(2, 2),), 3.0)]
+    tasks = [IterationTask("one", (DeviceMesh(0, 2),), 3.0), IterationTask("other", (DeviceMesh(2, 2),), 3.0)]
     apart = simulated_iterations(tasks, 1)[0]
     shared = simulated_iterations(tasks, 1, sharing=Sharing.of(2))[0]
     assert [end for _, end in apart] == [3, 3]
@@ -209,24 +213,24 @@ def test_calls_side_by_side_on_shared_processors_slow_each_other_down() -> None:
 
 def test_calls_on_different_nodes_do_not_slow_each_other_down() -> None:
     """A plan of two nodes of two devices that share one processor each: one call on both, then one on each."""
-    tasks = [Task("both", (DeviceMesh(0, 4),), 3.0)]
-    tasks += [Task("one", (DeviceMesh(0, 2),), 3.0), Task("other", (DeviceMesh(2, 2),), 3.0)]
+    tasks = [IterationTask("both", (DeviceMesh(0, 4),), 3.0)]
+    tasks += [IterationTask("one", (DeviceMesh(0, 2),), 3.0), IterationTask("other", (DeviceMesh(2, 2),), 3.0)]
     ends = [end for _, end in simulated_iterations(tasks, 1, sharing=Sharing.of(1), devices_per_node=2)[0]]
     assert ends == pytest.approx([3, 6, 6])
-    halves = [Task("one", (DeviceMesh(0, 1),), 3.0), Task("other", (DeviceMesh(1, 3),), 3.0)]
+    halves = [IterationTask("one", (DeviceMesh(0, 1),), 3.0), IterationTask("other", (DeviceMesh(1, 3),), 3.0)]
     ends = [end for _, end in simulated_iterations(halves, 1, sharing=Sharing.of(1), devices_per_node=2)[0]]
     assert ends == pytest.approx([4.5, 3.0]), "the second is as slow as on its own node, where two compute anyway"
 
 
 def test_a_processor_that_is_set_free_speeds_up_the_rest() -> None:
-    tasks = [Task("short", (DeviceMesh(0, 2),), 1.0), Task("long", (DeviceMesh(2, 2),), 3.0)]
+    tasks = [IterationTask("short", (DeviceMesh(0, 2),), 1.0), IterationTask("long", (DeviceMesh(2, 2),), 3.0)]
     ends = [end for _, end in simulated_iterations(tasks, 1, sharing=Sharing.of(2))[0]]
     assert ends == pytest.approx([2, 4])
 
 
 def test_a_device_beside_another_is_slowed_as_two_of_them_are() -> None:
     """Two devices that do not take turns but disturb each other: by 1.25, as measured, where both compute."""
-    tasks = [Task("one", (DeviceMesh(0, 1),), 2.0), Task("other", (DeviceMesh(1, 1),), 3.0)]
+    tasks = [IterationTask("one", (DeviceMesh(0, 1),), 2.0), IterationTask("other", (DeviceMesh(1, 1),), 3.0)]
     ends = [end for _, end in simulated_iterations(tasks, 1, sharing=Sharing(((2, 1.25), (4, 3.0))))[0]]
     assert ends == pytest.approx([2.5, 3.5])
 
@@ -245,7 +249,7 @@ def test_more_devices_never_slow_each_other_down_less(devices: list[int], proces
     firsts=st.lists(st.integers(0, 3), min_size=6, max_size=6),
 )
 def test_enough_processors_are_as_good_as_one_each(seconds: list[float], firsts: list[int]) -> None:
-    tasks = [Task(str(at), (DeviceMesh(firsts[at], 1),), each) for at, each in enumerate(seconds)]
+    tasks = [IterationTask(str(at), (DeviceMesh(firsts[at], 1),), each) for at, each in enumerate(seconds)]
     alone, shared = (simulated_iterations(tasks, 2, sharing=each) for each in (None, Sharing.of(4)))
     for one, other in zip(alone, shared, strict=True):
         for (start, end), (began, ended) in zip(one, other, strict=True):

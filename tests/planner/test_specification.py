@@ -16,8 +16,8 @@ from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.planner.cost.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost.corrections import Corrections
 from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.cost.estimate_factors import Corrections
 from trl_realloc.planner.cost.hardware import DEVICES
 from trl_realloc.planner.cost.measured_rates import ACCELERATOR_ERROR, CPU_ERROR, MeasuredRates
 from trl_realloc.planner.cost.pricing import Pricing

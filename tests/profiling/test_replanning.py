@@ -14,7 +14,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner.cost.corrections import Corrections
+from trl_realloc.planner.cost.estimate_factors import Corrections
 from trl_realloc.profiling import replanning
 from trl_realloc.profiling.auto_plan import JobPlan
 from trl_realloc.profiling.replanning import Replanner, suits

@@ -20,7 +20,7 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
-from trl_realloc.planner.cost.corrections import Corrections
+from trl_realloc.planner.cost.estimate_factors import Corrections
 from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 from trl_realloc.planner.search.ladder import STALENESS
 from trl_realloc.planner.search.problem import estimate_plan

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.trainer.checkpoint.manifest import MANIFEST
-from trl_realloc.trainer.checkpoint.resuming import SETTINGS
+from trl_realloc.trainer.checkpoint.resuming import SAVED_SETTINGS
 
 
 UPDATES, SAVED = 4, 2
@@ -138,9 +138,9 @@ def test_a_checkpoint_of_a_release_that_did_not_save_the_settings_has_the_rate_o
     whole, expected = ppo(tmp_path, "adamw, 1cycle")
     whole.train()
     folder = tmp_path / f"checkpoint-{SAVED}"
-    (folder / SETTINGS).unlink()
+    (folder / SAVED_SETTINGS).unlink()
     manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["files"][SETTINGS]
+    del manifest["files"][SAVED_SETTINGS]
     (folder / MANIFEST).write_text(json.dumps(manifest))
     resumed, seen = ppo(tmp_path, "adamw, 1cycle")
     resumed.train(resume_from_checkpoint=str(folder))

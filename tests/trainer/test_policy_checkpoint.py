@@ -23,7 +23,7 @@ from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.checkpoint import CheckpointError
 from trl_realloc.trainer.checkpoint.identity import Identity, prompts_checksum
 from trl_realloc.trainer.checkpoint.resuming import STATE, is_needed_by_all, newest_whole
-from trl_realloc.trainer.checkpoint.training_state import StateWrite
+from trl_realloc.trainer.checkpoint.state_files import StateWrite
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.grpo_config import GRPOConfig
 from trl_realloc.trainer.run import checkpoints as run_checkpoints

@@ -18,7 +18,7 @@ from trl_realloc.engines.parameter_pieces import Piece
 from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training_state import TensorSpec
-from trl_realloc.trainer.checkpoint.models import write_model
+from trl_realloc.trainer.checkpoint.model_files import write_model
 from trl_realloc.trainer.checkpoint.weight_files import WeightFiles
 from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..plan.dataflow import DataflowGraph
-from .base import TrainingLoss
+from .algorithm import TrainingLoss
 from .linear_loss import LINEAR_LOSS, LinearLoss, without_zero_slopes
 from .rollout import Rollouts
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS
 from ..plan.dataflow import DataflowGraph, Role
 from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
-from .base import TrainingLoss
+from .algorithm import TrainingLoss
 from .corrections import WEIGHTS, correction_metrics, importance_weights
 from .ppo_metrics import objective_metrics, update_metrics
 from .ppo_settings import PPOSettings
@@ -170,7 +170,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class PPO:
-    """PPO as an `algorithms.base.Algorithm`.
+    """PPO as an `algorithms.algorithm.Algorithm`.
 
     Args:
         seed: the seed of the mini-batches' permutations.

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from ..common.errors import PlanError, Problems, nearest, shown, suggest
 from ..common.files import exists, read_yaml_mapping, shortened
+from ..common.settings import SETTINGS
 from ..plan.algorithm_graphs import grpo_graph
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS, load_plan
-from ..planner.recipe.recipe import Recipe, read_recipe_settings
+from ..planner.recipe.recipe import POLICY, Recipe, read_recipe_settings
 from ..trainer.checks.unfollowed_settings import Then, unfollowed_by_recipe
 
 
@@ -24,15 +25,15 @@ TRAINS_BY_ACCELERATE = ("fsdp", "load_in_4bit", "load_in_8bit")
 
 
 def plan_file(path: str) -> ExecutionPlan:
-    """The plan in a file, of PPO, or of GRPO and RLOO where it has no call of a critic. Raises `PlanError` if it is a
-    recipe, or no plan."""
+    """The plan in a file, of PPO, or of GRPO and RLOO where it has no other calls than theirs. Raises `PlanError` if it is
+    a recipe, or no plan."""
     if not exists(path):
         return load_plan(path)
     contents = read_yaml_mapping(Path(path), "the plan", "calls: {...}")
     calls = contents.get("calls")
-    if "calls" not in contents and "cluster" not in contents:
+    if "calls" not in contents and {*SETTINGS, *POLICY}.intersection(contents):
         raise PlanError(f"{path} is a recipe, and not a plan; trl-realloc plan {path} chooses a plan for it.")
-    if not isinstance(calls, Mapping) or any(str(name).startswith("critic.") for name in calls):
+    if not isinstance(calls, Mapping) or not set(grpo_graph().order).issuperset(calls):
         return load_plan(path)
     reference, rewards = (f"{role}.forward" in calls for role in (Role.REFERENCE, Role.REWARD))
     return load_plan(path, grpo_graph(reference=reference, reward_models=rewards))

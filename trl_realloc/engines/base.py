@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from ..algorithms.base import TokenLoss
+    from ..algorithms.algorithm import TokenLoss
     from ..algorithms.rollout import Ragged, Rollouts
     from ..realloc.transfer import Parts
     from .parameter_pieces import Piece

@@ -23,7 +23,7 @@ from ..common.files import cache_folder
 from ..common.notices import notice, working
 from ..engines.device import is_accelerator, release_cached_memory
 from ..plan.execution_plan import ExecutionPlan
-from ..planner.cost.corrections import Corrections
+from ..planner.cost.estimate_factors import Corrections
 from ..planner.cost.profile import Observation, Profile, model_key
 from ..runtime.failures.alarm import JobFailed, is_known_everywhere
 from ..runtime.launch.hosts import meet, ranks_by_host

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from ..algorithms.base import Algorithm
+from ..algorithms.algorithm import Algorithm
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.ppo import PPO
 from ..algorithms.ppo_settings import PPOSettings

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..algorithms.base import Algorithm
+from ..algorithms.algorithm import Algorithm
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...algorithms.base import TokenLoss
+from ...algorithms.algorithm import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError
 from ...algorithms.rollout import Rollouts
 from ..base import Rate

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...algorithms.base import TokenLoss
+from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
@@ -40,7 +40,7 @@ from .packed_forward import (
     tied_weight,
 )
 from .part_gather import PartGather
-from .pipeline import MiniBatch, Pipeline, keep_stage
+from .pipeline import MiniBatch, StagePipeline, keep_stage
 from .stage_run import StageWork, run_pipeline
 from .tensor_parallel import box_of, is_split, local, split_tensors, splits_adapter, vocabulary_start
 from .token_logprobs import TokenLogprobs
@@ -114,9 +114,9 @@ class MegatronEngine:
                 head.token_logprobs, head.vocabulary_group = self._split_logprobs, groups.tp
         to_device(head, device)
         fill(model, device)
-        self.pipeline: Pipeline | None = None
+        self.pipeline: StagePipeline | None = None
         if groups.pp.size > 1:
-            self.pipeline = Pipeline(head, groups.pp, device, base_of(model).config.hidden_size)
+            self.pipeline = StagePipeline(head, groups.pp, device, base_of(model).config.hidden_size)
         self.masters: SplitMasters | None = None
         if optimizer is not None:
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

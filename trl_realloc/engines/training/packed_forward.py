@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...algorithms.base import TokenLoss
+from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places
 from ...plan.batching import micro_batches
 from ..mesh_group import MeshGroup

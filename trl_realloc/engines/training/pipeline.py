@@ -1,4 +1,4 @@
-"""Pipeline parallelism of a Transformers model: cuts the model to this rank's stage.
+"""StagePipeline parallelism of a Transformers model: cuts the model to this rank's stage.
 
 A stage is the model with the other stages' layers replaced by identities, so every stage runs the family's own code and
 parameters keep their names. Micro-batches go through the stages in `stage_run`. What a pipeline trains is in
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...algorithms.base import TokenLoss
+from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.model_spec import stage_layers
 from ..mesh_group import MeshGroup
@@ -78,7 +78,7 @@ class MiniBatch:
         return guarded(value.float())
 
 
-class Pipeline:
+class StagePipeline:
     """One role's pipeline, on the rank of one stage.
 
     Args:

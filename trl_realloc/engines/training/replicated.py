@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...algorithms.base import TokenLoss
+from ...algorithms.algorithm import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts

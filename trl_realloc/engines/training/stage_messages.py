@@ -1,4 +1,4 @@
-"""Tensors between neighbouring stages of a pipeline: a `Link` sends and receives those of two stages.
+"""Tensors between neighbouring stages of a pipeline: a `StageLink` sends and receives those of two stages.
 
 The names and the order of the messages follow from the stages' tasks. Which tasks these are is `stage_run`'s caller's.
 """
@@ -56,7 +56,7 @@ def message_order(
     return order
 
 
-class Link:
+class StageLink:
     """The messages between this rank and one neighbour. A send does not wait for its receive.
 
     gloo tells messages apart by their tags, and a stage receives the next message while it computes. NCCL has no tags:

@@ -19,8 +19,8 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import one_f_one_b
 from ..device import is_accelerator
 from ..mesh_group import MeshGroup
-from .pipeline import Pipeline
-from .stage_messages import Link, StageTask, message_order
+from .pipeline import StagePipeline
+from .stage_messages import StageLink, StageTask, message_order
 
 
 Orders = Sequence[Sequence[StageTask]]  # the tasks of each stage of a line, in the order in which they are run
@@ -37,7 +37,7 @@ class StageWork:
         call: runs a stage's forward in its context, such as autocast.
     """
 
-    pipeline: Pipeline
+    pipeline: StagePipeline
     micros: Sequence[Rollouts]
     finish: Callable[[int, Mapping[str, Ragged]], Tensor]
     call: Callable[[Callable[[], Any]], Any]
@@ -93,7 +93,7 @@ class StageRun:
     ) -> None:
         self.works, self.orders, self.line, self.measured = works, orders, line, measured
         self._trained = {task for task in orders[line.index] if task.is_backward}
-        self._links: dict[int | None, Link] = {}
+        self._links: dict[int | None, StageLink] = {}
         for at in (line.index - 1, line.index + 1):
             if 0 <= at < line.size:
                 self._connect(at)
@@ -120,7 +120,7 @@ class StageRun:
         def empty(task: StageTask) -> Tensor:
             return self.works[task.model].empty(task.micro_batch)
 
-        self._links[peer] = Link(line.group, peer, order, sends, empty, has_tags=not is_accelerator(line.device))
+        self._links[peer] = StageLink(line.group, peer, order, sends, empty, has_tags=not is_accelerator(line.device))
 
     def run(self) -> None:
         """Run the stage's tasks, and wait until everything has been sent."""
@@ -131,7 +131,7 @@ class StageRun:
         for link in self._links.values():
             link.wait_all()
 
-    def _forward(self, task: StageTask, work: StageWork, before: Link | None, after: Link | None) -> None:
+    def _forward(self, task: StageTask, work: StageWork, before: StageLink | None, after: StageLink | None) -> None:
         backward = task._replace(is_backward=True)
         trains = backward in self._trained
         hidden = before.take(task).requires_grad_(trains) if before is not None else None
@@ -144,7 +144,7 @@ class StageRun:
             if not trains:
                 after.wait(task._replace(micro_batch=task.micro_batch - work.pipeline.group.size))
 
-    def _backward(self, task: StageTask, work: StageWork, before: Link | None, after: Link | None) -> None:
+    def _backward(self, task: StageTask, work: StageWork, before: StageLink | None, after: StageLink | None) -> None:
         gradient = None
         if after is not None:
             gradient = after.take(task)

@@ -17,9 +17,9 @@ from ...plan.model_spec import ModelSpec
 from ...realloc.memory import MOMENTS, gradient_bytes, state_bytes
 from .activation_memory import kept_casts, working_bytes
 from .call_cost import CallCost, StageSeconds, TrainingStage
-from .corrections import Corrections
 from .device_memory import DeviceMemory
 from .engine_room import EngineRoom, engine_peak
+from .estimate_factors import Corrections
 from .hardware import Link, Rates
 from .workload import Workload
 from .zero_costs import DataParallelGroup, backward_bucket, gathered_bytes, held_bucket, whole_gradient

@@ -21,7 +21,7 @@ from ...common.files import MOST_RECORD_BYTES, read_json_mapping
 from ...common.schema import checked
 from ...plan.cluster import MOST_DEVICES
 from ...plan.model_spec import ModelSpec
-from .corrections import Corrections
+from .estimate_factors import Corrections
 from .hardware import Sharing
 
 

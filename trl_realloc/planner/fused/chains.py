@@ -18,7 +18,7 @@ from .pipelines import KINDS, MODELS, Array, FusedPipelines, FusedSchedule, Pipe
 
 BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
 STALE_BUILDS = 4  # builds in turn without a better makespan
-SAME = 1e-9  # relative
+SAME_TIME = 1e-9  # relative
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class FusedChains:
             times = -self.ends(built) if backward else built.starts
             built = self.build(times, memory, in_flight, patience, backward)
             builds += 1
-            stale = 0 if built.makespan < best.makespan * (1 - SAME) else stale + 1
+            stale = 0 if built.makespan < best.makespan * (1 - SAME_TIME) else stale + 1
             best = built if stale == 0 else best
         return best, builds
 

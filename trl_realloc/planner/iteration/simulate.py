@@ -45,7 +45,7 @@ STEADY = {Overlap.NONE: 1, Overlap.GENERATION: 3, Overlap.ALL: 4}
 
 
 @dataclass(frozen=True)
-class Task:
+class IterationTask:
     """A call, two that the plan fuses, or a reallocation: it occupies devices once in each iteration.
 
     Args:
@@ -102,7 +102,7 @@ class GraphTasks:
 
     def tasks(
         self, meshes: Sequence[DeviceMesh], seconds: Sequence[float], moves: Mapping[int, float], early: str | None
-    ) -> list[Task]:
+    ) -> list[IterationTask]:
         """The tasks of an iteration in their order; a reallocation that takes time stands before its call, because the
         executor moves parameters when it reaches the call, after the call's data have arrived.
 
@@ -119,7 +119,7 @@ class GraphTasks:
             for at in run:
                 places[at] = place
             place += 1
-        tasks: list[Task] = []
+        tasks: list[IterationTask] = []
         for run, name, lasting in zip(self.runs, self.run_names, seconds, strict=True):
             at = run[0]
             after = tuple(places[producer] for member in run for producer in self.data[member])
@@ -127,13 +127,13 @@ class GraphTasks:
             previous = None if home is None else places[home]
             if home is not None and moves.get(at, 0.0) > 0:
                 both, name_of_move = (meshes[home], meshes[at]), self._move_names[at]
-                tasks.append(Task(name_of_move, both, moves[at], after, previous, moves=True, early=is_early))
+                tasks.append(IterationTask(name_of_move, both, moves[at], after, previous, moves=True, early=is_early))
                 after = (*after, len(tasks) - 1)
-            tasks.append(Task(name, (meshes[at],), lasting, after, previous, early=is_early))
+            tasks.append(IterationTask(name, (meshes[at],), lasting, after, previous, early=is_early))
         return tasks
 
 
-def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float]) -> list[Task]:
+def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float]) -> list[IterationTask]:
     """The tasks of a plan.
 
     Args:
@@ -154,7 +154,7 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
 
 def plan_times(
     plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float], sharing: Sharing | None = None
-) -> tuple[float, list[tuple[Task, Times]]]:
+) -> tuple[float, list[tuple[IterationTask, Times]]]:
     """An iteration of a plan after the first ones: seconds since the end of the one before, and the times of every task
     relative to that.
 
@@ -171,7 +171,10 @@ def plan_times(
 
 
 def steady_times(
-    tasks: Sequence[Task], overlap: Overlap, sharing: Sharing | None = None, devices_per_node: int | None = None
+    tasks: Sequence[IterationTask],
+    overlap: Overlap,
+    sharing: Sharing | None = None,
+    devices_per_node: int | None = None,
 ) -> tuple[float, list[Times]]:
     """`plan_times` of tasks."""
     if sharing is None:
@@ -185,7 +188,7 @@ def steady_times(
 
 
 def simulated_iterations(
-    tasks: Sequence[Task],
+    tasks: Sequence[IterationTask],
     iterations: int,
     overlap: Overlap = Overlap.GENERATION,
     sharing: Sharing | None = None,
@@ -220,7 +223,7 @@ def simulated_iterations(
     return [[(work.start, work.end) for work in row] for row in rows]
 
 
-def undisturbed_iteration(tasks: Sequence[Task], overlap: Overlap = Overlap.NONE) -> tuple[float, list[Times]]:
+def undisturbed_iteration(tasks: Sequence[IterationTask], overlap: Overlap = Overlap.NONE) -> tuple[float, list[Times]]:
     """`steady_times` where nothing is shared, in closed form, because the search asks for it thousands of times: what a
     task waits for in the iteration before is known from a pass over the tasks."""
     shares = [
@@ -249,7 +252,7 @@ def undisturbed_iteration(tasks: Sequence[Task], overlap: Overlap = Overlap.NONE
     return seconds, list(zip(starts, ends, strict=True))
 
 
-def _gains(tasks: Sequence[Task], times: Sequence[Times]) -> bool:
+def _gains(tasks: Sequence[IterationTask], times: Sequence[Times]) -> bool:
     """True if the first early task has its devices and parameters before the end of the iteration."""
     first = next((task for task in tasks if task.early), None)
     if first is None:

@@ -16,7 +16,7 @@ from ...plan.timeline import Span
 from .activities import Activities, Event, devices_by_node
 from .device_queues import DeviceQueues, Work
 from .dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
-from .simulate import Overlap, Task, tasks_of
+from .simulate import IterationTask, Overlap, tasks_of
 from .stream_cost import StreamPrices
 from .stream_engine import EngineWork, SimulatedEngine
 
@@ -140,7 +140,7 @@ class _Simulation:
             needs = [*rest.values(), *self.works.latest([rank]), *([start] if rank in generating else [])]
             self.works.give(Work("", (), 0.0, needs=needs, begins=partial(self._join, rank)))
 
-    def _give(self, task: Task, seconds: float, needs: Iterable[Work], spans: list[Span]) -> Work:
+    def _give(self, task: IterationTask, seconds: float, needs: Iterable[Work], spans: list[Span]) -> Work:
         def end(work: Work) -> None:
             spans.extend(Span(task.name, device, work.start, work.end, 0) for device in task.devices)
 

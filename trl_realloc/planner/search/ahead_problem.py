@@ -17,7 +17,7 @@ from ...plan.cluster import Cluster, DeviceMesh
 from ...plan.dataflow import CallKind
 from ...plan.staleness import calls_ahead
 from ..cost.call_cost import CallCost
-from ..iteration.simulate import Task, undisturbed_iteration
+from ..iteration.simulate import IterationTask, undisturbed_iteration
 from .problem import Problem
 from .space import Candidate, Space, State
 
@@ -142,18 +142,18 @@ class AheadProblem(Problem):
 
     def _training(self, state: State, moves: Mapping[int, float], update: float) -> tuple[float, float]:
         """Seconds until the engines have their update, and until all calls that do not run ahead have ended."""
-        tasks: list[Task] = []
+        tasks: list[IterationTask] = []
         places: dict[int, int] = {}  # of the calls' tasks
         for at in self._later:
             mesh, home = state[at].assignment.mesh, self._home[at]
             if home is not None and (seconds := moves.get(at, 0.0)) > 0:
-                tasks.append(Task("", (state[home].assignment.mesh, mesh), seconds))
+                tasks.append(IterationTask("", (state[home].assignment.mesh, mesh), seconds))
             after = tuple(places[producer] for producer in self._data[at] if producer in places)
             places[at] = len(tasks)
-            tasks.append(Task("", (mesh,), state[at].seconds, after))
+            tasks.append(IterationTask("", (mesh,), state[at].seconds, after))
             if at == self._train:
                 updated = len(tasks)
-                tasks.append(Task("", (mesh,), update))
+                tasks.append(IterationTask("", (mesh,), update))
         ended, times = undisturbed_iteration(tasks)
         return times[updated][1], ended
 

@@ -1,7 +1,7 @@
 """Corrects the estimates of a plan by the updates of a run under it.
 
 The measured seconds of each call are divided by its estimate at the update's response lengths. A median over updates
-keeps an update that something else slowed down out. `corrections` holds the result. The seconds of a streamed
+keeps an update that something else slowed down out. `estimate_factors` holds the result. The seconds of a streamed
 call depend on when its samples arrive, so its spans on all devices together are compared with those of a simulation at
 the update's response lengths.
 """
@@ -17,7 +17,7 @@ from ...plan.algorithm_graphs import has_host_loop
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.model_spec import ModelSpec
 from ...plan.timeline import Span
-from ..cost.corrections import Corrections, bounded, of_batch
+from ..cost.estimate_factors import Corrections, bounded, of_batch
 from ..cost.pricing import Pricing
 from ..iteration.simulate import plan_times
 from ..iteration.stream import replicas_of

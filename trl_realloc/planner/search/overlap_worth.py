@@ -26,7 +26,7 @@ LOOKED_AT = 4  # updates: the least staleness up to which plans are shown, also 
 
 
 @dataclass(frozen=True)
-class Row:
+class OverlapRow:
     """A way of letting calls overlap.
 
     Args:
@@ -88,21 +88,21 @@ class OverlapWorth:
         return replace(found, plans={**found.plans, **(known.plans if known is not None else {})})
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[OverlapRow, ...]:
         """In the order in which the ways were tried; the first one is what the savings refer to."""
-        rows = [Row("one iteration after the other", self.apart, self._verdict(self.apart))]
+        rows = [OverlapRow("one iteration after the other", self.apart, self._verdict(self.apart))]
         if not self._in_turn:
-            rows.append(Row("the next generation begins early", self.whole, self._verdict(self.whole)))
+            rows.append(OverlapRow("the next generation begins early", self.whole, self._verdict(self.whole)))
         return (*rows, *(row for rung in self.ladder for row in self._rows_of(rung)))
 
-    def _rows_of(self, rung: Rung) -> Iterator[Row]:
+    def _rows_of(self, rung: Rung) -> Iterator[OverlapRow]:
         if not rung.plans:
-            yield Row(rung.way, None, rung.reason)
+            yield OverlapRow(rung.way, None, rung.reason)
         for name, plan in rung.plans.items():
             verdict = self._verdict(plan)
             if rung.refusal and plan.seconds < self.decision.best.seconds:
                 verdict += f"; {rung.refusal}"
-            yield Row(name, plan, f"by a lower bound {verdict}" if plan.is_bound else verdict)
+            yield OverlapRow(name, plan, f"by a lower bound {verdict}" if plan.is_bound else verdict)
 
     @property
     def _in_turn(self) -> bool:

@@ -16,7 +16,7 @@ from ...realloc.layout import layout_of
 from ...realloc.schedule import make_schedule, schedule_seconds
 from ..cost.pricing import Pricing
 from ..cost.reallocation_cost import move_seconds, quick_move_seconds
-from ..iteration.simulate import GraphTasks, Overlap, Task, steady_times
+from ..iteration.simulate import GraphTasks, IterationTask, Overlap, steady_times
 from .fused_cost import FusedCost, fused_prices
 from .plan_memory import PlanMemory
 from .priced_plan import Estimate, PricedPlan
@@ -133,7 +133,7 @@ class Problem:
             seconds += quick_move_seconds(spec, home.assignment, other.assignment, pricing)
         return seconds
 
-    def _tasks(self, state: State, moves: Mapping[int, float]) -> list[Task]:
+    def _tasks(self, state: State, moves: Mapping[int, float]) -> list[IterationTask]:
         early = early_call(self.space.graph, {n: c.assignment for n, c in zip(self.names, state, strict=True)})
         seconds = [
             state[run[0]].seconds if len(run) == 1 else self.fused_cost(state).cost.seconds

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from transformers.utils import logging
 
-from ...algorithms.base import Algorithm
+from ...algorithms.algorithm import Algorithm
 from ...algorithms.nonfinite import NonFiniteError, problem_of, with_text
 from ...algorithms.rollout import Rollouts
 from ...plan.dataflow import Call

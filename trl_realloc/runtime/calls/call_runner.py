@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...algorithms.base import Algorithm
+from ...algorithms.algorithm import Algorithm
 from ...algorithms.rollout import Rollouts
 from ...engines.base import EngineError
 from ...plan.dataflow import Call, CallKind

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ...algorithms.base import Algorithm, training_inputs
+from ...algorithms.algorithm import Algorithm, training_inputs
 from ...algorithms.nonfinite import NonFiniteError, with_text
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Rollouts

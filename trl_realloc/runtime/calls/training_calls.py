@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from transformers.utils import logging
 
-from ...algorithms.base import TokenLoss
+from ...algorithms.algorithm import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError, all_finite, check_rates, with_text
 from ...algorithms.rollout import Rollouts
 from ...engines.training.fused_training import FusedShare

@@ -35,7 +35,7 @@ from .stream_leader import StreamLink
 from .stream_messages import End, Failed, Finished, Forward, GoOn, Joined, Scored, Task, Withdrawn
 
 
-POLL_S = 0.01  # time between two looks for tasks while the engine generates
+TASKS_POLL_S = 0.01  # time between two looks for tasks while the engine generates
 WAIT_S = 1.0  # time between two looks for another rank's failure
 
 
@@ -203,7 +203,7 @@ class StreamWorker:
             self.alarm.at(f"{doing} of {self.step.name}")
             if self._unfinished and self._generation is not None:
                 with self._catching(self.generate.name):
-                    self._report_finished(self._generation.poll(POLL_S))
+                    self._report_finished(self._generation.poll(TASKS_POLL_S))
                 task = self.link.next_task(0.0)
             else:
                 task = self.link.next_task(WAIT_S)

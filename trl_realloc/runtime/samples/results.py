@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...algorithms.base import Algorithm
+from ...algorithms.algorithm import Algorithm
 from ...algorithms.rollout import Rollouts
 from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span

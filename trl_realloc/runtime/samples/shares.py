@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from ...algorithms.base import Algorithm
+from ...algorithms.algorithm import Algorithm
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import balance, work
 from ...plan.dataflow import Call, CallKind

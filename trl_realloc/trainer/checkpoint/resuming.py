@@ -2,7 +2,7 @@
 starts.
 
 If hosts have separate disks, a host receives the files that it needs and lacks (`host_files`). Loading the state is in
-`training_state`.
+`state_files`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .state_storage import Reader
 logger = logging.get_logger(__name__)
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
-SETTINGS = "scheduled_settings.pt"  # what the scheduler has written into the optimizer's parameter groups
+SAVED_SETTINGS = "scheduled_settings.pt"  # what the scheduler has written into the optimizer's parameter groups
 SAMPLES = "samples_under_way.pt"  # drawn for later updates, of a run with a staleness
 ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
 NEEDED = (STATE, SCHEDULER, METADATA)
@@ -261,7 +261,7 @@ def is_needed_by_all(name: str) -> bool:
     """True if every host needs a file to resume. Model files are not needed, because the training state has the float32
     weights. The files of the training state that a host needs are known when its engines have been started
     (`fetch`)."""
-    return name in (*NEEDED, SETTINGS, SAMPLES, ENTROPY_STATE) or name.startswith("rng_state")
+    return name in (*NEEDED, SAVED_SETTINGS, SAMPLES, ENTROPY_STATE) or name.startswith("rng_state")
 
 
 # --- contents, on rank 0 --------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
     # the state of a trainer of another algorithm lacks this one's counters
     read(STATE, lambda path: _read_state(path, () if other_algorithm else current_run.counters))
     read(SCHEDULER, lambda path: dict(torch.load(path, weights_only=True)))
-    read(SETTINGS, read_settings)
+    read(SAVED_SETTINGS, read_settings)
     for path in sorted(folder.glob("rng_state*.pth")):
         read(path.name, _read_rng)
     if other_algorithm:

@@ -2,7 +2,7 @@
 Older checkpoints are deleted after that.
 
 Hosts may have separate disks. Each disk then gets a folder with the files of its ranks and the manifest of all files.
-The contents of a checkpoint are written by `models` and `training_state`. A rank that dies meanwhile is found by the
+The contents of a checkpoint are written by `model_files` and `state_files`. A rank that dies meanwhile is found by the
 watchdogs (`runtime/failures`), and leaves a temporary folder.
 """
 

@@ -1,7 +1,7 @@
 """`WeightFiles`: writes the weights of a model to the safetensors files of `save_pretrained`, tensor by tensor.
 
 The headers are written first, from names, shapes and dtypes, so that every tensor can go to its place in its file when
-it arrives. `save_pretrained` itself would need the whole model in memory. Which models are saved is in `models`.
+it arrives. `save_pretrained` itself would need the whole model in memory. Which models are saved is in `model_files`.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ from ...runtime.process_groups import from_every_rank
 from ...runtime.samples.drawn_samples import DrawnSamples
 from ..checkpoint.identity import Identity, Shapes, trained_shapes
 from ..checkpoint.manifest import is_of_run
-from ..checkpoint.models import save_models
+from ..checkpoint.model_files import save_models
 from ..checkpoint.resuming import (
     SAMPLES,
+    SAVED_SETTINGS,
     SCHEDULER,
-    SETTINGS,
     STATE,
     Checkpoint,
     CurrentRun,
@@ -42,8 +42,8 @@ from ..checkpoint.resuming import (
     read_settings,
 )
 from ..checkpoint.saving import UnfinishedCheckpoint, check_writable, new_run
+from ..checkpoint.state_files import StateWrite, load_training_state
 from ..checkpoint.state_plans import ROLES
-from ..checkpoint.training_state import StateWrite, load_training_state
 from ..checkpoint.write_errors import WriteErrors
 from .placed_plan import PlacedPlan
 
@@ -172,8 +172,8 @@ class Checkpoints:
         if not args.save_only_model:
             with problems.writing(folder / SCHEDULER):
                 torch.save(self.trainer.lr_scheduler.state_dict(), folder / SCHEDULER)
-            with problems.writing(folder / SETTINGS):
-                torch.save(self.placed.setup.rates.changed(), folder / SETTINGS)
+            with problems.writing(folder / SAVED_SETTINGS):
+                torch.save(self.placed.setup.rates.changed(), folder / SAVED_SETTINGS)
         with problems.writing(folder / "plan.yaml"):
             self.placed.plan.save(folder / "plan.yaml")
         with problems.writing(folder / STATE):
@@ -273,7 +273,7 @@ class Checkpoints:
         self.placed.alarm.checkpoint(checkpoint.folder)
         self.load_models(checkpoint)
         self.trainer.lr_scheduler.load_state_dict(torch.load(checkpoint.folder / SCHEDULER, weights_only=True))
-        changed = read_settings(checkpoint.folder / SETTINGS)
+        changed = read_settings(checkpoint.folder / SAVED_SETTINGS)
         self.placed.setup.rates.restore(changed or [{RATE: rate} for rate in self.trainer.lr_scheduler.get_last_lr()])
         self.trainer._load_rng_state(str(checkpoint.folder))
         under_way, file = None, checkpoint.folder / SAMPLES

@@ -3,7 +3,7 @@
 A checkpoint of one plan loads under another, and on any number of processes. Its folder is in DCP's format. Which
 chunks a rank has and reads is planned in `state_plans`, which of them it writes in `chunk_division`, over the job's
 gloo group; the files are in `state_storage`.
-The models in the format of `from_pretrained` are in `models`.
+The models in the format of `from_pretrained` are in `model_files`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saves policy and critic in the format of `from_pretrained`, without a whole model on any rank.
 
 The first rank of a role receives the parameters bucket by bucket and writes them (`weight_files`). Of a model with
-adapters these alone are saved. The float32 weights and the optimizers' states are in `training_state`. How a folder
+adapters these alone are saved. The float32 weights and the optimizers' states are in `state_files`. How a folder
 becomes a checkpoint is in `saving`.
 """
 
