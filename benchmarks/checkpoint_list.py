@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from trl_realloc.engines.training_state import StateTensor, TensorSpec, flat_cells
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.trainer.checkpoint.chunk_division import Chunks, Division, without_collection
-from trl_realloc.trainer.checkpoint.state_plans import Saving
+from trl_realloc.trainer.checkpoint.chunk_plans import Saving
 from trl_realloc.trainer.checkpoint.state_storage import Reader, Writer, file_of
 
 

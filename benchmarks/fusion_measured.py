@@ -218,7 +218,7 @@ class Rank:
                 calls.forward(executor.placement, executor.settings, call, samples, calls.Step(0))
 
     def _figures(self, iteration: Any, wall: float, *, trains: bool) -> dict[str, Any]:
-        from trl_realloc.planner.iteration.dispatcher import Continue, Score
+        from trl_realloc.planner.iteration.stream_dispatcher import Continue, Score
 
         spans = [span for span in iteration.spans if trains or span.call in STAGE]
         first = min(span.start for span in spans)

@@ -36,7 +36,7 @@ from trl_realloc.planner.cost.hardware import parse_cluster
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.workload import Workload
 from trl_realloc.planner.iteration import stream_simulation
-from trl_realloc.planner.iteration.dispatcher import Dispatcher, Score
+from trl_realloc.planner.iteration.stream_dispatcher import Dispatcher, Score
 from trl_realloc.planner.search.choose import choose
 from trl_realloc.planner.search.ladder import STREAMING, Ways
 from trl_realloc.planner.search.priced_plan import PricedPlan

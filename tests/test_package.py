@@ -145,7 +145,7 @@ def test_the_installed_command_works_without_torch(
     assert printed in ended.stdout
 
 
-def test_without_torch_the_package_is_the_wheels_and_a_library_is_missed_by_name(
+def test_without_torch_the_package_is_the_wheels_and_misses_a_library_by_name(
     environment: Path, tmp_path: Path
 ) -> None:
     code = "import trl_realloc; print(trl_realloc.__file__); trl_realloc.ExecutionPlan; trl_realloc.PPOTrainer"

@@ -32,7 +32,7 @@ from trl_realloc.algorithms.prompt_batches import PromptBatch  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
 from trl_realloc.engines.base import Completion  # noqa: E402
 from trl_realloc.plan.dataflow import Role  # noqa: E402
-from trl_realloc.planner.iteration.dispatcher import Continue, Score  # noqa: E402
+from trl_realloc.planner.iteration.stream_dispatcher import Continue, Score  # noqa: E402
 from trl_realloc.runtime.calls.generate_and_score import sample_seed  # noqa: E402
 
 

@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.streams import Streams
-from trl_realloc.planner.iteration.dispatcher import Continue, Score
+from trl_realloc.planner.iteration.stream_dispatcher import Continue, Score
 from trl_realloc.runtime.overlap.stream_messages import GoOn
 from trl_realloc.runtime.overlap.stream_worker import StreamWorker
 

@@ -14,8 +14,8 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import flatten, interleave, separate
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner.iteration.dispatcher import Continue, Dispatcher, Release, Score, Withdraw
 from trl_realloc.planner.iteration.stream import Stream, stream_of
+from trl_realloc.planner.iteration.stream_dispatcher import Continue, Dispatcher, Release, Score, Withdraw
 
 
 LIMIT = 40

@@ -38,7 +38,9 @@ def unmeasured(hardware: str, **changes: object) -> Profile:
         ("NVIDIA H100 80GB HBM3", True, DEVICES["h100"]),
         ("NVIDIA A100-SXM4-80GB", True, DEVICES["a100"]),
         ("NVIDIA H200", True, DEVICES["h200"]),
-        ("NVIDIA L40S", True, GPU),
+        ("NVIDIA L40S", True, DEVICES["l40s"]),
+        ("NVIDIA GeForce RTX 4090", True, DEVICES["rtx4090"]),
+        ("NVIDIA L4", True, GPU),
         ("AMD EPYC 9V74 h100, 2 cores, 1 thread a device", False, CPU),
     ],
 )

@@ -26,9 +26,9 @@ from trl_realloc.planner.cost.hardware import DEVICES
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.workload import Workload
 from trl_realloc.planner.iteration import stream_simulation
-from trl_realloc.planner.iteration.dispatcher import Score
 from trl_realloc.planner.iteration.stream import Stream, stream_of
 from trl_realloc.planner.iteration.stream_cost import StreamPrices
+from trl_realloc.planner.iteration.stream_dispatcher import Score
 from trl_realloc.runtime.overlap import stream_worker
 
 

@@ -27,8 +27,8 @@ from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import flatten, interleave, separate
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner.iteration.dispatcher import Score, Withdraw
 from trl_realloc.planner.iteration.stream import stream_of
+from trl_realloc.planner.iteration.stream_dispatcher import Score, Withdraw
 from trl_realloc.runtime.calls.call_runner import CallRunner
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.executor import Executor

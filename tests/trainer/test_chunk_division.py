@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from trl_realloc.engines.training_state import StateTensor, TensorSpec
 from trl_realloc.trainer.checkpoint.chunk_division import Chunks, Division
-from trl_realloc.trainer.checkpoint.state_plans import Entries, Saving
+from trl_realloc.trainer.checkpoint.chunk_plans import Entries, Saving
 from trl_realloc.trainer.checkpoint.state_storage import file_of
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl_realloc.algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.trainer.policy.loss import Leaves, Rows, Window
+from trl_realloc.trainer.policy.loss_and_logprobs import Leaves, Rows, Window
 
 
 CPU = torch.device("cpu")

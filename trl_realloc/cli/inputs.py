@@ -25,8 +25,11 @@ TRAINS_BY_ACCELERATE = ("fsdp", "load_in_4bit", "load_in_8bit")
 
 
 def plan_file(path: str) -> ExecutionPlan:
-    """The plan in a file, of PPO, or of GRPO and RLOO where it has no other calls than theirs. Raises `PlanError` if it is
-    a recipe, or no plan."""
+    """The plan in a file, of GRPO and RLOO where it has no other calls than theirs, else of PPO.
+
+    Raises:
+        PlanError: it is a recipe, or no plan.
+    """
     if not exists(path):
         return load_plan(path)
     contents = read_yaml_mapping(Path(path), "the plan", "calls: {...}")

@@ -1,7 +1,7 @@
 """`Streams`: how samples travel between the calls of an iteration before all of them have been generated.
 
 These are a plan's fields and the rules for which calls can take part. Which sample is scored where is decided during
-the iteration, by `planner.iteration.dispatcher`.
+the iteration, by `planner.iteration.stream_dispatcher`.
 """
 
 from __future__ import annotations

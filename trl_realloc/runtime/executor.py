@@ -22,7 +22,7 @@ from ..plan.dataflow import Call, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.streams import early_call
 from ..plan.timeline import Span
-from ..planner.iteration.dispatcher import Dispatcher, Order
+from ..planner.iteration.stream_dispatcher import Dispatcher, Order
 from .calls.call_runner import CallRunner
 from .calls.early_generation import EarlyGeneration
 from .calls.generate_and_score import CallSettings, Step

@@ -41,7 +41,7 @@ from .policy.accelerate_fallback import (
     config_or_model,
     plan_generation,
 )
-from .policy.loss import ModelInEngine
+from .policy.loss_and_logprobs import ModelInEngine
 from .policy.planned_generation import PlannedGeneration
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_host import PolicyHost

@@ -1,4 +1,4 @@
-"""The state by which `dispatcher` decides: `FreeTeams`, the teams of ranks that could run a forward now, and
+"""The state by which `stream_dispatcher` decides: `FreeTeams`, the teams of ranks that could run a forward now, and
 `ReadySamples`, the samples that a scoring call could score now.
 
 A team runs a forward together (`stream.StreamedScoring`). Each change of a rank takes time proportional to the teams

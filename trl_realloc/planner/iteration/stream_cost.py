@@ -15,8 +15,8 @@ from ...plan.execution_plan import ExecutionPlan
 from ...plan.model_spec import ModelSpec
 from ..cost.call_cost import CallCost
 from ..cost.pricing import ALLOCATE, SLEEP, Pricing
-from .dispatcher import SHARES
 from .stream import Stream, engine_samples, replicas_of, stream_of
+from .stream_dispatcher import SHARES
 
 
 MOST_SAMPLES_OF_BATCH = 8192  # of a batch that are simulated one by one; a second for each simulation

@@ -15,9 +15,9 @@ from ...plan.generation_spans import GenerationSpans
 from ...plan.timeline import Span
 from .activities import Activities, Event, devices_by_node
 from .device_queues import DeviceQueues, Work
-from .dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from .simulate import IterationTask, Overlap, tasks_of
 from .stream_cost import StreamPrices
+from .stream_dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from .stream_engine import EngineWork, SimulatedEngine
 
 

@@ -1,6 +1,6 @@
 """`Alarm`: tells all ranks of an exception on one rank, so that every rank ends with the reason.
 
-Losses of a process that raise no exception (killed, stopped, unreachable) are found by `watchdog`.
+Losses of a process that raise no exception (killed, stopped, unreachable) are found by `rank_watchdog`.
 """
 
 from __future__ import annotations

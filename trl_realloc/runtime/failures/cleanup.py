@@ -1,7 +1,7 @@
 """Removal of a rank's temporary folders by its watchdog after the rank has ended, and of the launcher's log folder if
 it is empty.
 
-When a watchdog does this is in `watchdog`.
+When a watchdog does this is in `rank_watchdog`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 from .liveness import Liveness
 from .message_socket import JsonMessage, MessageSocket
-from .watchdog import KILL_S, LAST_WORDS_S, Watchdog
+from .rank_watchdog import KILL_S, LAST_WORDS_S, Watchdog
 
 
 ALL_GENERATIONS = 1 << 30  # the generation of a fatal failure, which ends every runtime

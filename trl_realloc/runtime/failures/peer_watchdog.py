@@ -10,7 +10,7 @@ import time
 from .liveness import Verdict
 from .message_socket import JsonMessage, MessageSocket
 from .process_state import has_ended
-from .watchdog import LAST_WORDS_S, Watchdog
+from .rank_watchdog import LAST_WORDS_S, Watchdog
 
 
 class PeerWatchdog(Watchdog):

@@ -10,7 +10,7 @@ Messages between the rank and its watchdog, JSON objects with one key each:
 | `acknowledged` (the rank handles a failure by an exception), `leaving`, `exiting` (normal shutdown has begun) | |
 | `remove`, `keep` (a temporary folder) | |
 
-What a watchdog does is in `watchdog`, `coordinator_watchdog` and `peer_watchdog`.
+What a watchdog does is in `rank_watchdog`, `coordinator_watchdog` and `peer_watchdog`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 from .coordinator_watchdog import CoordinatorWatchdog
 from .message_socket import JsonMessage, MessageSocket
 from .peer_watchdog import PeerWatchdog
-from .watchdog import Watchdog
+from .rank_watchdog import Watchdog
 
 
 def main() -> None:

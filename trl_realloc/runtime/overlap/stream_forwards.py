@@ -1,7 +1,7 @@
 """Forwards of scoring calls on a few samples of a batch: `ForwardRunner` runs them on a rank, `ForwardSamples` has what
 they read on rank 0.
 
-Which samples are scored where and when is decided by `planner.iteration.dispatcher`; who asks it is in `stream_leader`.
+Which samples are scored where and when is decided by `planner.iteration.stream_dispatcher`, which `stream_leader` asks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...algorithms.rollout import Rollouts
 from ...plan.dataflow import CallKind, Role
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.timeline import Span
-from ...planner.iteration.dispatcher import Score
 from ...planner.iteration.stream import Stream, stream_of
+from ...planner.iteration.stream_dispatcher import Score
 from ..calls import generate_and_score as calls
 from ..calls.generate_and_score import CallSettings, Step
 from ..failures.alarm import Alarm

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from transformers.utils import logging
 
 from ...engines.base import Unfinished
-from ...planner.iteration.dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from ...planner.iteration.stream import Stream
+from ...planner.iteration.stream_dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from ..messages import Messages
 from ..samples.exchange import CallFailure, Failures
 from ..samples.routes import RESULTS

@@ -1,6 +1,6 @@
 """The messages of a streamed phase: what ranks report to rank 0 (`Event`), and what it orders them to do (`Task`).
 
-They are the events and orders of `planner.iteration.dispatcher` with the samples that belong to them. A sample's
+They are the events and orders of `planner.iteration.stream_dispatcher` with the samples that belong to them. A sample's
 columns from one call are bytes (`Rollouts.to_bytes` of one row), which only the ranks that read them decode.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...engines.base import Unfinished
-from ...planner.iteration.dispatcher import Release, Withdraw
+from ...planner.iteration.stream_dispatcher import Release, Withdraw
 from ..samples.exchange import Failures
 from .leader_link import Left
 

@@ -1,7 +1,7 @@
 """`StreamWorker`: a rank's part of a streamed phase. It starts its generation engine, updates the parameters of its
 scoring calls, and then does what rank 0 orders, while its engine generates.
 
-Which samples are scored where is decided by `planner.iteration.dispatcher` on rank 0 (`stream_leader`).
+Which samples are scored where is decided by `planner.iteration.stream_dispatcher` on rank 0 (`stream_leader`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...engines.base import BackgroundEngine, Completion, EngineError, Generatio
 from ...plan.assignment import sleeps
 from ...plan.generation_spans import GenerationSpans
 from ...plan.timeline import Span
-from ...planner.iteration.dispatcher import Release, Withdraw
 from ...planner.iteration.stream import Stream
+from ...planner.iteration.stream_dispatcher import Release, Withdraw
 from ..calls import generate_and_score as calls
 from ..calls.early_generation import EarlyGeneration
 from ..calls.generate_and_score import CallSettings, Step

@@ -1,4 +1,4 @@
-"""Checkpoints: their contents (`model_files`, `state_files`), their list of files (`manifest`), and how they are written
+"""Checkpoints: contents (`model_files`, `state_files`), the list of files (`manifest`), and how they are written
 (`saving`), and found and checked (`resuming`). A run has them as `checkpoints.Checkpoints`."""
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ checkpoint of torch.distributed.checkpoint (DCP) has.
 
 A state of 70 billion parameters on 88 ranks has 800,000 chunks. DCP's own planner sends an object for each between the
 ranks, three times, which takes minutes; here the chunks of a rank are one array. The chunks of one rank are planned in
-`state_plans`, the files are in `state_storage`.
+`chunk_plans`, the files are in `state_storage`.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from ...runtime.process_groups import from_every_rank
 from . import METADATA, CheckpointError
+from .chunk_plans import saved_roles, saved_shapes
 from .host_files import HostFiles, by_host, copy_files, place_of, read_files
 from .identity import Identity, Shapes, algorithm_difference, data_differences, model_difference, optimizer_differences
 from .manifest import MANIFEST, Manifest, checkpoints_in, damage, read_manifest
-from .state_plans import saved_roles, saved_shapes
 from .state_storage import Reader
 
 
@@ -44,7 +44,7 @@ class CurrentRun:
 
     Args:
         identity: data, batch size and optimizer.
-        roles: names of the trained roles (`state_plans.ROLES`).
+        roles: names of the trained roles (`chunk_plans.ROLES`).
         shapes: shapes of each role's trained parameters, on the ranks that have the role's model.
         ignores_data: `ignore_data_skip`. The data start from the beginning, so they may differ.
         counters: names of the integers that `trainer_state.json` must have.

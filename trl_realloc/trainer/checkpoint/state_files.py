@@ -1,7 +1,7 @@
 """Saves and loads the training state of policy and critic by torch.distributed.checkpoint (DCP), each rank its part.
 
 A checkpoint of one plan loads under another, and on any number of processes. Its folder is in DCP's format. Which
-chunks a rank has and reads is planned in `state_plans`, which of them it writes in `chunk_division`, over the job's
+chunks a rank has and reads is planned in `chunk_plans`, which of them it writes in `chunk_division`, over the job's
 gloo group; the files are in `state_storage`.
 The models in the format of `from_pretrained` are in `model_files`.
 """
@@ -22,7 +22,7 @@ from ...runtime.placement.placement import Placement
 from ...runtime.process_groups import at_first_rank, to_each_rank
 from . import METADATA, STATE_FOLDER, CheckpointError
 from .chunk_division import Chunks, Division, without_collection
-from .state_plans import ROLES, Entries, Loading, Saving, entries_of, planned_bytes, specs_of
+from .chunk_plans import ROLES, Entries, Loading, Saving, entries_of, planned_bytes, specs_of
 from .state_storage import Reader, Writer, file_of
 from .write_errors import WriteErrors, need_room
 

@@ -1,7 +1,7 @@
 """Writes and reads the files of a training state: torch.distributed.checkpoint's (DCP's) storage in a folder, with less
 memory while it writes, and without running code of the files that it reads.
 
-Which rank writes and reads which chunk is planned in `state_plans` and `chunk_division`.
+Which rank writes and reads which chunk is planned in `chunk_plans` and `chunk_division`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class Then(Enum):
-    """What is done about a setting that has another value than its default."""
+    """Consequence of a setting that has another value than its default."""
 
     REFUSE = "the configuration is refused"
     ACCELERATE = "Accelerate trains, as in TRL"

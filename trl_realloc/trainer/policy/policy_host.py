@@ -1,6 +1,6 @@
 """`PolicyHost`: a trainer of one policy, such as GRPO's, whose loop is TRL's, as the host of its run.
 
-It is composed of the calls that the loop asks for (`runtime.host_calls`), the loss (`loss`), the rewards (`scoring`)
+It is composed of the calls that the loop asks for (`runtime.host_calls`), the loss (`loss_and_logprobs`), the rewards (`reward_scoring`)
 and the prompts of later generations (`ahead`). Which of TRL's methods use it is in `grpo_trainer`.
 """
 
@@ -26,10 +26,10 @@ from ..checks.data_checks import check_rows
 from ..checks.fixed_settings import fixed_attributes, refuse_changed
 from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
-from .loss import EngineLoss, ModelInEngine, ReferenceInEngine
+from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
 from .planned_generation import HostGeneration
 from .plug import finish_turns, takes_turns
-from .scoring import Scoring
+from .reward_scoring import Scoring
 
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from ...plan.dataflow import Role
 from ...runtime.failures.alarm import JobFailed, is_known_everywhere
 from ...runtime.process_groups import from_every_rank
 from ...runtime.samples.drawn_samples import DrawnSamples
+from ..checkpoint.chunk_plans import ROLES
 from ..checkpoint.identity import Identity, Shapes, trained_shapes
 from ..checkpoint.manifest import is_of_run
 from ..checkpoint.model_files import save_models
@@ -43,7 +44,6 @@ from ..checkpoint.resuming import (
 )
 from ..checkpoint.saving import UnfinishedCheckpoint, check_writable, new_run
 from ..checkpoint.state_files import StateWrite, load_training_state
-from ..checkpoint.state_plans import ROLES
 from ..checkpoint.write_errors import WriteErrors
 from .placed_plan import PlacedPlan
 

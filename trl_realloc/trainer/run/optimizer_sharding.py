@@ -1,4 +1,4 @@
-"""How the optimizer of a run may be sharded: known of the optimizers of torch and Transformers, tested for others.
+"""Sharding that the optimizer of a run allows: known of the optimizers of torch and Transformers, tested for others.
 
 The test is in `optimizer_probe`. Plans that an optimizer does not allow are refused in `checks.plan_checks`.
 Optimizers are made in `optimizers`.
