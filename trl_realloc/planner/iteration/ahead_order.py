@@ -1,8 +1,8 @@
 """`AheadOrder`: the order of the calls on the devices that run ahead of the training (`plan.staleness`).
 
-A state machine without clock and communication, like `stream_dispatcher`: rank 0 tells it what ranks report, the simulation
-what it expects. Every rank runs its orders in the order in which they were given, so that calls with collectives, and
-updates of parameters, never wait for each other.
+A state machine without clock and communication, like `stream_dispatcher`: rank 0 tells it what ranks report, the
+simulation what it expects. Every rank runs its orders in the order in which they were given, so that calls with
+collectives, and updates of parameters, never wait for each other.
 """
 
 from __future__ import annotations

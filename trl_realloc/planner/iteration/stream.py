@@ -1,4 +1,4 @@
-"""`Stream`: the streamed calls of one iteration as `stream_dispatcher` needs them: engines, teams, samples and token budgets.
+"""`Stream`: the streamed calls of one iteration for `stream_dispatcher`: engines, teams, samples and token budgets.
 
 Pure: derived from a plan and the lengths of the prompts. The runtime and the simulation make the same one.
 """

@@ -2,8 +2,7 @@
 done about it.
 
 The command line reads the rows too, without torch. Ranges of settings, and settings that exclude each other, are in
-`config_checks`. Models and adapters that the engines
-do not train are in `trainable`.
+`config_checks`. Models and adapters that the engines do not train are in `trainable`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`PolicyHost`: a trainer of one policy, such as GRPO's, whose loop is TRL's, as the host of its run.
 
-It is composed of the calls that the loop asks for (`runtime.host_calls`), the loss (`loss_and_logprobs`), the rewards (`reward_scoring`)
-and the prompts of later generations (`ahead`). Which of TRL's methods use it is in `grpo_trainer`.
+It is composed of the calls that the loop asks for (`runtime.host_calls`), the loss (`loss_and_logprobs`), the rewards
+(`reward_scoring`) and the prompts of later generations (`ahead`). Which of TRL's methods use it is in `grpo_trainer`.
 """
 
 from __future__ import annotations
