@@ -49,6 +49,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The sdist, and the wheel that is built from it. Without isolation, so nothing is downloaded."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "source", ignore=UNTRACKED)
+    (folder / "source" / "recipes" / "demo" / "policy" / "model.safetensors").write_bytes(b"weights of a run")
     ended = run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist"], folder / "source")
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
@@ -85,10 +86,11 @@ def distributions(names: Sequence[str]) -> list[importlib.metadata.Distribution]
     return list(found.values())
 
 
-def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+def test_the_wheel_has_every_file_of_the_package_and_every_recipe_and_nothing_else(built: tuple[Path, Path]) -> None:
     names = {name for name in zipfile.ZipFile(built[1]).namelist() if ".dist-info/" not in name}
-    package = [path for path in (ROOT / "trl_realloc").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert names == {path.relative_to(ROOT).as_posix() for path in package}
+    package = {path.relative_to(ROOT).as_posix() for path in files_below(ROOT / "trl_realloc")}
+    recipes = {f"trl_realloc/{path.relative_to(ROOT).as_posix()}" for path in files_below(ROOT / "recipes")}
+    assert names == package | recipes, "of a run, recipes/demo/policy has weights, and they stay out"
     assert {"trl_realloc/py.typed", "trl_realloc/planner/recipe/settings.txt"} <= names
 
 
@@ -97,7 +99,9 @@ def test_the_sdist_has_what_its_readme_names_and_no_tests_or_benchmarks(built: t
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "docs/index.md", "docs/planner.png"} <= names
     assert {"recipes/demo/ppo.yaml", "recipes/plans/flatten-2.yaml", "examples/ppo.py"} <= names
-    assert not {name for name in names if name.startswith(("tests", "benchmarks", "build", "."))}
+    assert not {
+        name for name in names if name.startswith(("tests", "benchmarks", "build", ".")) or "safetensors" in name
+    }
 
 
 def test_the_metadata_has_the_version_the_license_and_the_requirements(built: tuple[Path, Path]) -> None:
@@ -124,6 +128,10 @@ def test_the_package_requires_every_library_that_it_imports() -> None:
     assert imported - sys.stdlib_module_names - required == {"wandb"}  # a user's who sets report_to
 
 
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+
+
 def changelog() -> str:
     return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
@@ -135,6 +143,8 @@ def changelog() -> str:
         (["show", ROOT / "recipes" / "plans" / "tensor-pipeline-4.yaml"], "actor.train"),
         (["plan", "interleave", "--devices", "8"], "cluster:"),
         (["plan", ROOT / "recipes" / "demo" / "ppo.yaml", "--cluster", "h100:1x2"], "actor.generate"),
+        (["plan", "recipes/llama-8b/grpo.yaml", "--cluster", "h100:1x8"], "actor.generate"),  # in no checkout
+        (["show", "llama-8b/plan.yaml"], "critic.train"),
     ],
 )
 def test_the_installed_command_works_without_torch(

@@ -86,6 +86,8 @@ def test_a_written_plan_is_checked_against_the_size_of_a_job(
     [
         ("show flaten --devices 2", "did you mean 'flatten'?"),
         ("show nope.yaml", "there is no plan file 'nope.yaml'"),
+        ("plan lama-8b/ppo.yaml", "there is no recipe 'lama-8b/ppo.yaml'; did you mean 'llama-8b/ppo.yaml'?"),
+        ("plan xxxxxxxx.yml", "those of the package are demo/grpo.yaml, demo/ppo.yaml, demo/rloo.yaml, grpo/"),
         ("show flatten", "say --devices N, for instance flatten --devices 8"),
         ("plan flaten --devices 2", "'flaten' is neither a recipe nor a preset; did you mean 'flatten'?"),
         ("plan flatten", "say --devices N"),

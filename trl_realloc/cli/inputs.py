@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..common.errors import PlanError, Problems, nearest, shown, suggest
-from ..common.files import exists, read_yaml_mapping, shortened
+from ..common.files import exists, or_packaged, packaged_recipes, read_yaml_mapping, shortened
 from ..common.settings import SETTINGS
 from ..plan.algorithm_graphs import grpo_graph
 from ..plan.dataflow import Role
@@ -30,9 +30,10 @@ def plan_file(path: str) -> ExecutionPlan:
     Raises:
         PlanError: it is a recipe, or no plan.
     """
-    if not exists(path):
+    file = or_packaged(path)
+    if not exists(file):
         return load_plan(path)
-    contents = read_yaml_mapping(Path(path), "the plan", "calls: {...}")
+    contents = read_yaml_mapping(file, "the plan", "calls: {...}")
     calls = contents.get("calls")
     if "calls" not in contents and {*SETTINGS, *POLICY}.intersection(contents):
         raise PlanError(f"{path} is a recipe, and not a plan; trl-realloc plan {path} chooses a plan for it.")
@@ -47,8 +48,10 @@ def no_such_input(what: str) -> str:
     path = Path(what)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         beside = [str(each) for each in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
-        near = nearest(what, beside)
-        return f"there is no recipe {shown(what)}{f'; did you mean {near!r}?' if near else '.'}"
+        packaged = [name for name, file in packaged_recipes().items() if "\noutput_dir:" in file.read_text("utf-8")]
+        near = nearest(what, [*beside, *packaged])
+        hint = f"did you mean {near!r}?" if near else f"those of the package are {', '.join(packaged)}."
+        return f"there is no recipe {shown(what)}; {hint}"
     return f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}"
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..common.errors import PlanError, in_file, shown
-from ..common.files import exists, shortened
+from ..common.files import exists, or_packaged, shortened
 from ..plan.assignment import between_uses
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS
@@ -198,6 +198,8 @@ def plan(
 ) -> None:
     """Choose the plan for a RECIPE and print the alternatives, or write the plan of a PRESET.
 
+    RECIPE is a YAML file, or one that comes with the package, by its name: llama-8b/ppo.yaml.
+
     A recipe is planned for --cluster, for the machine of --profile, or for this one, which is measured the first time.
     The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json. Without
     -o nothing is overwritten: where there is a plan.yaml, it is plan-2.yaml, and so on.
@@ -205,16 +207,17 @@ def plan(
     With --clusters no plan is written: a table compares the clusters, and clusters.png (or -o) shows it.
     """
     if what not in PRESETS:
-        if not exists(what):
+        file = or_packaged(what)
+        if not exists(file):
             raise PlanError(no_such_input(what))
-        if is_plan(Path(what)):
+        if is_plan(file):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
         _refuse_given(OF_PRESETS, f"a preset, and {what} is a recipe: the planner chooses the layouts")
         work = Work.parse(episodes, response_tokens)
         if clusters is not None:
             _refuse_given(OF_ONE, "one cluster, and --clusters names those to compare")
             check_request(None, None, None, None, time_limit, ())
-            recipe = read_recipe(what, prompt_tokens)
+            recipe = read_recipe(file, prompt_tokens)
             _say_who_trains(recipe)
             compare_clusters(recipe, clusters, work, prices, own, output or Path("clusters.png"), time_limit, as_json)
             return
@@ -223,7 +226,7 @@ def plan(
         check_output(output, "the plan")
         named = [call for call in calls if call != OVERLAPS]
         check_request(cluster, measured, devices, nodes, time_limit, named)
-        recipe = read_recipe(what, prompt_tokens)
+        recipe = read_recipe(file, prompt_tokens)
         _say_who_trains(recipe)
         for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
@@ -336,7 +339,7 @@ def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tok
     check_processes(devices)
     check_output(output, "the profile")
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
-        path = Path(what[0])
+        path = or_packaged(what[0])
         if not path.is_file():
             if absent := [shown(name) for name in what if not exists(Path(name) / "config.json")]:
                 raise PlanError(f"{' and '.join(absent)}: neither a recipe nor a folder with a model's config.json.")

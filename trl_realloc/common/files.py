@@ -34,6 +34,19 @@ def exists(path: str | Path) -> bool:
     return True
 
 
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes and plans that come with the package, by their names, like `llama-8b/ppo.yaml`."""
+    package = Path(__file__).parent.parent
+    folder = next((each for each in (package / "recipes", package.parent / "recipes") if each.is_dir()), package)
+    return {str(path.relative_to(folder)): path for path in sorted(folder.glob("*/*.yaml"))}
+
+
+def or_packaged(path: str | Path) -> Path:
+    """The path itself. Where nothing is there, the packaged recipe or plan of that name, with or without `recipes/`
+    before it."""
+    return Path(path) if exists(path) else packaged_recipes().get(str(path).removeprefix("recipes/"), Path(path))
+
+
 def cache_folder() -> Path:
     """The folder of what later runs of the same user can use again: `$TRL_REALLOC_CACHE`, or `~/.cache/trl_realloc`."""
     return Path(os.environ.get("TRL_REALLOC_CACHE", Path.home() / ".cache" / "trl_realloc"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..common.errors import PlanError, Problems, nearest, shown
-from ..common.files import exists, parse_yaml, read_text
+from ..common.files import exists, or_packaged, parse_yaml, read_text
 from .algorithm_graphs import PROXIMAL_CALL, ppo_graph
 from .cluster import Cluster, DeviceMesh, halves
 from .dataflow import CallKind, DataflowGraph, Role
@@ -139,9 +139,10 @@ def load_plan(path: str | Path, graph: DataflowGraph | None = None) -> Execution
     """The plan in a YAML file. Raises `PlanError`, which suggests a preset if there is no such file.
 
     Args:
+        path: of the file, or the name of a packaged plan.
         graph: the run's calls, for a file without a graph; by default PPO's.
     """
-    file = Path(path)
+    file = or_packaged(path)
     if exists(file):
         text, problems = read_text(file, "the plan"), Problems()
         with problems.of(str(file)):
