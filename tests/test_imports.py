@@ -50,6 +50,7 @@ def test_plans_are_made_and_shown_in_a_process_without_torch() -> None:
         "assert main(['plan', 'interleave', '--devices', '4096', '--nodes', '512']) == 0\n"
         "heavy = {'torch', 'transformers', 'trl', 'accelerate', 'datasets', 'deepspeed', 'vllm'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+        "assert 'scipy' not in sys.modules, 'it takes half of the time of --help, and show needs none of it'\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from ...common.errors import PlanError
 from ...plan.model_spec import ModelSpec
@@ -352,5 +351,7 @@ def fit_unit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) 
     relative = np.asarray(counts, float) / np.asarray(seconds, float)[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0  # what was never counted costs nothing
+    from scipy.optimize import nnls  # imported here: it takes half of the time of `trl-realloc --help`
+
     costs, _ = nnls(relative / scale, np.ones(len(seconds)))
     return tuple(float(cost) for cost in costs / scale)
