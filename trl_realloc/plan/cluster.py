@@ -49,7 +49,7 @@ class DeviceMesh:
         return self.first + self.size - 1
 
     def __contains__(self, device: object) -> bool:
-        return device in self.devices
+        return isinstance(device, int) and self.first <= device <= self.last
 
     def index(self, device: int) -> int:
         """The position of `device` in the mesh, 0 for the first. Raises `PlanError` if it is not in the mesh."""

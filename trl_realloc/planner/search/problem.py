@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...plan.algorithm_graphs import has_host_loop
@@ -53,6 +53,7 @@ class Problem:
         self._graph_tasks = GraphTasks(self.space.graph, self.fused)
         self.names = self._graph_tasks.names
         self._fused = tuple(map(self.names.index, self.fused))
+        self._sent_specs: dict[tuple[int, int], Sequence[ModelSpec]] = {}  # kept: a spec adds up its sizes once
         self._fused_costs: dict[tuple[int, ...], tuple[tuple[Candidate, ...], FusedCost]] = {}
         self._data, self._home = self._graph_tasks.data, self._graph_tasks.home
         depth: list[int] = []  # the longest chain of calls that each call waits for
@@ -66,13 +67,18 @@ class Problem:
 
     def estimate(self, state: State, *, exact_moves: bool = False) -> Estimate:
         self.evaluations += 1
-        found = {target: self._move(state, source, target, exact_moves) for source, target in self._edges}
-        stays = {target for target, seconds in found.items() if seconds is None}
-        moves = {target: seconds for target, seconds in found.items() if seconds is not None}
+        moves, stays = self._moves_and_stays(state, exact=exact_moves)
         seconds = self._seconds(state, moves)
         memory, fullest = self.memory(state, stays)
         named = {self.names[target]: float(seconds) for target, seconds in moves.items() if seconds > 0}
         return Estimate(float(seconds), named, memory, fullest)
+
+    def _moves_and_stays(self, state: State, *, exact: bool = False) -> tuple[dict[int, float], set[int]]:
+        """Seconds of each reallocation by the place of the call that receives the parameters, and the places of the
+        calls that receive none because they run in the layout of their role's training."""
+        found = {target: self._move(state, source, target, exact) for source, target in self._edges}
+        stays = {target for target, seconds in found.items() if seconds is None}
+        return {target: seconds for target, seconds in found.items() if seconds is not None}, stays
 
     def _seconds(self, state: State, moves: Mapping[int, float]) -> float:
         """Seconds of an iteration, from those of each reallocation by the place of the call that receives the
@@ -83,11 +89,12 @@ class Problem:
     def weight(self, state: State) -> float:
         """Quantity that the search minimises: the seconds of an iteration; of a state that does not fit in memory, of
         however much that is, more than of any that fits; infinite of one that is not allowed."""
-        estimate = self.estimate(state)
+        self.evaluations += 1
+        moves, stays = self._moves_and_stays(state)
         memory = self.space.pricing.memory
-        if memory is not None and estimate.memory > memory.usable:
-            return TOO_LARGE * estimate.memory / memory.usable
-        return estimate.seconds if self.allows(state) else math.inf
+        if memory is not None and (size := self.memory(state, stays)[0]) > memory.usable:
+            return TOO_LARGE * size / memory.usable  # the seconds do not matter
+        return float(self._seconds(state, moves)) if self.allows(state) else math.inf
 
     def fits(self, state: State) -> bool:
         """True if a state fits in memory, or if the memory of the devices is unknown."""
@@ -110,12 +117,16 @@ class Problem:
             self._moves[key] = home, other, seconds
         return self._moves[key][2]
 
-    def _sent(self, source: int, target: int) -> Iterator[ModelSpec]:
+    def _sent(self, source: int, target: int) -> Sequence[ModelSpec]:
         """The parameters that a reallocation sends: the source's, in the target's dtype if that is narrower."""
-        specs = self.space.specs
-        for sent, taken in zip(specs.get(self.names[source], ()), specs.get(self.names[target], ()), strict=False):
-            narrower = min(sent.bytes_per_element, taken.bytes_per_element)
-            yield sent if narrower == sent.bytes_per_element else replace(sent, bytes_per_element=narrower)
+        if (source, target) not in self._sent_specs:
+            specs = self.space.specs
+            pairs = zip(specs.get(self.names[source], ()), specs.get(self.names[target], ()), strict=False)
+            self._sent_specs[source, target] = [
+                replace(sent, bytes_per_element=min(sent.bytes_per_element, taken.bytes_per_element))
+                for sent, taken in pairs
+            ]
+        return self._sent_specs[source, target]
 
     def _priced_move(
         self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool, is_reversed: bool
