@@ -27,6 +27,7 @@ from ..plan.presets import PRESETS
 from ..plan.timeline import Timeline
 from ..planner.fused.lists import example
 from ..planner.recipe.recipe import Recipe, is_plan, read_recipe
+from ..planner.search.clusters import with_colocated
 from ..planner.search.decision import Decision
 from ..planner.search.overlap_worth import OverlapWorth
 from ..planner.search.show import (
@@ -230,7 +231,7 @@ def plan(
         _say_who_trains(recipe)
         for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
-        chosen = choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit, work)
+        chosen = with_colocated(choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit, work))
         if corrected := chosen.best.space.pricing.corrections.described():
             click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
         worth = overlap_worth(recipe, chosen, time_limit) if len(named) < len(calls) else None

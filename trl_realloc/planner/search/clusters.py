@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...common.errors import PlanError
 from ..iteration.simulate import Overlap
+from .decision import Alternative, Decision, why_not
 from .fastest import search
 from .priced_plan import PricedPlan
 from .problem import Problem
@@ -33,6 +34,21 @@ def colocated(space: Space) -> PricedPlan | None:
             state = search(problem, time_limit_s=COLOCATED_S, keep=1).states[0]
             plans.append(problem.priced_plan(state, COLOCATED, exact=space.is_small))
     return min(plans, key=lambda plan: plan.seconds, default=None)
+
+
+def with_colocated(decision: Decision) -> Decision:
+    """The decision with `colocated` as its first alternative, unless it is the choice."""
+    best = decision.best
+    plan = colocated(best.space)
+    if plan is None:
+        row = Alternative(
+            COLOCATED, None, "does not fit, whatever the ZeRO stage, and the engines' tp, share and sleep"
+        )
+    elif all(plan.calls[name].assignment == best.calls[name].assignment for name in plan.calls):
+        return decision
+    else:
+        row = Alternative(COLOCATED, plan, why_not(plan, best))
+    return replace(decision, alternatives=(row, *decision.alternatives))
 
 
 @dataclass(frozen=True)

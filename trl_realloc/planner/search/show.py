@@ -167,12 +167,13 @@ def explained(plan: PricedPlan, call: str) -> str:
 def draw_estimate(plan: PricedPlan, stem: str | Path) -> list[Path]:
     """Writes the expected iterations as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`), and
     where it is known the memory of the fullest device (`stem.memory.png`); of a plan that fuses two calls also one
-    mini-batch of theirs, stage by stage (`stem.schedule.png`). Two iterations are drawn where the second begins before
-    the first ends."""
+    mini-batch of theirs, stage by stage (`stem.schedule.png`). Where an iteration begins before the one before has
+    ended, the picture has the time of two, with what devices then still do of the one before."""
     picture, trace = Path(f"{stem}.png"), Path(f"{stem}.trace.json")
     timeline, cluster = plan.timeline, f"{plan.space.pricing.rates.name}, {plan.space.cluster}"
     if not plan.staleness.versions and timeline.seconds_per_step > 1.01 * plan.seconds:
-        timeline = timeline.repeated(plan.seconds, 2)
+        start = min(span.start for span in timeline.spans) + plan.seconds
+        timeline = timeline.repeated(plan.seconds, 3).between(start, start + 2 * plan.seconds)
     title = f"{plan.name} on {cluster}: {plan.seconds:.3g} s an iteration, devices wait {plan.idle:.0%} of it"
     draw_timeline(timeline, picture, title=title)
     trace.write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
