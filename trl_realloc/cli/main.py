@@ -27,7 +27,7 @@ from ..plan.presets import PRESETS
 from ..plan.timeline import Timeline
 from ..planner.fused.lists import example
 from ..planner.recipe.recipe import Recipe, is_plan, read_recipe
-from ..planner.search.clusters import with_colocated
+from ..planner.search.clusters import COLOCATED, with_colocated
 from ..planner.search.decision import Decision
 from ..planner.search.overlap_worth import OverlapWorth
 from ..planner.search.show import (
@@ -293,6 +293,8 @@ def _show_choice(
         console.print(waits_table(chosen.best.waits))
     if chosen.alternatives:
         console.print(alternatives_table(chosen))
+    if chosen.best.space.cluster.size > 1 and COLOCATED not in {each.name for each in chosen.alternatives}:
+        console.print("The choice is the best colocated plan: every call on all devices, one after the other.")
     others = [each.plan for each in chosen.alternatives if each.plan is not None]
     for sentence in longest_wait(chosen.best, others):
         console.print(sentence)

@@ -41,9 +41,8 @@ def with_colocated(decision: Decision) -> Decision:
     best = decision.best
     plan = colocated(best.space)
     if plan is None:
-        row = Alternative(
-            COLOCATED, None, "does not fit, whatever the ZeRO stage, and the engines' tp, share and sleep"
-        )
+        reason = "it does not fit, whatever the ZeRO stage, and the tp, share and sleep of the engines"
+        row = Alternative(COLOCATED, None, reason)
     elif all(plan.calls[name].assignment == best.calls[name].assignment for name in plan.calls):
         return decision
     else:
