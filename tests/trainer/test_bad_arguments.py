@@ -277,6 +277,26 @@ GIVEN: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda at: {"reward_model": tiny.classifier(vocab_size=50)},
         "or its own tokenizer in reward_processing_classes",
     ),
+    "a critic without the ids that the policy has beyond the tokenizer": (
+        lambda at: {"model": tiny.policy(vocab_size=120)},
+        r"value_model has a vocabulary of 100, .* there are 120; .*value_model\.resize_token_embeddings\(120\)",
+    ),
+    "a reference without them": (
+        lambda at: {
+            "model": tiny.policy(vocab_size=120),
+            "ref_model": tiny.policy(),
+            "value_model": tiny.classifier(vocab_size=120),
+        },
+        "ref_model has a vocabulary of 100",
+    ),
+    "a reward model without them": (
+        lambda at: {
+            "model": tiny.policy(vocab_size=120),
+            "reward_model": tiny.classifier(),
+            "value_model": tiny.classifier(vocab_size=120),
+        },
+        "reward_model has a vocabulary of 100, .* or its own tokenizer in reward_processing_classes",
+    ),
     "a dict as a reward": (lambda at: {"reward_model": {"a": 1}}, "a reward is a model, a name or path, or a function"),
     "a function by position": (lambda at: {"reward_model": _positional}, "'_positional' takes prompts, completions by"),
     "a built-in function": (lambda at: {"reward_model": max}, "'max' does not say its parameters"),

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from ...algorithms.rewards import Rewards
@@ -329,7 +329,6 @@ def check_roles(
     value_model: object,
     reward_models: Sequence[object],
     rewards: Rewards,
-    processing_class: PreTrainedTokenizerBase,
     stop_token_id: int | None,
 ) -> None:
     """Check every model's config against its role and the policy's vocabulary, and the stop token against the
@@ -354,7 +353,7 @@ def check_roles(
         check_config_of(config, reward_model, "reward_model")
         if source.processing_class is None:
             readers.append(("reward_model", config))
-    check_vocabularies(vocabulary, [(what, _vocabulary(config)) for what, config in readers], processing_class)
+    check_vocabularies(vocabulary, [(what, _vocabulary(config)) for what, config in readers])
     check_stop_token(stop_token_id, vocabulary)
 
 
@@ -362,10 +361,9 @@ def _vocabulary(config: PretrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def check_vocabularies(
-    policy: int, others: Sequence[tuple[str, int]], processing_class: PreTrainedTokenizerBase
-) -> None:
-    """Refuse models that read the policy's token ids and have a smaller vocabulary.
+def check_vocabularies(policy: int, others: Sequence[tuple[str, int]]) -> None:
+    """Refuse models that read the policy's token ids and have a smaller vocabulary. The policy can draw every id of its
+    own, also those for which the tokenizer has no token.
 
     Args:
         policy: size of the policy's vocabulary.
@@ -375,15 +373,12 @@ def check_vocabularies(
     Raises:
         ModelError: a vocabulary is too small.
     """
-    try:
-        needed = min(policy, len(processing_class))
-    except TypeError:  # a processor without a length
-        needed = policy
     for argument, size in others:
-        if size < needed:
+        if size < policy:
             raise ModelError(
-                f"{argument} has a vocabulary of {size}, but reads the policy's tokens, of which there are {needed}; "
-                f"give one with the policy's vocabulary"
+                f"{argument} has a vocabulary of {size}, but reads the policy's tokens, of which there are {policy}; "
+                f"load it and call {argument}.resize_token_embeddings({policy}), or give one with the policy's "
+                f"vocabulary"
                 f"{', or its own tokenizer in reward_processing_classes' if argument == 'reward_model' else ''}."
             )
 

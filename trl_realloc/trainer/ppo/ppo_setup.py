@@ -93,10 +93,7 @@ def _check_inputs(
     rewards = reward_sources(given, args.seed, args.reward_weights)
     graph = args.ppo_settings().graph
     configs = role_configs(given, graph, config)
-    tokenizer = given.processing_class
-    model_checks.check_roles(
-        configs, model, ref_model, value_model, given.reward_models, rewards, tokenizer, tokens.stop
-    )
+    model_checks.check_roles(configs, model, ref_model, value_model, given.reward_models, rewards, tokens.stop)
     if isinstance(model, nn.Module) and given.peft_config is None:
         check_trains(model, "model")
     if isinstance(value_model, nn.Module):
