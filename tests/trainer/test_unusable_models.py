@@ -74,7 +74,14 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "MXFP4 by path": (lambda at: quantized_path(at, {"quant_method": "mxfp4"}), "model is quantized"),
     "GGUF": (lambda at: {"model": "llama.gguf"}, r"has packed weights \(GGUF\); give the original"),
     "an adapter's path": (lambda at: adapter_path(at, "model"), r"PeftModel.from_pretrained\(base, .*is_trainable"),
-    "a reference adapter's path": (lambda at: adapter_path(at, "ref_model"), "ref_model: .* has an adapter"),
+    "a reference adapter's path": (
+        lambda at: adapter_path(at, "ref_model"),
+        r"ref_model: .* has an adapter .*PeftModel.from_pretrained\(base, '[^']*'\)\.merge_and_unload\(\)\.$",
+    ),
+    "a reward adapter's path": (
+        lambda at: adapter_path(at, "reward_model"),
+        r"reward_model: .* has an adapter .*PeftModel.from_pretrained\(base, '[^']*'\)\.merge_and_unload\(\)\.$",
+    ),
     "a device map": (lambda at: spread(), "model is spread over 0, 1, cpu .* load it without device_map"),
     "a tp_plan": (lambda at: split(), "model is split already .* the execution plan splits it"),
     "torch.compile": (lambda at: {"model": torch.compile(tiny.policy())}, r"model is compiled \(torch.compile\)"),

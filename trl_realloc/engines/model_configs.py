@@ -58,11 +58,17 @@ def _check_form(model: str, argument: str) -> None:
     of a role that is trained, beside it."""
     if model.endswith(".gguf"):
         raise ModelError(f"{argument}: {model!r} has packed weights (GGUF); give the original model.")
-    is_whole = os.path.isfile(os.path.join(model, "config.json")) and argument not in ("model", "value_model")
+    trains = argument in ("model", "value_model")
+    is_whole = os.path.isfile(os.path.join(model, "config.json")) and not trains
     if os.path.isfile(os.path.join(model, "adapter_config.json")) and not is_whole:
+        remedy = (
+            f"PeftModel.from_pretrained(base, {model!r}, is_trainable=True) or the merged model"
+            if trains
+            else f"PeftModel.from_pretrained(base, {model!r}).merge_and_unload()"
+        )
         raise ModelError(
             f"{argument}: {model!r} has an adapter (adapter_config.json), not a whole model; load its base model, and "
-            f"pass PeftModel.from_pretrained(base, {model!r}, is_trainable=True) or the merged model."
+            f"pass {remedy}."
         )
 
 
