@@ -272,6 +272,29 @@ def test_a_data_set_without_prompts_is_refused_before_a_model_is_read(tmp_path: 
         GRPOTrainer("./no/such/model", distinct, settings(tmp_path), **given, processing_class=tiny.tokenizer())
 
 
+@pytest.mark.parametrize("column", ["question", "prompt"])
+def test_a_transform_may_make_the_prompts_from_other_columns(tmp_path: Path, column: str) -> None:
+    def ask(rows: dict[str, list[str]]) -> dict[str, list[str]]:
+        return {"prompt": [f"w9 {text} {more}" for text, more in zip(rows[column], rows["more"], strict=True)]}
+
+    def judged(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        assert all(prompt.startswith("w9 ") and prompt.endswith(" w3") for prompt in prompts)
+        return distinct(completions)
+
+    data = Dataset.from_dict({column: PROMPTS["prompt"], "more": ["w3"] * len(PROMPTS)}).with_transform(ask)
+    args = settings(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    made = GRPOTrainer(policy(), judged, args, data, processing_class=tiny.tokenizer())
+    made.train()
+    made.close()
+    assert made.state.global_step == 1
+
+
+def test_a_transform_that_makes_no_prompts_is_refused_before_a_model_is_read(tmp_path: Path) -> None:
+    data = PROMPTS.with_transform(lambda rows: {"text": rows["prompt"]})
+    with pytest.raises(DataError, match=r"^train_dataset has no `prompt` column .* 'text'. Let its transform return"):
+        GRPOTrainer("./no/such/model", distinct, settings(tmp_path), data, processing_class=tiny.tokenizer())
+
+
 @pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
 def test_too_few_prompts_for_a_generation_are_refused_before_engines_start(
     tmp_path: Path, kind: type, made_by: type

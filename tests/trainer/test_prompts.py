@@ -42,6 +42,27 @@ def test_prompts_are_read_once_and_no_other_column_with_them() -> None:
     assert len(seen) == 2500 and all(set(row) == {"input_ids"} for row in seen)
 
 
+def test_a_transform_may_make_the_prompts_from_other_columns(tmp_path: Path) -> None:
+    made_of: list[str] = []
+
+    def ask(rows: dict[str, list[str]]) -> dict[str, list[str]]:
+        made_of.extend(rows["question"])
+        return {"prompt": [f"w9 {text}" for text in rows["question"]], "solution": rows["answer"]}
+
+    def judged(prompts: list[str], completions: list[str], solution: list[str], **_: Any) -> list[float]:
+        assert all(prompt == f"w9 w2 {answer}" for prompt, answer in zip(prompts, solution, strict=True))
+        return [float(len(text)) for text in completions]
+
+    answers = [f"w{at}" for at in range(3, 19)]
+    data = Dataset.from_dict({"question": [f"w2 {answer}" for answer in answers], "answer": answers})
+    given = {"train_dataset": data.with_transform(ask), "reward_model": judged}
+    made = tiny.trainer(tmp_path, given=given, max_steps=1)
+    made_of.clear()
+    made.train()
+    assert tiny.updates(made)
+    assert not made_of  # every row was made once, before the training
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_pad_token_outside_the_models_vocabulary_never_reaches_it(tmp_path: Path, padded: bool) -> None:
     """As where a script adds one to a tokenizer that has a token for each row of the embeddings."""

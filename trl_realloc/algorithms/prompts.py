@@ -76,7 +76,8 @@ def as_dataset(dataset: Dataset, what: str) -> Dataset:
     """A dataset of prompts as a `Dataset`.
 
     Args:
-        dataset: a `Dataset`, which is returned unchanged, or any sequence of rows.
+        dataset: a `Dataset`, which is returned unchanged unless it has a transform, or any sequence of rows. A
+            transform (`set_transform`, `with_transform`) makes each row once.
 
     Raises:
         DataError: a stream, a dataset with several splits, or an object without rows.
@@ -85,10 +86,27 @@ def as_dataset(dataset: Dataset, what: str) -> Dataset:
         dataset = _converted(dataset, what)
     if len(dataset) == 0:
         raise DataError(f"{what} is empty; PPO needs prompts to respond to.")
+    if is_made_when_read(dataset):
+        dataset = dataset.map(dict, batched=True, remove_columns=dataset.column_names).with_format(None)
     for column in ("input_ids",) if "input_ids" in dataset.column_names else ("prompt",):
         if column in dataset.column_names:
             _check_column(dataset, column, what)
     return dataset
+
+
+def is_made_when_read(dataset: Any) -> bool:
+    """True for a data set with a transform (`set_transform`, `with_transform`), by which its rows differ from its
+    columns."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+
+
+def columns_of(dataset: Any) -> list[str]:
+    """The columns of the rows of a data set; empty where they are not known before the rows are read, as of some
+    streams."""
+    if is_made_when_read(dataset):
+        return list(dataset[0]) if len(dataset) else []
+    columns = getattr(dataset, "column_names", None)
+    return columns if isinstance(columns, list) else []
 
 
 def _converted(dataset: Dataset, what: str) -> Dataset:

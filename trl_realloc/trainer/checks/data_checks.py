@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.utils import is_peft_available
 
-from ...algorithms.prompts import DataError
+from ...algorithms.prompts import DataError, columns_of, is_made_when_read
 
 
 if TYPE_CHECKING:
@@ -55,11 +55,16 @@ def check_columns(inputs: Mapping[str, object]) -> None:
     if inputs.get("environment_factory"):
         return  # an environment may make the prompts
     for what, dataset in _datasets(inputs):
-        columns = getattr(dataset, "column_names", None)  # a stream may have none
-        if isinstance(columns, list) and columns and "prompt" not in columns:
+        columns = columns_of(dataset)
+        if columns and "prompt" not in columns:
+            remedy = (
+                "Let its transform return one."
+                if is_made_when_read(dataset)
+                else f"Rename one, e.g. dataset.rename_column({columns[0]!r}, 'prompt')."
+            )
             raise DataError(
                 f"{what} has no `prompt` column (text or a conversation); it has {', '.join(map(repr, columns))}. "
-                f"Rename one, e.g. dataset.rename_column({columns[0]!r}, 'prompt')."
+                f"{remedy}"
             )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...algorithms.prompts import columns_of, is_made_when_read
 from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import check_first_weights
@@ -246,7 +247,7 @@ class PolicyHost:
 
     def identity(self, optimizer: str) -> Identity:
         args, data = self.trainer.args, self.trainer.setup.train_dataset
-        readable = hasattr(data, "__len__") and "prompt" in (data.column_names or ())
+        readable = hasattr(data, "__len__") and not is_made_when_read(data) and "prompt" in columns_of(data)
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         # of TRL's RepeatSampler
         names = ("seed", "num_generations", "generation_batch_size", "num_iterations", "shuffle_dataset")

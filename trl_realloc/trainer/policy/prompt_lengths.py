@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...algorithms.prompts import DataError
+from ...algorithms.prompts import DataError, columns_of, is_made_when_read
 from ...runtime.samples.context_limit import ContextLimit
 
 
@@ -74,11 +74,12 @@ def measure_lengths(
     are tokenized, until no other can have more tokens than the longest of them.
 
     Args:
-        dataset: with a column `prompt` of text or conversations; otherwise, and if it has no length, nothing is known.
+        dataset: with a column `prompt` of text or conversations; otherwise, and if it has no length or makes its rows
+            when they are read, nothing is known.
         template: further arguments of the chat template.
     """
-    columns = getattr(dataset, "column_names", None) or ()  # a list of rows, which TRL evaluates on, has none
-    if not hasattr(dataset, "__len__") or "prompt" not in columns:
+    # a list of rows, which TRL evaluates on, has no columns
+    if not hasattr(dataset, "__len__") or is_made_when_read(dataset) or "prompt" not in columns_of(dataset):
         return Lengths(ASSUMED, None)
     prompts = _Prompts(dataset["prompt"], processing_class, template)
     bounds = prompts.bounds()
