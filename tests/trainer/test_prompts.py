@@ -10,7 +10,7 @@ import tiny
 from datasets import Dataset
 
 from trl_realloc.algorithms.prompt_batches import collate_prompts
-from trl_realloc.algorithms.prompts import check_prompts
+from trl_realloc.algorithms.prompts import DataError, as_dataset, check_prompts
 
 
 def test_a_collator_changes_the_context_length_only_by_what_it_makes_of_the_prompts(tmp_path: Path) -> None:
@@ -61,6 +61,42 @@ def test_a_transform_may_make_the_prompts_from_other_columns(tmp_path: Path) -> 
     made.train()
     assert tiny.updates(made)
     assert not made_of  # every row was made once, before the training
+
+
+def _with_tool_call(argument: object) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": argument}}}
+    messages = [{"role": "user", "content": "w2 w3"}, {"role": "assistant", "content": "w4", "tool_calls": [call]}]
+    return [*messages, {"role": "tool", "name": "f", "content": "w5"}]
+
+
+def test_conversations_with_tool_calls_of_mixed_types_are_trained_on(tmp_path: Path) -> None:
+    rows = [{"prompt": _with_tool_call(argument)} for argument in [1, "w2", None, [2]] * 4]
+    seen: list[Any] = []
+
+    def judged(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(prompts)
+        return [float(len(message["content"])) for (message,) in completions]
+
+    given = {"train_dataset": Dataset.from_list(rows, on_mixed_types="use_json"), "reward_model": judged}
+    made = tiny.trainer(tmp_path, given=given, max_steps=1)
+    made.train()
+    assert made.prompts.longest == 4
+    assert seen and all(prompt in [row["prompt"] for row in rows] for prompt in seen)
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ("w2 w3", "row 2 has a 'prompt' that is no conversation; .* Filter it out"),
+        ([], "row 2 has a 'prompt' that is no conversation"),
+        ([{"content": "w2"}], "row 2 has a 'prompt' that is no conversation"),
+    ],
+)
+def test_prompts_in_json_are_checked_row_by_row(odd: object, told: str) -> None:
+    prompts = [_with_tool_call(1), _with_tool_call("w2"), odd]
+    data = Dataset.from_list([{"prompt": prompt} for prompt in prompts], on_mixed_types="use_json")
+    with pytest.raises(DataError, match=told):
+        as_dataset(data, "train_dataset")
 
 
 @pytest.mark.parametrize("padded", [False, True])

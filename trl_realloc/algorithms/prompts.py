@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 import torch
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, Json
 
 from ..common.errors import shown
 from .prompt_batches import PromptBatch
@@ -142,6 +142,9 @@ def _check_column(dataset: Dataset, column: str, what: str) -> None:
     """Raises `DataError` if prompts are neither text nor conversations, or `input_ids` are not token ids."""
     kind = dataset.features[column]
     item = getattr(kind, "feature", kind[0] if isinstance(kind, list) and kind else None)
+    if column == "prompt" and isinstance(kind if item is None else item, Json):
+        _check_json(dataset, column, what)
+        return
     if column == "input_ids":
         valid, expected = _is_value(item, "int"), "lists of token ids"
     else:
@@ -160,6 +163,26 @@ def _check_column(dataset: Dataset, column: str, what: str) -> None:
             raise DataError(
                 f"{what}: {_rows(rows)} no {column!r}, an empty one, or one with None in it; filter {_them(rows)} out."
             )
+
+
+def _check_json(dataset: Dataset, column: str, what: str) -> None:
+    """Raises `DataError` if prompts in JSON, whose type does not say what they are, are not all text or not all
+    conversations."""
+    cells = dataset.with_format(None)[column]
+    is_text = isinstance(cells[0], str)
+    wrong = [
+        row for row, cell in enumerate(cells) if not (isinstance(cell, str) if is_text else _is_conversation(cell))
+    ]
+    if wrong:
+        raise DataError(
+            f"{what}: {_rows(wrong)} a {column!r} that is no {'text' if is_text else 'conversation'}; all must be "
+            f"text, or all conversations (lists of messages, each with a role). Filter {_them(wrong)} out or rewrite "
+            f"{_them(wrong)}."
+        )
+
+
+def _is_conversation(cell: object) -> bool:
+    return isinstance(cell, list) and bool(cell) and all(isinstance(part, Mapping) and "role" in part for part in cell)
 
 
 def _is_empty(cell: Any) -> bool:
