@@ -277,7 +277,17 @@ def groups_of(count: int, size: int, first: int) -> list[PromptGroup]:
 
 def _called(function: RewardFunction, batch: Batch, group: PromptGroup) -> Answer:
     logged: list[Any] = []
-    return _checked(function, function(**batch.arguments_of(group, logged)), group, logged)
+    try:
+        returned = function(**batch.arguments_of(group, logged))
+    except (RuntimeError, ValueError) as error:
+        if "thread" not in str(error):
+            raise
+        raise RuntimeError(  # such as signal.alarm's, or that there is no event loop
+            f"the reward function {_name(function)!r} was called in a thread (score_groups_early) and raised "
+            f"{type(error).__name__}: {error}. If it must run in the main thread, set its attribute "
+            f"{READS_WHOLE_BATCH} = True: it is then called there, on the whole batch."
+        ) from error
+    return _checked(function, returned, group, logged)
 
 
 async def _awaited(function: RewardFunction, batch: Batch, group: PromptGroup) -> Answer:
@@ -288,12 +298,16 @@ async def _awaited(function: RewardFunction, batch: Batch, group: PromptGroup) -
 def _checked(function: RewardFunction, returned: Any, group: PromptGroup, logged: list[Any]) -> Answer:
     scores, expected = list(returned), group.stop - group.start
     if len(scores) != expected:
-        name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
-            f"the reward function {name!r} returned {len(scores)} rewards for a group of {expected} completions; it "
-            f"must return one for each, or have the attribute {READS_WHOLE_BATCH} = True if it is for whole batches."
+            f"the reward function {_name(function)!r} returned {len(scores)} rewards for a group of {expected} "
+            f"completions; it must return one for each, or have the attribute {READS_WHOLE_BATCH} = True if it is for "
+            f"whole batches."
         )
     return Answer(scores, logged)
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _joined(answers: Sequence[Answer], given: Mapping[str, Any]) -> list[Any]:
