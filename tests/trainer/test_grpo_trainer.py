@@ -17,6 +17,7 @@ from trl import TrlParser
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.algorithms.prompts import DataError
+from trl_realloc.algorithms.rewards import RewardError
 from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.generation.sampling_checks import argument_names, why_not_moved
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
@@ -270,6 +271,18 @@ def test_a_data_set_without_prompts_is_refused_before_a_model_is_read(tmp_path: 
     given = {"train_dataset": PROMPTS, argument: PROMPTS.rename_column("prompt", "text")}
     with pytest.raises(DataError, match=f"^{argument} has no `prompt` column .* it has 'text'"):
         GRPOTrainer("./no/such/model", distinct, settings(tmp_path), **given, processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
+@pytest.mark.parametrize("column", ["prompts", "completions"])
+def test_a_column_by_the_name_of_an_argument_of_reward_functions_is_refused_before_a_model_is_read(
+    tmp_path: Path, column: str, kind: type, made_by: type
+) -> None:
+    data = PROMPTS.add_column(column, PROMPTS["prompt"])
+    for given in ({"train_dataset": data}, {"train_dataset": PROMPTS, "eval_dataset": {"own": data}}):
+        with pytest.raises(RewardError, match=f"dataset.* has the column '{column}', .*rename_column"):
+            made_by("./no/such/model", distinct, settings(tmp_path, kind), **given, processing_class=tiny.tokenizer())
+    check_columns({"train_dataset": data, "reward_funcs": "a/model"})
 
 
 @pytest.mark.parametrize("column", ["question", "prompt"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from recorded_rollouts import check_equal, make, result, unequal
 from test_policy_scoring import conversations
 
@@ -141,6 +144,42 @@ def test_a_group_without_a_reward_for_each_completion_is_refused(tmp_path: Path)
     made = trainer(tmp_path, lambda completions, **_: [0.0] * 3, score_groups_early=True)
     with pytest.raises(ValueError, match=r"returned 3 rewards for a group of 4 completions.*reads_whole_batch"):
         made.train()
+
+
+@pytest.mark.parametrize(
+    ("needs_main_thread", "told"),
+    [
+        (lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL), "ValueError: signal only works in main thread"),
+        (asyncio.get_event_loop, "RuntimeError: There is no current event loop in thread"),
+    ],
+    ids=["signal", "event loop"],
+)
+def test_a_function_that_must_run_in_the_main_thread_is_told_how_it_can(
+    tmp_path: Path, needs_main_thread: Callable[[], object], told: str
+) -> None:
+    def limited(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        needs_main_thread()
+        return unequal(prompts, completions)
+
+    made = trainer(tmp_path, limited, score_groups_early=True)
+    with pytest.raises(RuntimeError, match=f"'limited' was called in a thread .*{told}.* reads_whole_batch = True"):
+        made.train()
+
+
+@pytest.mark.parametrize("column", ["trainer_state", "log_extra", "log_metric"])
+def test_a_column_that_trl_hides_behind_an_argument_is_hidden(tmp_path: Path, column: str) -> None:
+    given: list[Any] = []
+
+    def rewards(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        given.append(columns[column])
+        return unequal(prompts, completions)
+
+    data = tiny.prompts(32, **{column: ["w2"] * 32})
+    made = trainer(tmp_path, rewards, score_groups_early=True, max_steps=1, given={"train_dataset": data})
+    made.train()
+    made.close()
+    assert len(given) == 2  # one call for each group
+    assert not any(isinstance(of_group, list) for of_group in given)
 
 
 def test_completions_that_a_subclass_changes_are_scored_as_they_are_then(tmp_path: Path) -> None:

@@ -135,6 +135,14 @@ def test_a_reward_that_cannot_be_trained_on_is_named_and_nothing_is_trained(
     assert all(torch.equal(tensor, made.policy_model.get_parameter(name)) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
+def test_a_column_by_the_name_of_another_argument_is_refused(tmp_path: Path, column: str) -> None:
+    data = tiny.prompts(**{column: ["w2"] * 64})
+    with pytest.raises(RewardError, match=f"train_dataset has the column '{column}', .*rename_column"):
+        tiny.trainer(tmp_path, given={"train_dataset": data})
+    tiny.trainer(tmp_path, given={"train_dataset": data, "reward_model": tiny.classifier(2)})
+
+
 def test_a_function_that_asks_for_a_column_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     def reward(completions: list[str], answers: list[int]) -> list[float]:
         return [0.0]

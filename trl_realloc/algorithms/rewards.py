@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 RewardFunction = Callable[..., Any]
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a reward function, beside the columns of the dataset
 
 
 class RewardError(ValueError):
@@ -63,6 +64,19 @@ class RewardModelSource:
     name: str
     load: Callable[[], PreTrainedModel]
     processing_class: PreTrainedTokenizerBase = None
+
+
+def check_columns_free(columns: Sequence[str], dataset: str, reserved: Sequence[str] = ARGUMENTS) -> None:
+    """Raises `RewardError` if a column that reward functions get has the name of another argument of theirs.
+
+    Args:
+        dataset: whose columns they are, for the message.
+    """
+    if taken := [name for name in reserved if name in columns]:
+        raise RewardError(
+            f"{dataset} has the column {taken[0]!r}, but reward functions get the {taken[0]} of the run by this name; "
+            f"rename it, e.g. dataset.rename_column({taken[0]!r}, 'given_{taken[0]}'), or remove it."
+        )
 
 
 def decode(samples: Rollouts, rows: Sequence[Mapping[str, object]], processing_class: PreTrainedTokenizerBase) -> Texts:
@@ -101,7 +115,7 @@ class FunctionReward:
         Args:
             dataset: whose columns they are, for the message.
         """
-        available = ["prompts", "completions", "completion_ids", *columns]
+        available = [*ARGUMENTS, *columns]
         try:
             parameters = inspect.signature(self.function).parameters.values()
         except (TypeError, ValueError):  # a built-in function

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArgume
 from transformers.utils import is_peft_available
 
 from ...algorithms.prompts import DataError, columns_of, is_made_when_read
+from ...algorithms.rewards import check_columns_free
 
 
 if TYPE_CHECKING:
@@ -44,19 +45,25 @@ def check_types(inputs: Mapping[str, object]) -> None:
 
 
 def check_columns(inputs: Mapping[str, object]) -> None:
-    """Refuse data sets without prompts, unless environments are given.
+    """Refuse data sets without prompts, unless environments are given, and those with columns that TRL cannot pass to
+    reward functions beside its own arguments.
 
     Args:
         inputs: the arguments of the trainer's constructor, by name.
 
     Raises:
         DataError: names the data set and its columns.
+        RewardError: names the data set and the column.
     """
-    if inputs.get("environment_factory"):
-        return  # an environment may make the prompts
+    makes_prompts = bool(inputs.get("environment_factory"))
+    rewards = inputs.get("reward_funcs")
+    rewards = rewards if isinstance(rewards, list) else [rewards]
+    has_functions = any(callable(reward) and not isinstance(reward, nn.Module) for reward in rewards)
     for what, dataset in _datasets(inputs):
         columns = columns_of(dataset)
-        if columns and "prompt" not in columns:
+        if has_functions:
+            check_columns_free(columns, what, ("prompts", "completions"))  # TRL drops `completion_ids`
+        if columns and "prompt" not in columns and not makes_prompts:
             remedy = (
                 "Let its transform return one."
                 if is_made_when_read(dataset)

@@ -148,7 +148,9 @@ class Scoring:
         if not len(prompts) == len(rows) == len(self._prompts):
             return lambda at, sample: None
         size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")] if rows else []
+        # columns of these names TRL drops, or hides behind arguments of its own
+        dropped = {"prompt", "completion", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+        keys = [key for key in rows[0] if key not in dropped] if rows else []
         batch = Batch(
             groupable(trainer.reward_funcs, awaits=loop is not None),
             rows,

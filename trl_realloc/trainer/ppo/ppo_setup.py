@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from ...algorithms.ppo import PPO
+from ...algorithms.rewards import check_columns_free
 from ...engines.base import Sampling
 from ...engines.model_configs import read_config
 from ...engines.models import check_trains
@@ -49,6 +50,7 @@ def prepare(
     algorithm = PPO(args.ppo_settings(), args.seed, tokens.eos)
     for function in run.rewards.functions:
         for dataset, columns in prompts.columns.items():
+            check_columns_free(columns, dataset)
             function.check_parameters(columns, dataset)
     context_length = prompts.longest + args.response_length
     input_checks.check_positions(run.configs, context_length)
