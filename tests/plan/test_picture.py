@@ -14,7 +14,7 @@ import pytest
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.fused import joined
 from trl_realloc.plan.picture import OTHER, colour, draw_memory, draw_timeline
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.timeline import LOOP, Span, Timeline
 
 
 def test_every_call_has_a_colour_of_its_own_in_whatever_order_and_company() -> None:
@@ -24,7 +24,21 @@ def test_every_call_has_a_colour_of_its_own_in_whatever_order_and_company() -> N
     assert colour("actor.generate.greedy") == colour("actor.generate")
     assert colour("critic.train, backward") == colour("critic.train")
     assert colour(joined(("actor.train", "critic.train"))) == colour("actor.train")
-    assert colour("actor.train -> actor.generate") == colour("a reward function") == OTHER
+    assert colour("actor.train -> actor.generate") == colour("anything else") == OTHER
+    assert len({OTHER, colour("reward: length"), colour(LOOP), *map(colour, calls)}) == len(calls) + 3
+
+
+def test_a_reward_function_is_drawn_over_the_call_that_runs_it(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    called = [Span("reward.forward", 0, 0.0, 4.0, 0), Span(LOOP, 0, 4.0, 5.0, 0)]
+
+    def yellow(spans: Sequence[Span]) -> int:
+        draw_timeline(Timeline(spans), tmp_path / "one.png", calls=["reward.forward", "reward: length", LOOP])
+        pixels = (image.imread(tmp_path / "one.png")[..., :3] * 255).round().astype(int)
+        return int((pixels == (240, 228, 66)).all(axis=-1).sum())
+
+    without, beneath = yellow(called), yellow([*called, Span("reward: length", 0, 0.0, 4.0, 0)])
+    assert 0.4 * without < beneath < 0.8 * without, "the call keeps the height of its bar"
 
 
 def test_the_memory_of_a_device_is_drawn_to_scale(tmp_path: Path) -> None:

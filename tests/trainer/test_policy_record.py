@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +67,16 @@ def test_a_runs_report_has_its_rewards_the_times_of_its_calls_and_its_plan(tmp_p
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert [row["objective/scores"] for row in rows] == [row["reward"] for row in rows]
     calls = {"time/actor.generate", "time/actor.forward", "time/actor.train"}
+    host = {"time/reward/short", "time/training_loop"}
     calls |= {"time/reference.forward"} if kind is RLOOTrainer else set()
     for row in rows:
-        assert {name for name in row if name.startswith("time/")} == {*calls, "time/step"}
-        assert sum(row[name] for name in calls) <= row["time/step"]
+        assert {name for name in row if name.startswith("time/")} == {*calls, *host, "time/step"}
+        assert sum(row[name] for name in calls | host) == pytest.approx(row["time/step"], abs=0.01)
     timeline = Timeline.load(tmp_path / "timeline.json")
-    assert timeline.steps == tuple(range(10)) and {f"time/{call}" for call in timeline.calls} == calls
+    assert timeline.steps == tuple(range(10)) and set(timeline.calls) == {
+        *(call.removeprefix("time/") for call in calls),
+        *("reward: short", "training loop"),
+    }
     generations = [span for span in timeline.spans if span.call == "actor.generate"]
     assert len(generations) == 10, "those of the evaluation are left out"
     text = report_run(tmp_path).read_text()
@@ -147,4 +153,56 @@ def test_completions_of_conversations_show_their_text(tmp_path: Path) -> None:
 def test_without_evaluation_prompts_there_are_no_completions(tmp_path: Path, prompts: Dataset | None) -> None:
     made = trainer(tmp_path, eval_dataset=prompts)
     assert made.generate_completions() == []
+    made.close()
+
+
+def slow_short(completions: list[str], **columns: Any) -> list[float]:
+    time.sleep(0.05)
+    return tiny.short(completions)
+
+
+async def slow_async(completions: list[str], **columns: Any) -> list[float]:
+    await asyncio.sleep(0.05)
+    return tiny.short(completions)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["whole batches", "groups"])
+def test_reward_functions_have_spans_by_name_and_the_loop_has_the_rest_of_an_update(
+    tmp_path: Path, early: bool
+) -> None:
+    changes = {"max_steps": 3, "score_groups_early": early, "eval_strategy": "steps", "eval_steps": 1}
+    made = trainer(tmp_path, reward_funcs=[slow_short, slow_async], changes=changes)
+    made.train()
+    made.close()
+    rows, timeline = load_metrics(tmp_path / "metrics.jsonl"), Timeline.load(tmp_path / "timeline.json")
+    for name in ("slow_short", "slow_async"):
+        spans = [span for span in timeline.spans if span.call == f"reward: {name}"]
+        assert {span.step for span in spans} == {0, 1, 2}
+        for row, step in zip(rows, range(3), strict=True):
+            seconds = sum(span.seconds for span in spans if span.step == step)
+            assert 0.05 <= seconds < row["time/step"], "and none of the evaluation after it"
+            assert row[f"time/reward/{name}"] == pytest.approx(seconds)
+    for row, step in zip(rows, range(3), strict=True):
+        of_step = timeline.of_step(step)
+        assert row["time/training_loop"] == pytest.approx(of_step.by_call()["training loop"])
+        assert of_step.seconds_per_step == pytest.approx(row["time/step"], abs=0.05), "from its begin to its end"
+        covered = sorted((span.start, span.end) for span in of_step.spans)
+        assert all(start <= max(end for _, end in covered[:at]) + 1e-6 for at, (start, _) in enumerate(covered) if at)
+
+
+def test_tools_have_spans_by_name_one_for_calls_that_follow_each_other(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    spans, tools = made.run.host.spans, {"search": lambda word: time.sleep(0.02), "add": lambda one, other: one + other}
+    made._sync_tool_dicts = [dict(tools), dict(tools)]
+    with spans.timing_tools():
+        assert made._sync_tool_dicts[0]["add"](one=1, other=2) == 3
+        for of_prompt in made._sync_tool_dicts:
+            of_prompt["search"](word="a")
+        time.sleep(0.01)
+        made._sync_tool_dicts[1]["search"](word="a")
+    assert made._sync_tool_dicts == [tools, tools]
+    spans.collect()
+    taken = spans.take()
+    assert [span.call for span in taken] == ["tool: add", "tool: search", "tool: search"]
+    assert taken[1].seconds >= 0.04 and taken[2].seconds >= 0.02 and spans.take() == ()
     made.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,27 @@ def test_a_rank_without_samples_asks_no_function() -> None:
     function = FunctionReward(lambda completions: 1 / 0, "never")
     total, table = weighted_scores([], [function], {"never": 1.0}, nothing, lambda: Texts([], [], {}))
     assert len(total) == 0 and table == {}
+
+
+def test_every_reward_function_has_its_own_span_and_time(tmp_path: Path) -> None:
+    def slow(completions: list[str], **columns: Any) -> list[float]:
+        time.sleep(0.05)
+        return tiny.short(completions)
+
+    async def judge(completions: list[str], **columns: Any) -> list[float]:
+        await asyncio.sleep(0.08)
+        return tiny.short(completions)
+
+    made = train(tmp_path, [slow, judge])
+    (scored,) = (span for span in made.timeline.spans if span.call == "reward.forward")
+    row = next(row for row in made.state.log_history if "time/reward/slow" in row)
+    for name, least in (("slow", 0.05), ("judge", 0.08)):
+        (span,) = (span for span in made.timeline.spans if span.call == f"reward: {name}")
+        assert least <= span.seconds == row[f"time/reward/{name}"]
+        assert scored.start <= span.start and span.end <= scored.end and span.device == 0
+    loop = [span for span in made.timeline.spans if span.call == "training loop"]
+    assert sum(span.seconds for span in loop) == pytest.approx(row["time/training_loop"])
+    assert loop[-1].end - loop[0].start == pytest.approx(row["time/step"])
 
 
 def test_several_rewards_are_weighted_and_one_may_not_apply(tmp_path: Path) -> None:

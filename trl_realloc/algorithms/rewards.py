@@ -10,9 +10,10 @@ import contextlib
 import functools
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,10 +105,20 @@ class FunctionReward:
 
     It returns a number per sample, or `None` for a sample to which it does not apply. It gets the arguments that its
     parameters name, and all of them if it takes `**kwargs`.
+
+    Attributes:
+        times: (start, end) of its calls since `take_times`, seconds since the epoch.
     """
 
     function: RewardFunction
     name: str
+    times: list[tuple[float, float]] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    def take_times(self) -> list[tuple[float, float]]:
+        """`times`, which is empty afterwards."""
+        taken = self.times[:]
+        del self.times[: len(taken)]
+        return taken
 
     def check_parameters(self, columns: Sequence[str], dataset: str) -> None:
         """Raises `RewardError` if a parameter of the function is none of the arguments and columns.
@@ -152,13 +163,26 @@ class FunctionReward:
         parameters = inspect.signature(self.function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             arguments = {name: value for name, value in arguments.items() if name in parameters}
-        with self._named():
-            return self.function(**arguments)
+        with self._named(), self._timed():
+            answer = self.function(**arguments)
+        if inspect.isawaitable(answer):  # what runs is timed where it is awaited
+            self.times.pop()
+        return answer
 
     async def result(self, answer: object) -> Any:
         """The answer of `call`, awaited if it is awaitable."""
-        with self._named():
-            return await answer if inspect.isawaitable(answer) else answer
+        if not inspect.isawaitable(answer):
+            return answer
+        with self._named(), self._timed():
+            return await answer
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.times.append((start, max(start, time.time())))
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

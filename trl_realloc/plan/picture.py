@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .fused import parted
-from .timeline import Span, Timeline
+from .timeline import LOOP, Span, Timeline, is_host_work
 
 
 if TYPE_CHECKING:
@@ -30,12 +30,17 @@ COLOURS = {
 }
 MOVES = " -> "  # in the name of a reallocation, between two calls
 OTHER = "#999999"  # reallocations, and all that is no call of a model
+HOST, BETWEEN = "#333333", "#DDDDDD"  # reward functions and tools, and the training loop
+HOST_HATCHES = ("////", "....", "xxxx", "----", "++++")  # of the first function, the second, ...
+HOST_HEIGHT = 0.35  # of their bars, over that of a call that runs at the same time or calls them
 FORWARD = 0.5  # opacity of the forwards of a training call, where they are drawn apart from its backwards
 
 
 def colour(name: str) -> str:
     """The colour of a call, of a task of a call, or of calls that run together, as their first call's."""
     named = (given for call, given in COLOURS.items() if parted(name)[0].startswith(call))
+    if is_host_work(name):
+        return BETWEEN if name == LOOP else HOST
     return OTHER if MOVES in name else next(named, OTHER)
 
 
@@ -44,8 +49,8 @@ def draw_timeline(
 ) -> None:
     """Draw a timeline with a row for each device, in the format of the file's suffix. Neighbours with the same calls at
     the same times share a row. What a device does at the same time is drawn side by side; if it generates for several
-    iterations then, with their numbers. If scoring begins while samples are generated, a second figure below shows how
-    many samples each call has ended.
+    iterations then, with their numbers. Reward functions and tools are narrow hatched bars over the calls. If scoring
+    begins while samples are generated, a second figure below shows how many samples each call has ended.
 
     Args:
         calls: the order of all calls in the legend. *optional*, defaults to that of their first starts.
@@ -61,13 +66,18 @@ def draw_timeline(
     rows = _rows(timeline)
     row = {devices[0]: number for number, devices in enumerate(rows)}
     is_ahead = timeline.runs_ahead
-    lanes = timeline.lanes() if is_ahead or timeline.overlaps else {}
+    calls_alone = Timeline(span for span in timeline.spans if not span.is_host_work)
+    lanes = calls_alone.lanes() if is_ahead or calls_alone.overlaps else {}
+    functions = [call for call in order if is_host_work(call) and call != LOOP]
     streamed = set[str]() if is_ahead else timeline.streamed_calls()
     figure = _figure(min(1.5 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES))
     axes = figure.add_subplot(211 if streamed else 111)
     for call in order:
         spans = [span for span in timeline.spans if span.call == call and span.device in row]
-        _draw_spans(axes, call, spans, lanes, row, zero)
+        if call in functions:
+            _draw_functions(axes, call, HOST_HATCHES[functions.index(call) % len(HOST_HATCHES)], spans, row, zero)
+        else:
+            _draw_spans(axes, call, spans, lanes, row, zero)
     if is_ahead and len(rows) <= MOST_NUMBERED:
         _number(axes, {span: lane for span, lane in lanes.items() if span.device in row}, row, zero)
     axes.set_yticks(range(len(rows)), [_named(devices) for devices in rows])
@@ -141,6 +151,24 @@ def _draw_spans(
         edgecolor=colour(together[0]) if together else "white",
         linewidth=0.5,
         label=call,
+    )
+
+
+def _draw_functions(
+    axes: Axes, name: str, hatch: str, spans: Sequence[Span], row: Mapping[int, int], zero: float
+) -> None:
+    """The bars of a reward function or a tool."""
+    axes.barh(
+        [row[span.device] for span in spans],
+        [span.seconds for span in spans],
+        HOST_HEIGHT,
+        left=[span.start - zero for span in spans],
+        color="white",
+        hatch=hatch,
+        edgecolor=HOST,
+        linewidth=0.5,
+        label=name,
+        zorder=3,
     )
 
 

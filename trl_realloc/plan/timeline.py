@@ -26,6 +26,8 @@ from .fused import Fused, joined
 
 
 MOST_CALLS_OF_RUN = 1000  # different calls of a run; a plan has some ten, including reallocations
+REWARD_FUNCTION, TOOL = "reward: ", "tool: "  # begin the names of spans of functions that run on the host
+LOOP = "training loop"  # name of the spans of an update in which no device runs a call or a function
 
 
 @dataclass(frozen=True, order=True)
@@ -33,7 +35,8 @@ class Span:
     """A time in which one device ran one call.
 
     Args:
-        call: the call's name, like `actor.generate`, or a reallocation's.
+        call: the call's name, like `actor.generate`, or a reallocation's; of work on the host the name of a reward
+            function or a tool (`REWARD_FUNCTION`, `TOOL`), or `LOOP`.
         device: the rank.
         start, end: seconds, of one clock for the whole timeline.
         step: the iteration, from 0.
@@ -65,6 +68,32 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+    @property
+    def is_host_work(self) -> bool:
+        """True for a reward function, a tool and the training loop, which are no calls of the plan."""
+        return is_host_work(self.call)
+
+
+def is_host_work(name: str) -> bool:
+    """True for the name of a reward function's spans, of a tool's, or of the training loop's."""
+    return name == LOOP or name.startswith((REWARD_FUNCTION, TOOL))
+
+
+def loop_spans(spans: Iterable[Span], start: float, end: float, step: int) -> tuple[Span, ...]:
+    """The times of an update in which no device runs a call or a function, as spans of device 0. The first begins with
+    the update and the last ends with it; these may have no length.
+
+    Args:
+        spans: of the update, on all devices.
+        start, end: of the update, seconds of the spans' clock.
+    """
+    found, reached, end = list[Span](), start, max(start, end)
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.start > reached or not found:
+            found.append(Span(LOOP, 0, reached, max(reached, min(span.start, end)), step))
+        reached = min(max(reached, span.end), end)
+    return (*found, Span(LOOP, 0, reached, end, step))
 
 
 class Comparison(NamedTuple):

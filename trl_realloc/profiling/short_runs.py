@@ -136,7 +136,7 @@ class Runs:
         samples = iteration.samples
         prompts, responses = samples.ragged("prompts").lengths, samples.ragged("responses").lengths
         lengths = (prompts + responses).double()
-        busy = Timeline(iteration.spans).by_call()
+        busy = Timeline(span for span in iteration.spans if not span.is_host_work).by_call()
         is_zero = plan["actor.train"].strategy.zero_stage > 0
         for name, seconds in busy.items():
             if name not in plan.assignments:

@@ -247,8 +247,8 @@ class PPOTrainer(TrlSurface):
             self.state.episode += len(batch)
             self.state.global_step += 1
             self.state.epoch = self.state.episode / len(self.train_dataset)
-            update_seconds = time.time() - update_start
-            self.metrics.add(iteration, update_seconds, self.setup.algorithm.settings.vf_coef)
+            update_end = time.time()
+            self.metrics.add(iteration, update_start, update_end, self.setup.algorithm.settings.vf_coef)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
             if self._shows_completions(self.state.global_step):
@@ -259,7 +259,7 @@ class PPOTrainer(TrlSurface):
             if self.control.should_training_stop:
                 break
             left = self.state.max_steps - self.state.global_step
-            self.run.change.note(iteration.spans, iteration.lengths, update_seconds, left)
+            self.run.change.note(iteration.spans, iteration.lengths, update_end - update_start, left)
         self.executor.cancel_early()  # a callback has stopped the run
         self._log_metrics()
         self.run.checkpoints.finish()

@@ -30,8 +30,8 @@ class MeasuredUpdate:
 
     @staticmethod
     def of(spans: Iterable[Span], lengths: Sequence[int], iterations: int = 1) -> MeasuredUpdate:
-        """Mean seconds of `iterations` iterations, from the spans of all devices."""
-        timeline = Timeline(spans)
+        """Mean seconds of `iterations` iterations, from the spans of all devices. Work on the host is left out."""
+        timeline = Timeline(span for span in spans if not span.is_host_work)
         busy: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for span in timeline.spans:
             busy[span.call][span.device] += span.seconds

@@ -102,7 +102,8 @@ class CallRunner:
                 start = time.time()
                 with self.placement.resident(name):
                     outputs = self.compute(call, share, step)
-                output = CallOutput(outputs, (*spans, self._span(call, step, outputs, start)))
+                functions = calls.function_spans(self.settings, rank, step)
+                output = CallOutput(outputs, (*spans, self._span(call, step, outputs, start), *functions))
         except JobFailed:
             raise
         except Exception as error:

@@ -23,6 +23,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, ScoringEngine, Unfinished
 from ...engines.training.replicated import ReplicatedEngine
 from ...plan.dataflow import Call, Role
+from ...plan.timeline import REWARD_FUNCTION, Span
 from ..placement.placement import Placement
 from ..samples.context_limit import ContextLimit
 from ..samples.routes import sources
@@ -253,6 +254,15 @@ def _outputs(
     if keeps and home is not None and isinstance(engine, ReplicatedEngine) and engine is placement.trained(call.role):
         return engine.forward_to_train(samples, placement.budget(home), placement.most_kept(home))
     return engine.forward(samples, placement.budget(call.name))
+
+
+def function_spans(settings: CallSettings, rank: int, step: Step) -> tuple[Span, ...]:
+    """The spans of the reward functions that this rank has called since this was last asked."""
+    return tuple(
+        Span(f"{REWARD_FUNCTION}{function.name}", rank, start, end, step.number)
+        for function in settings.functions
+        for start, end in function.take_times()
+    )
 
 
 def score(placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step) -> Rollouts:

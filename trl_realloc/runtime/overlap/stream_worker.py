@@ -268,7 +268,7 @@ class StreamWorker:
         with self._catching(name, is_collective=self.placement.has_collectives(name)):
             made = self._forwards.run(task, self.settings, self.step, self.batch)
             self._outputs[name].append(made.outputs)
-            self._spans[name].append(made.span)
+            self._spans[name] += [made.span, *calls.function_spans(self.settings, self.rank, self.step)]
             if self.rank in sources(self.plan, name):
                 self.link.report(Scored(task.number, made.rows))
 

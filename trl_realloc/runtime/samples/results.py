@@ -15,7 +15,7 @@ from torch import Tensor
 from ...algorithms.algorithm import Algorithm
 from ...algorithms.rollout import Rollouts
 from ...plan.stage_spans import StageSpan
-from ...plan.timeline import Span
+from ...plan.timeline import Span, is_host_work
 
 
 POLICY_VERSIONS = "policy_versions"  # column: of each response token, updates of the policy that drew it
@@ -114,8 +114,8 @@ def sample_metrics(algorithm: Algorithm, samples: Rollouts, *, only_finite: bool
 def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[str, float]:
     """`Iteration.observed` of a global batch and of the spans of its calls: `completions/mean_length`,
     `rewards/<name>`, `time/<call>` (seconds of the slowest rank), and `realloc/bytes/<call>` and
-    `realloc/seconds/<call>`, where the call is the one that received the parameters. With a staleness also
-    `ages`.
+    `realloc/seconds/<call>`, where the call is the one that received the parameters. Work on the host is
+    `time/reward/<name>`, `time/tool/<name>` and `time/training_loop`. With a staleness also `ages`.
 
     Args:
         step: the number of the iteration.
@@ -137,8 +137,13 @@ def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[st
         longest[call] = max(longest.get(call, 0.0), seconds)
     for call, seconds in longest.items():
         source, _, target = call.partition(" -> ")
-        metrics[f"realloc/seconds/{target}" if target else f"time/{source}"] = seconds
+        metrics[f"realloc/seconds/{target}" if target else f"time/{_key(source)}"] = seconds
     return metrics
+
+
+def _key(name: str) -> str:
+    """The name of a span in a metric, where trackers refuse colons and spaces."""
+    return name.replace(": ", "/").replace(" ", "_") if is_host_work(name) else name
 
 
 def ages(samples: Rollouts, step: int) -> dict[str, float]:

@@ -27,6 +27,7 @@ from ..checks.data_checks import check_rows
 from ..checks.fixed_settings import fixed_attributes, refuse_changed
 from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
+from .host_spans import HostSpans
 from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
 from .planned_generation import HostGeneration
 from .plug import finish_turns, takes_turns
@@ -55,7 +56,8 @@ class PolicyHost:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.scoring, self.ahead = Scoring(trainer), PromptsAhead(trainer)
+        self.spans = HostSpans(trainer)
+        self.scoring, self.ahead = Scoring(trainer, self.spans), PromptsAhead(trainer)
         self._generations = 0  # under the plans before
 
     def take_over(self) -> None:
@@ -146,7 +148,7 @@ class PolicyHost:
     @contextlib.contextmanager
     def generating(self, prompts: Sequence[Any]) -> Iterator[None]:
         """Around the generation of completions of these prompts."""
-        with self.scoring.of_prompts(prompts), self.ahead.announcing():
+        with self.scoring.of_prompts(prompts), self.ahead.announcing(), self.spans.timing_tools():
             yield
 
     def as_trl_generates(self, made: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...algorithms.rollout import Rollouts
-from ...plan.timeline import Span, Timeline
+from ...plan.timeline import Span, Timeline, loop_spans
 from ...runtime.process_groups import from_every_rank
 from ...runtime.samples.results import observed
 from ..checks.config_checks import ConfigError
@@ -49,8 +49,8 @@ class PolicyRecord:
     """Keeps the times of a trainer's updates and their calls, and the lengths of its responses.
 
     To TRL's values every log of updates gets means over the updates since the last one: `time/step` and `tokens/s`; on
-    rank 0 also `time/<call>`, seconds of the slowest device, and for reallocations `realloc/seconds/<call>` and
-    `realloc/bytes/<call>`. An update is an optimizer step.
+    rank 0 also `time/<call>`, seconds of the slowest device, for reallocations `realloc/seconds/<call>` and
+    `realloc/bytes/<call>`, and for work on the host the names of `results.observed`. An update is an optimizer step.
 
     Args:
         trainer: a `PlannedPolicyTrainer`.
@@ -67,7 +67,7 @@ class PolicyRecord:
 
     def _reset(self) -> None:
         self._updates: deque[tuple[Span, ...]] = deque()  # spans of the latest updates; on rank 0, empty on the others
-        self._times, self.period = _Times(), Period()
+        self._times, self.period, self._begun = _Times(), Period(), 0.0
 
     @property
     def timeline(self) -> Timeline:
@@ -83,6 +83,7 @@ class PolicyRecord:
         """A micro-batch begins, maybe the first one of an update."""
         if not self._times.runs:
             self._take_spans()  # of what was before the update
+            self._begun = time.time()
             self._times.start(self.trainer.state.num_input_tokens_seen)
 
     def add_responses(self, responses: Sequence[Sequence[int]]) -> None:
@@ -98,6 +99,8 @@ class PolicyRecord:
         if not self._times.runs:
             return
         spans = self._take_spans()
+        if spans:
+            spans += loop_spans(spans, self._begun, time.time(), spans[0].step)
         seconds = self._times.stop(self.trainer.state.num_input_tokens_seen, observed(Rollouts(), spans))
         self.period.spans += spans
         self.period.seconds += seconds
@@ -127,7 +130,7 @@ class PolicyRecord:
         save_record(run.placed.plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update)
 
     def _take_spans(self) -> tuple[Span, ...]:
-        return () if self.trainer.run is None else self.trainer.calls.take_spans()
+        return () if self.trainer.run is None else self.trainer.calls.take_spans() + self.trainer.run.host.spans.take()
 
 
 class _Times:

@@ -16,16 +16,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.utils import logging
 
 from ...algorithms.nonfinite import NonFiniteError, is_infinite, problem_of_rewards, quoted
 from ...algorithms.rollout import Ragged, Rollouts
 from ...common.notices import notice
+from ...plan.timeline import REWARD_FUNCTION
 from ...runtime.calls.generate_and_score import TEXTS
 from ...runtime.process_groups import from_every_rank, meet
 from ..trl_policy_trainers import TRLGRPOTrainer, parse_response
 from .group_scores import Batch, GroupScores, groupable, groups_of
+from .host_spans import HostSpans
 from .planned_rewards import PlannedRewardModel, followed_by
 from .plug import takes_turns
 from .trl_sampling import tokenizer_of
@@ -41,10 +44,13 @@ class Scoring:
 
     Args:
         trainer: a `PlannedPolicyTrainer`.
+        spans: of the reward functions.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, spans: HostSpans) -> None:
+        self.trainer, self.spans = trainer, spans
+        self._given: list[Any] = []  # reward models and functions
+        self._timed: list[Any] = []  # the same in the same order, with spans of the functions
         self._prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
         self._rows: Sequence[Mapping[str, Any]] = ()
         self._group_scores: GroupScores | None = None
@@ -81,7 +87,8 @@ class Scoring:
         """Around TRL's calls of the reward functions. It gets what functions have returned for groups in place of
         calling them again. The message of a failure on one of several ranks names the function."""
         trainer, given = self.trainer, self.trainer.reward_funcs
-        called = given if self._group_scores is None else self._group_scores.as_called_by_trl(given)
+        timed = self._timed_functions()
+        called = timed if self._group_scores is None else self._group_scores.as_called_by_trl(timed)
         update, alarm = f"update {trainer.state.global_step + 1}", trainer.executor.alarm
         alarm.at(f"the rewards of {update}")
         # TRL reads the functions from the trainer
@@ -90,6 +97,20 @@ class Scoring:
             yield
         finally:
             trainer.reward_funcs = given
+        self.spans.collect()
+
+    def _timed_functions(self) -> list[Any]:
+        """The trainer's reward models, and its reward functions with spans; the same objects each time."""
+        given = self.trainer.reward_funcs
+        if len(given) != len(self._given) or any(a is not b for a, b in zip(given, self._given, strict=True)):
+            self._given = list(given)
+            self._timed = [
+                reward
+                if isinstance(reward, PlannedRewardModel | nn.Module)
+                else self.spans.timed(f"{REWARD_FUNCTION}{name}", reward)
+                for reward, name in zip(given, self.trainer.reward_func_names, strict=True)
+            ]
+        return self._timed
 
     def checked(self, rewards: torch.Tensor, prompts: Sequence[Any], completions: Sequence[Any]) -> torch.Tensor:
         """The rewards of this rank's prompts and completions, if they are finite. A completion that has an infinite
@@ -151,8 +172,9 @@ class Scoring:
         # columns of these names TRL drops, or hides behind arguments of its own
         dropped = {"prompt", "completion", "completion_ids", "trainer_state", "log_extra", "log_metric"}
         keys = [key for key in rows[0] if key not in dropped] if rows else []
+        timed = self._timed_functions()
         batch = Batch(
-            groupable(trainer.reward_funcs, awaits=loop is not None),
+            {at: timed[at] for at in groupable(trainer.reward_funcs, awaits=loop is not None)},
             rows,
             self._prompts,
             groups_of(len(rows), size, trainer.accelerator.process_index * len(rows)),

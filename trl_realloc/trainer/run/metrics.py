@@ -7,9 +7,10 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from ...algorithms.rollout import Rollouts
 from ...plan.stage_spans import StageSpan
-from ...plan.timeline import Span, Timeline
-from ...runtime.samples.results import Iteration
+from ...plan.timeline import Span, Timeline, loop_spans
+from ...runtime.samples.results import Iteration, observed
 
 
 LENGTHS = 20_000  # number of latest responses whose lengths are kept
@@ -56,15 +57,18 @@ class RunMetrics:
         """The spans of the latest updates."""
         return Timeline(tuple(span for spans in self._spans for span in spans))
 
-    def add(self, iteration: Iteration, seconds: float, vf_coef: float) -> None:
-        """Add the metrics of an update that took `seconds`.
+    def add(self, iteration: Iteration, start: float, end: float, vf_coef: float) -> None:
+        """Add the metrics of an update.
 
         Args:
+            start, end: of the update, seconds since the epoch.
             vf_coef: the weight of the update's value loss.
         """
+        seconds, loop = end - start, tuple[Span, ...]()
         if iteration.spans:  # ranks other than the first get none
-            self._spans.append(iteration.spans)
-        self._kept_spans += len(iteration.spans)
+            loop = loop_spans(iteration.spans, start, end, iteration.spans[0].step)
+            self._spans.append(iteration.spans + loop)
+        self._kept_spans += len(iteration.spans) + len(loop)
         self.stages = iteration.stages
         while self._kept_spans > self._most_spans and len(self._spans) > 1:
             self._kept_spans -= len(self._spans.popleft())
@@ -73,6 +77,7 @@ class RunMetrics:
         metrics = {
             **iteration.metrics,
             **iteration.observed,
+            **observed(Rollouts(), loop),
             "time/step": seconds,
             "tokens/s": iteration.tokens / seconds,
         }

@@ -1,0 +1,113 @@
+"""`HostSpans`: when each rank ran the reward functions and tools of a user, which TRL's loop calls on the host.
+
+Those of PPO run inside the plan's `reward.forward`, and are timed in `algorithms/rewards`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import Trainer
+
+from ...plan.timeline import TOOL, Span
+from ...runtime.process_groups import from_every_rank
+from .planned_rewards import is_async
+
+
+AT_ONCE_S = 1e-3  # calls of one function that follow each other so soon are one span
+
+
+class HostSpans:
+    """Times functions, and collects their spans of all ranks on rank 0.
+
+    Args:
+        trainer: a `PlannedPolicyTrainer` whose run has a plan.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._own: list[Span] = []
+        self._of_all: list[Span] = []
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, sync or async, with a span for each of its calls.
+
+        Args:
+            name: of the spans.
+        """
+        if is_async(function):
+
+            @functools.wraps(function, updated=())
+            async def timed_async(*args: Any, **kwargs: Any) -> Any:
+                with self._timing(name):
+                    return await function(*args, **kwargs)
+
+            timed_async.__name__ = _name(function)
+            return timed_async
+
+        @functools.wraps(function, updated=())
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self._timing(name):
+                return function(*args, **kwargs)
+
+        timed.__name__ = _name(function)
+        return timed
+
+    @contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        start, step = time.time(), self.trainer.state.global_step
+        try:
+            yield
+        finally:
+            rank = self.trainer.accelerator.process_index
+            self._own.append(Span(name, rank, start, max(start, time.time()), step))
+
+    @contextmanager
+    def timing_tools(self) -> Iterator[None]:
+        """Around a generation, in which TRL calls the tools of each prompt by name."""
+        tools_of = [
+            *(getattr(self.trainer, "_sync_tool_dicts", None) or ()),
+            *(getattr(self.trainer, "_async_tool_dicts", None) or ()),
+        ]
+        given = [dict(tools) for tools in tools_of]
+        for tools in tools_of:
+            tools |= {name: self.timed(f"{TOOL}{name}", tool) for name, tool in tools.items()}
+        try:
+            yield
+        finally:
+            for tools, before in zip(tools_of, given, strict=True):
+                tools |= before
+
+    def collect(self) -> None:
+        """Send this rank's spans to rank 0. All ranks call this together, after the rewards of a generation."""
+        own, self._own = _merged(self._own), []
+        of_ranks = from_every_rank(own, self.trainer.placement.control)
+        if self.trainer.accelerator.is_main_process:
+            self._of_all += [span for of_rank in of_ranks for span in of_rank]
+
+    def take(self) -> tuple[Span, ...]:
+        """The spans of all ranks that were collected since this was last asked; on rank 0, empty on the others."""
+        taken, self._of_all = tuple(self._of_all), []
+        return taken
+
+
+def _name(function: Any) -> str:
+    """The name of a function, in messages; of an object without one that of its class."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Spans with one in place of those of a function that overlap or follow each other at once, as the calls of a tool
+    do, of which there may be one for each sample."""
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.call, span.step, span.start)):
+        last = merged[-1] if merged else None
+        if last is not None and (last.call, last.step) == (span.call, span.step) and span.start <= last.end + AT_ONCE_S:
+            merged[-1] = Span(last.call, last.device, last.start, max(last.end, span.end), last.step)
+        else:
+            merged.append(span)
+    return merged
