@@ -12,6 +12,7 @@ import tiny
 
 from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.generation.transformers import TransformersEngine
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.profiling import late_measuring
 from trl_realloc.profiling import profile_cache as cache
 
@@ -48,7 +49,8 @@ def main() -> None:
     if made.accelerator.is_main_process:
         found = made.setup.job_plan.priced
         said = {"measured": len(measured), "plan": made.plan.to_dict(), "estimate": found.timeline.seconds_per_step}
-        said["took"] = [made.timeline.of_step(step).seconds_per_step for step in made.timeline.steps]
+        calls = Timeline(span for span in made.timeline.spans if not span.is_host_work)
+        said["took"] = [calls.of_step(step).seconds_per_step for step in calls.steps]
         said["step"] = made.state.log_history[-1]["time/step"] if made.state.log_history else None
         (folder / "log.json").write_text(json.dumps({**said, "updates": tiny.updates(made)}))
     made.close()
