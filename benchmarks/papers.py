@@ -174,8 +174,8 @@ def compare(settings: Mapping[str, Any], row: Row, time_limit_s: float) -> Itera
 
     yield out("heuristic", row.published["heuristic"], base.seconds, "s")
     pair = row.label.partition(" ")[0]
-    if pair in settings["heuristic_shares"] and row.label.endswith(" 896"):
-        compute, communication = settings["heuristic_shares"][pair]
+    if pair in (published_shares := settings.get("heuristic_shares", {})) and row.label.endswith(" 896"):
+        compute, communication = published_shares[pair]
         yield out("heuristic, compute", compute, shares(base, COMPUTATION), "share")
         yield out("heuristic, communication", communication, shares(base, COMMUNICATION), "share")
     outcome = search(row.problem, time_limit_s=time_limit_s)
@@ -183,7 +183,8 @@ def compare(settings: Mapping[str, Any], row: Row, time_limit_s: float) -> Itera
     yield out("searched", row.published["real"], best.seconds, "s")
     yield out("gain", gain, base.seconds / best.seconds, "x")
     moved = sum(best.estimate.moves.values()) / best.seconds
-    yield out("reallocation, at most", settings["reallocation_share"], moved, "share")
+    if "reallocation_share" in settings:
+        yield out("reallocation, at most", settings["reallocation_share"], moved, "share")
     if (by_rule := rule(row)) is not None:
         yield out("rule of thumb", row.published["real"], by_rule.seconds, "s")
         yield out("gain by rule of thumb", gain, base.seconds / by_rule.seconds, "x")
@@ -200,16 +201,17 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean absolute deviations of seconds, and mean gains."""
+    """Mean absolute deviations of seconds, and mean gains, of what the rows have."""
     found = {}
     for plan in ("heuristic", "searched", "rule of thumb"):
-        errors = [abs(r["estimated"] / r["published"] - 1) for r in rows if r["plan"] == plan and r["published"]]
-        found[f"{plan}: mean deviation"] = round(fmean(errors), 4)
+        if errors := [abs(r["estimated"] / r["published"] - 1) for r in rows if r["plan"] == plan]:
+            found[f"{plan}: mean deviation"] = round(fmean(errors), 4)
     for plan in ("gain", "gain by rule of thumb"):
         for key in ("published", "estimated"):
-            found[f"{plan}, {key}"] = round(geometric_mean([r[key] for r in rows if r["plan"] == plan]), 3)
-    moved = [r["estimated"] for r in rows if r["plan"].startswith("reallocation")]
-    found["reallocation: mean share"], found["reallocation: largest share"] = round(fmean(moved), 4), max(moved)
+            if gains := [r[key] for r in rows if r["plan"] == plan]:
+                found[f"{plan}, {key}"] = round(geometric_mean(gains), 3)
+    if moved := [r["estimated"] for r in rows if r["plan"].startswith("reallocation")]:
+        found["reallocation: mean share"], found["reallocation: largest share"] = round(fmean(moved), 4), max(moved)
     return found
 
 
