@@ -308,6 +308,22 @@ def test_a_transform_that_makes_no_prompts_is_refused_before_a_model_is_read(tmp
         GRPOTrainer("./no/such/model", distinct, settings(tmp_path), data, processing_class=tiny.tokenizer())
 
 
+@pytest.mark.parametrize("algorithm", ["PPO", "GRPO"])
+def test_a_run_gives_no_warning_that_its_user_cannot_act_on(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, algorithm: str
+) -> None:
+    made: Any
+    if algorithm == "PPO":
+        made = tiny.trainer(tmp_path, max_steps=1, gradient_checkpointing=True)
+    else:
+        args = settings(tmp_path, max_steps=1, gradient_checkpointing=True)
+        made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    made.train()
+    made.close()
+    told = [str(warning.message) for warning in recwarn]
+    assert not [text for text in told if "gradient_checkpointing" in text or "pin_memory" in text]
+
+
 @pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
 def test_too_few_prompts_for_a_generation_are_refused_before_engines_start(
     tmp_path: Path, kind: type, made_by: type
@@ -318,6 +334,15 @@ def test_too_few_prompts_for_a_generation_are_refused_before_engines_start(
     with pytest.raises(DataError, match="has 1 rows, fewer than the 2 prompts of one generation"):
         made.train()
     assert not made.placement.started
+    made.close()
+
+
+@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
+def test_a_stream_that_does_not_fill_a_generation_is_an_error(tmp_path: Path, kind: type, made_by: type) -> None:
+    args, short = settings(tmp_path, kind), PROMPTS.select(range(1)).to_iterable_dataset()
+    made = made_by(policy(), distinct, args, short, processing_class=tiny.tokenizer())
+    with pytest.raises(DataError, match="a stream that has ended before it gave the 2 prompts of one generation"):
+        made.train()
     made.close()
 
 

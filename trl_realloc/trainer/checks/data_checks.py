@@ -97,8 +97,27 @@ def check_rows(args: TrainingArguments, dataset: Dataset, processes: int) -> Non
     needed = args.generation_batch_size // args.num_generations
     if hasattr(dataset, "__len__") and len(dataset) < needed:
         raise DataError(
-            f"train_dataset has {len(dataset)} rows, fewer than the {needed} prompts of one generation ({processes} "
-            f"processes x per_device_train_batch_size {args.per_device_train_batch_size} x steps_per_generation "
-            f"{args.steps_per_generation} / num_generations {args.num_generations}), so nothing would be trained; "
-            f"lower one of the first three, or give more prompts."
+            f"train_dataset has {len(dataset)} rows, fewer than the {_generation(args, processes)}, so nothing would "
+            f"be trained; lower one of the first three, or give more prompts."
         )
+
+
+def stream_too_short(args: TrainingArguments, processes: int) -> DataError:
+    """The error for a stream that ended before it filled one generation. It is read only once, by the training.
+
+    Args:
+        args: TRL's `GRPOConfig` or `RLOOConfig`.
+    """
+    return DataError(
+        f"train_dataset is a stream that has ended before it gave the {_generation(args, processes)}, so nothing was "
+        f"trained; lower one of the first three, or give more prompts."
+    )
+
+
+def _generation(args: TrainingArguments, processes: int) -> str:
+    """The prompts of one generation, with the settings that their number is of."""
+    return (
+        f"{args.generation_batch_size // args.num_generations} prompts of one generation ({processes} processes x "
+        f"per_device_train_batch_size {args.per_device_train_batch_size} x steps_per_generation "
+        f"{args.steps_per_generation} / num_generations {args.num_generations})"
+    )

@@ -23,7 +23,7 @@ from ...runtime.samples.drawn_samples import DrawnSamples
 from ..checkpoint.identity import Identity, prompts_checksum
 from ..checkpoint.resuming import ENTROPY_STATE, ResumeSetting
 from ..checkpoint.write_errors import WriteErrors
-from ..checks.data_checks import check_rows
+from ..checks.data_checks import check_rows, stream_too_short
 from ..checks.fixed_settings import fixed_attributes, refuse_changed
 from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
@@ -96,7 +96,7 @@ class PolicyHost:
         check_rows(trainer.args, trainer.train_dataset, trainer.accelerator.num_processes)
         placed, rates = run.placed, run.placed.setup.rates
         check_own_optimizer(trainer.optimizer, rates)
-        trainer.is_in_train = True
+        trainer.is_in_train, self._has_trained = True, False
         with run.failing_together(), rates.unstepped(lambda: self.loss.train_step()):
             self._resumed = run.checkpoints.find(resume)
             run.start()
@@ -110,6 +110,9 @@ class PolicyHost:
             self.calls.stop()
             placed.end_together()
         trainer.is_in_train = False
+        is_stream = not hasattr(trainer.train_dataset, "__len__")
+        if is_stream and not self._has_trained and trainer.state.global_step < trainer.state.max_steps:
+            raise stream_too_short(trainer.args, trainer.accelerator.num_processes)
 
     def prepare_for_training(self, max_steps: int, train_dataloader: Any) -> tuple[Any, Any]:
         """The scheduler, and the state of a checkpoint. Model and optimizer are the engines'."""
@@ -133,6 +136,7 @@ class PolicyHost:
         refuse_changed(self._fixed, fixed_attributes(trainer))
         self.calls.at(trainer.state.global_step, evaluates=not trainer.model.training)
         if trainer.model.training:
+            self._has_trained = True
             self.ahead.advance()
 
     @contextlib.contextmanager
