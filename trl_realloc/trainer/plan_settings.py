@@ -166,6 +166,8 @@ def before_training_arguments(args: TrainingArguments) -> Iterator[None]:
     no_accelerator = not torch.accelerator.is_available()
     if no_accelerator and not args.use_cpu and args.bf16 is None:
         args.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine
+    if no_accelerator:
+        args.dataloader_pin_memory = False  # its default, True, has no effect there but a warning
     if no_accelerator and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         args.use_cpu = True  # without these two Accelerate takes CPU processes for unrelated ones
         args.ddp_backend = args.ddp_backend or "gloo"
@@ -178,7 +180,6 @@ def before_training_arguments(args: TrainingArguments) -> Iterator[None]:
         meet()  # before a process group is made, which would wait for a host that cannot be reached
     if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         leave_out_shared_memory_op()  # which `TrainingArguments` would compile
-    with warnings.catch_warnings():
-        # the default is TRL's, under the name that TRL has for it
-        warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
-        yield
+    # Trainer's and TRL's own uses of the older name, here and in every generation
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+    yield
