@@ -273,7 +273,7 @@ def test_without_time_no_schedule_is_searched_and_no_training_is_fused() -> None
 
 def test_where_fused_training_is_not_allowed_what_it_saves_is_said_and_it_is_not_chosen() -> None:
     prices = slow_links(5e10, 0.001, episodes=64, prompt_tokens=900, response_tokens=(124,), mini_batches=16)
-    refused = choose(Space.of_run(MODELS, prices), Ways(barrier=True, fused_training=False), time_limit_s=1.0)
+    refused = choose(Space.of_run(MODELS, prices), Ways(barrier=True, fused_training=False), time_limit_s=5.0)
     assert not refused.best.fused and refused.best.seconds > refused.rung(FUSED).plans[FUSED].seconds
     assert "saves" in refused.summary and "fused_training: true" in refused.summary
     worth = OverlapWorth(refused, Ways(), refused.best.space.graph, MODELS, time_limit_s=1.0)

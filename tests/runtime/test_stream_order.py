@@ -116,7 +116,7 @@ def executed(plan: ExecutionPlan, lengths: Sequence[int], clock: VirtualClock) -
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     clock = virtual_time(monkeypatch)
-    monkeypatch.setattr(stream_worker, "POLL_S", POLL_S)
+    monkeypatch.setattr(stream_worker, "TASKS_POLL_S", POLL_S)
     monkeypatch.setattr(stream_simulation, "MESSAGE", MESSAGE_S)
     return clock
 
