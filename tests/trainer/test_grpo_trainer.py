@@ -346,6 +346,23 @@ def test_a_stream_that_does_not_fill_a_generation_is_an_error(tmp_path: Path, ki
     made.close()
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (PROMPTS.select(range(1)), "has 1 rows, fewer than the 2 prompts"),
+        (PROMPTS.select(range(1)).to_iterable_dataset(), "a stream that has ended before it gave the 2 prompts"),
+    ],
+    ids=["data set", "stream"],
+)
+def test_too_few_prompts_are_an_error_where_accelerate_trains_too(tmp_path: Path, rows: Any, told: str) -> None:
+    model = policy(attention_dropout=0.1)
+    made = GRPOTrainer(model, distinct, settings(tmp_path), rows, processing_class=tiny.tokenizer())
+    assert made.run is None
+    with pytest.raises(DataError, match=told):
+        made.train()
+    made.close()
+
+
 def test_evaluation_before_training_runs_the_plan_and_is_repeatable(tmp_path: Path) -> None:
     args = settings(tmp_path, per_device_eval_batch_size=4, eval_strategy="no")
     made = GRPOTrainer(policy(), distinct, args, PROMPTS, PROMPTS.select(range(4)), processing_class=tiny.tokenizer())

@@ -31,7 +31,7 @@ from ..runtime.failures.watchdog_client import watch
 from .accelerate_plugin import ReallocationPlugin
 from .checkpoint.saving import make_output_dir
 from .checks.config_checks import ConfigError
-from .checks.data_checks import check_columns, check_types
+from .checks.data_checks import check_columns, check_rows, check_types, stream_too_short
 from .checks.trainable import why_not_trained
 from .grpo_config import GRPOConfig, RLOOConfig
 from .plan_settings import use_one_device
@@ -204,8 +204,12 @@ class PlannedPolicyTrainer(Trainer):
             given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
             folder = checkpoint_of_trainer(given, self.args.output_dir)
             check_resumable(folder, self.args.output_dir)
+            check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
             self.record.begin_training()
-            return super().train(folder, trial, ignore_keys_for_eval)
+            output = super().train(folder, trial, ignore_keys_for_eval)
+            if not self.state.global_step and not hasattr(self.train_dataset, "__len__"):
+                raise stream_too_short(self.args, self.accelerator.num_processes)
+            return output
         with self._host.training(resume_from_checkpoint) as resumed:
             return super().train(resumed, trial, ignore_keys_for_eval)
 
