@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_realloc.plan.algorithm_graphs import ppo_graph
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.timeline import LOOP, Span, Timeline
 from trl_realloc.plan.waits import ranges, waits, waits_of_iteration
 
 
@@ -67,3 +67,15 @@ def test_waits_and_work_of_a_device_are_its_whole_time(drawn: list[tuple[str, in
 def test_devices_are_named_by_ranges() -> None:
     assert ranges([3]) == "device 3"
     assert ranges([0, 1, 2, 5, 7, 8]) == "devices 0-2, 5, 7-8"
+
+
+def test_no_device_waits_while_the_training_loop_runs() -> None:
+    spans = [
+        Span("actor.generate", 0, 0.0, 4.0, 0),
+        Span("actor.generate", 1, 0.0, 2.0, 0),
+        Span(LOOP, 0, 4.0, 5.0, 0),
+        Span("actor.train", 0, 5.0, 10.0, 0),
+        Span("actor.train", 1, 5.0, 10.0, 0),
+    ]
+    (wait,) = waits(Timeline(spans), GRAPH, 0.0, 10.0, 2)
+    assert wait.devices == (1,) and dict(wait.calls) == {"actor.generate": 0.2}

@@ -23,7 +23,7 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.timeline import LOOP, Span, Timeline, loop_spans
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.trainer.report.callbacks import MetricsWriter
 from trl_realloc.trainer.report.logged_updates import load_metrics, logged_updates
@@ -96,6 +96,11 @@ def test_the_report_has_the_reward_the_times_the_plan_and_completions(tmp_path: 
 def test_times_that_first_appear_after_a_change_of_the_plan_are_in_the_table() -> None:
     made = [{"time/step": 4.0, "time/actor.train": 2.0}, {"time/step": 4.0, "time/critic.train": 1.0}]
     assert call_times(made) == {"actor.train": (1.0, 0.25), "critic.train": (0.5, 0.125)}
+    compiling = {"time/step": 40.0, "time/actor.train": 30.0, "time/reward/judge": 1.0}
+    host = {"time/training_loop": 0.5, "time/reward/judge": 2.0, "time/tool/search": 1.0}
+    times = call_times([compiling, *({**row, **host} for row in made)])
+    assert list(times) == ["actor.train", "critic.train", "reward: judge", "tool: search", "training loop"]
+    assert times["actor.train"] == (1.0, 0.25) and times["reward: judge"] == (2.0, 0.5)
 
 
 def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
@@ -108,15 +113,23 @@ def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pyt
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows([0.1] * 12)))
     flatten(Cluster(1, 1)).save(tmp_path / "plan.yaml")
     order = list(enumerate(flatten(Cluster(1, 1)).order))
-    starts = [(call, 4 * step + at / 2, step) for step in range(12) for at, call in order]
-    spans = [Span(call, 0, start, start + 0.5, step) for call, start, step in starts]
+    starts = [(call, 4.5 * step + at / 2, step) for step in range(12) for at, call in order]
+    spans = [Span(call, 0, start, start + 0.5 + 9 * (step == 0), step) for call, start, step in starts]
+    for step in range(12):  # the first update compiles, and is left out
+        spans.append(Span("reward: judge", 0, 4.5 * step + 3, 4.5 * step + 3.6, step))
+        spans += loop_spans(spans[-1:], 4.5 * step + 3, 4.5 * step + 4, step)[1:]  # after the function
+        spans += [Span(LOOP, 0, 4.5 * step, 4.5 * step, step)]
     Timeline(spans).save(tmp_path / "timeline.json")
     assert main(["report", str(tmp_path)]) == 0
     assert "written to" in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
     assert "name: flatten" in text and "timeline.png" in text and (tmp_path / "timeline.png").stat().st_size > 3000
     assert "the plan's timeline takes 3.000 s per update; measured were 4.000 s. The rest, 25%" in text
-    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 1 + 12 * 6
+    assert "between the calls: reward: judge 0.600 s, training loop 0.400 s, devices that wait for others." in text
+    assert "| actor.train | 0.500 | 12% |" in text and "| reward: judge | 0.600 | 15% |" in text
+    assert "| whole update | 4.000 | 100 tokens/s |" in text and "saving | 0.500 |" in text
+    assert text.count("mean of updates 2-12, without the first, which compiles") == 1
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 1 + 12 * 9
 
 
 def test_what_was_expected_stands_beside_what_was_measured(tmp_path: Path) -> None:

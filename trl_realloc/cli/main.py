@@ -381,11 +381,15 @@ def compare(runs: tuple[Path, Path]) -> None:
         first, second = (Timeline.load(run / "timeline.json") for run in runs)
     except PlanError as error:
         raise PlanError(f"{error.problems[0][:-1]}; a run writes it to its output_dir when it ends.") from None
-    table = Table("call", *(str(run) for run in runs), "ratio", title="seconds per update", title_justify="left")
-    for call, first_s, second_s, _ in first.compare(second):
+    title = "seconds per update, mean without the first update of three or more, which compiles"
+    table = Table("call", *(str(run) for run in runs), "ratio", title=title, title_justify="left")
+    first, second = first.warm, second.warm
+    of_first, of_second = first.seconds_by_call(), second.seconds_by_call()
+    for call in dict.fromkeys([*of_first, *of_second]):
+        first_s, second_s = of_first.get(call), of_second.get(call)
         ratio = f"{second_s / first_s:.2f}x" if first_s and second_s else ""
         table.add_row(call, *("" if seconds is None else f"{seconds:.3f}" for seconds in (first_s, second_s)), ratio)
-    whole = [timeline.seconds_per_step for timeline in (first, second)]
+    whole = [timeline.seconds_per_update for timeline in (first, second)]
     table.add_row(
         "whole update", *(f"{seconds:.3f}" for seconds in whole), f"{whole[1] / whole[0]:.2f}x" if all(whole) else ""
     )

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -176,13 +176,17 @@ class Timeline:
     def by_call(self) -> dict[str, float]:
         """Mean seconds per step of each call, over the steps that have the call. A step counts the device that spent
         most time in the call; several spans of a device in a step are added."""
+        return {call: sum(longest.values()) / len(longest) for call, longest in self._longest().items()}
+
+    def _longest(self) -> dict[str, dict[int, float]]:
+        """By call and step, the seconds of the device that spent most time in the call."""
         busy: dict[tuple[str, int, int], float] = defaultdict(float)
         for span in self.spans:
             busy[span.call, span.step, span.device] += span.seconds
-        longest: dict[str, dict[int, float]] = defaultdict(dict)
+        longest: dict[str, dict[int, float]] = {call: {} for call in self.calls}
         for (call, step, _), seconds in busy.items():
             longest[call][step] = max(longest[call].get(step, 0.0), seconds)
-        return {call: sum(longest[call].values()) / len(longest[call]) for call in self.calls}
+        return longest
 
     @property
     def seconds_per_step(self) -> float:
@@ -239,6 +243,49 @@ class Timeline:
         if len(timeline.calls) > MOST_CALLS_OF_RUN:
             raise PlanError(f"{path} is no saved timeline: it has spans of {len(timeline.calls):,} different calls.")
         return timeline
+
+    @property
+    def warm(self) -> Timeline:
+        """The timeline without its first update, in which kernels are compiled and caches are filled; the whole of one
+        with fewer than three updates. All seconds per update in reports are means over it."""
+        if len(self.steps) < 3:
+            return self
+        return Timeline(span for span in self.spans if span.step != self.steps[0])
+
+    @cached_property
+    def updates(self) -> dict[int, tuple[float, float]]:
+        """(start, end) of each update: of its loop where that was recorded (`loop_spans`), otherwise of its spans."""
+        loop = [span for span in self.spans if span.call == LOOP]
+        has_loop = {span.step for span in loop} == set(self.steps)
+        times: dict[int, tuple[float, float]] = {}
+        for span in loop if has_loop else self.spans:
+            start, end = times.get(span.step, (span.start, span.end))
+            times[span.step] = min(start, span.start), max(end, span.end)
+        return dict(sorted(times.items()))
+
+    @property
+    def seconds_per_update(self) -> float:
+        """Mean seconds of an update, without what is between two updates, such as logging and evaluation; 0 without
+        spans. Where batches are generated ahead and no loop was recorded, from an update's end to the next one's."""
+        if not self.spans:
+            return 0.0
+        if self.runs_ahead and not any(span.call == LOOP for span in self.spans):
+            return self.seconds_between_ends
+        return sum(end - start for start, end in self.updates.values()) / len(self.updates)
+
+    @property
+    def seconds_between_updates(self) -> float:
+        """Mean seconds from an update's end to the next one's start, where the loop was recorded; otherwise 0."""
+        times = list(self.updates.items())
+        if len(times) < 2 or not any(span.call == LOOP for span in self.spans):
+            return 0.0
+        gaps = [start - end for (_, (_, end)), (_, (start, _)) in pairwise(times)]
+        return max(0.0, sum(gaps) / len(gaps))
+
+    def seconds_by_call(self) -> dict[str, float]:
+        """Mean seconds per update of each call, over all updates, also those without the call. Otherwise as
+        `by_call`."""
+        return {call: sum(longest.values()) / len(self.steps) for call, longest in self._longest().items()}
 
     @property
     def runs_ahead(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .dataflow import DataflowGraph
-from .timeline import Span, Timeline
+from .timeline import LOOP, Span, Timeline
 
 
 SHOWN = 0.005  # least share of an iteration that a wait has
@@ -84,7 +84,8 @@ def waits(timeline: Timeline, graph: DataflowGraph, start: float, end: float, si
         return ()
     by_device: dict[int, list[Span]] = defaultdict(list)
     for span in sorted(timeline.spans, key=lambda span: span.start):
-        by_device[span.device].append(span)
+        for device in range(size) if span.call == LOOP else (span.device,):  # the loop runs while no device works
+            by_device[device].append(span)
     causes = _Causes(timeline, graph, AT_ONCE * (end - start))
     alike: dict[tuple[tuple[str, float], ...], list[int]] = defaultdict(list)
     for device in range(size):
@@ -131,6 +132,6 @@ class _Causes:
         ended: dict[str, float] = {}
         for span in self.timeline.spans:
             is_needed = span.call in self.needs[call] or span.device in self.devices[call]
-            if is_needed and span is not following and since + self.at_once < span.end <= latest:
+            if is_needed and span is not following and span.call != LOOP and since + self.at_once < span.end <= latest:
                 ended[span.call] = max(ended.get(span.call, span.end), span.end)
         return max(ended, key=lambda name: ended[name]) if ended else call

@@ -23,16 +23,22 @@ FIRST_ESTIMATE_FILE = "first_estimate.json"  # by which the plan was chosen, if 
 
 
 def estimate_table(estimate: Timeline, measured: Timeline, first: Timeline | None = None) -> Table:
-    """The estimated and the measured seconds of every call and of the iteration. The first update, which is slower
-    because kernels are compiled in it, is left out if there are more.
+    """The estimated and the measured seconds of every call and of the iteration. Measured are the means of
+    `Timeline.warm`.
 
     Args:
         first: the estimate by which the plan was chosen, if `estimate` has been corrected by the run.
     """
-    steps = measured.steps[1:] or measured.steps
-    warm = Timeline(span for span in measured.spans if span.step in steps)
+    warm = measured.warm
     columns = ["estimated"] if first is None else ["when chosen", "error", "corrected"]
-    table = Table("call", *columns, "measured", "error", title="estimate against measurement", title_justify="left")
+    table = Table(
+        "call",
+        *columns,
+        "measured",
+        "error",
+        title=f"estimate against measurement, {means(measured)}",
+        title_justify="left",
+    )
 
     def add_row(name: str, estimated_s: float | None, measured_s: float | None, chosen_s: float | None) -> None:
         chosen = [] if first is None else [_seconds(chosen_s), _error(chosen_s, measured_s)]
@@ -41,13 +47,26 @@ def estimate_table(estimate: Timeline, measured: Timeline, first: Timeline | Non
     of_first = {} if first is None else first.by_call()
     for call, estimated_s, measured_s, _ in estimate.compare(warm):
         add_row(call, estimated_s, measured_s, of_first.get(call))
-    if estimate.runs_ahead or warm.runs_ahead:  # a step's spans are as long as several iterations
-        chosen_s = None if first is None else first.seconds_between_ends
-        add_row("iteration", estimate.seconds_between_ends, warm.seconds_between_ends, chosen_s)
-        return table
-    whole = fmean(warm.of_step(step).seconds_per_step for step in steps) if steps else None
-    add_row("iteration", estimate.seconds_per_step, whole, None if first is None else first.seconds_per_step)
+    chosen_s = None if first is None else first.seconds_per_update
+    add_row("iteration", estimate.seconds_per_update, warm.seconds_per_update, chosen_s)
     return table
+
+
+def means(measured: Timeline) -> str:
+    """The updates that `Timeline.warm` keeps, in words."""
+    return means_of([step + 1 for step in measured.steps])
+
+
+def means_of(updates: Sequence[int]) -> str:
+    """The updates of a mean in words: `mean of updates 2-10, without the first, which compiles`.
+
+    Args:
+        updates: numbers of all updates of the run, ascending.
+    """
+    if len(updates) < 3:
+        which = " and ".join(map(str, updates))
+        return f"mean of update{'s' * (len(updates) > 1)} {which}, the first of which compiles"
+    return f"mean of updates {updates[1]}-{updates[-1]}, without the first, which compiles"
 
 
 def _error(estimated_s: float | None, measured_s: float | None) -> str:
@@ -102,7 +121,7 @@ def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
     if not exists(file):
         return []
     estimate, first = Timeline.load(file), folder / FIRST_ESTIMATE_FILE
-    title = f"estimated: {estimate.seconds_between_ends:.3g} s per update"
+    title = f"estimated: {estimate.seconds_per_update:.3g} s per update"
     draw_timeline(estimate, folder / "estimate.png", title=title)
     return [
         "### Estimated and measured",

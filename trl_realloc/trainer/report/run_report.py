@@ -23,18 +23,19 @@ from ...common.schema import checked
 from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.fused import Fused
-from ...plan.picture import draw_timeline
-from ...plan.timeline import Timeline
+from ...plan.picture import MOVES, draw_timeline
+from ...plan.timeline import LOOP, REWARD_FUNCTION, TOOL, Span, Timeline, is_host_work
 from ...plan.waits import waits
 from ...planner.iteration.simulate import plan_times
 from ...planner.search.show import waits_table
-from .estimate_part import age_lines, estimate_lines, markdown
+from .estimate_part import age_lines, estimate_lines, markdown, means, means_of
 from .logged_updates import SCORES, LogRow, logged_updates
 from .stage_part import makespans, stage_lines, stages_of
 
 
 WINDOW = 5  # updates at each end of a run that are compared
 CLEARLY = 3.0  # standard errors of the difference
+TIMELINE, PICTURE = "timeline.json", "timeline.png"
 
 
 _Completion = TypedDict("_Completion", {"query": str, "model response": str, "score": FiniteFloat})
@@ -95,14 +96,35 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-def call_times(rows: Sequence[LogRow]) -> dict[str, tuple[float, float]]:
-    """The mean seconds per update of each call, and its share of the update. Shares add up to more than 1 where calls
-    overlap."""
-    whole = fmean(row["time/step"] for row in rows)
-    keys = dict.fromkeys(key for row in rows for key in row)  # a change of the plan brings new reallocations
-    names = [key for key in keys if key.startswith("time/") and key != "time/step"]
-    means = {name.removeprefix("time/"): fmean(row.get(name, 0.0) for row in rows) for name in names}
-    return {name: (seconds, seconds / whole) for name, seconds in means.items()}
+def warm_rows(rows: Sequence[LogRow]) -> Sequence[LogRow]:
+    """The updates without the first, as `Timeline.warm`. A row may have the means of several updates."""
+    return rows[1:] if len(rows) >= 3 else rows
+
+
+def update_seconds(rows: Sequence[LogRow], timeline: Timeline | None = None) -> float:
+    """The mean seconds of an update (`Timeline.warm`).
+
+    Args:
+        timeline: of the run, which has the times of every update; *optional*, defaults to those that were logged.
+    """
+    if timeline is not None:
+        return timeline.warm.seconds_per_update
+    return fmean(row["time/step"] for row in warm_rows(rows))
+
+
+def call_times(rows: Sequence[LogRow], timeline: Timeline | None = None) -> dict[str, tuple[float, float]]:
+    """The mean seconds per update of each call, reward function and tool and of the training loop, and its share of the
+    update, over the same updates as `update_seconds`. Shares add up to more than 1 where calls overlap."""
+    whole = update_seconds(rows, timeline)
+    if timeline is not None:
+        means = {name: seconds for name, seconds in timeline.warm.seconds_by_call().items() if MOVES not in name}
+    else:
+        warm = warm_rows(rows)
+        keys = dict.fromkeys(key for row in warm for key in row)  # a change of the plan brings new reallocations
+        names = [key for key in keys if key.startswith("time/") and key != "time/step"]
+        means = {span_name(name.removeprefix("time/")): fmean(row.get(name, 0.0) for row in warm) for name in names}
+    ordered = sorted(means.items(), key=lambda each: is_host_work(each[0]) + (each[0] == LOOP))  # calls first
+    return {name: (seconds, seconds / whole) for name, seconds in ordered}
 
 
 def reward_curve(rows: Sequence[LogRow], path: str | Path) -> None:
@@ -133,18 +155,33 @@ def reward_table(summary: RewardSummary) -> Table:
     return table
 
 
+def span_name(metric: str) -> str:
+    """The name of the spans whose seconds are logged as `time/<metric>` (`results.observed`)."""
+    kind, _, name = metric.partition("/")
+    of_host = {"reward": REWARD_FUNCTION, "tool": TOOL}
+    return (
+        LOOP if metric == LOOP.replace(" ", "_") else f"{of_host[kind]}{name}" if name and kind in of_host else metric
+    )
+
+
 def has_times(rows: Sequence[LogRow]) -> bool:
     """True if the updates have the times of their calls. Those of a trainer without a plan have none."""
     return all("time/step" in row for row in rows)
 
 
-def time_table(rows: Sequence[LogRow]) -> Table:
-    table = Table("call", "seconds per update", "share", title="time by call", title_justify="left")
-    for name, (seconds, share) in call_times(rows).items():
+def time_table(rows: Sequence[LogRow], timeline: Timeline | None = None) -> Table:
+    """The times of calls and of the update, as of `update_seconds`."""
+    updates = means_of([row["step"] for row in rows]) if timeline is None else means(timeline)
+    table = Table("call", "seconds per update", "share", title=f"time by call, {updates}", title_justify="left")
+    for name, (seconds, share) in call_times(rows, timeline).items():
         table.add_row(name, f"{seconds:.3f}", f"{share:.0%}")
-    whole = fmean(row["time/step"] for row in rows)
-    tokens = fmean(row["tokens/s"] for row in rows)
-    table.add_row("whole update", f"{whole:.3f}", f"{tokens:,.0f} tokens/s")
+    timed, speed = [row for row in warm_rows(rows) if "time/step" in row and "tokens/s" in row], ""
+    if timed:
+        tokens = sum(row["tokens/s"] * row["time/step"] for row in timed)
+        speed = f"{tokens / sum(row['time/step'] for row in timed):,.0f} tokens/s"
+    table.add_row("whole update", f"{update_seconds(rows, timeline):.3f}", speed)
+    if timeline is not None and (between := timeline.warm.seconds_between_updates):
+        table.add_row("between updates: logging, evaluation, saving", f"{between:.3f}", "")
     return table
 
 
@@ -155,8 +192,8 @@ def realloc_table(rows: Sequence[LogRow]) -> Table | None:
         return None
     table = Table("parameters for", "MB per update", "seconds", title="reallocation", title_justify="left")
     for call in calls:
-        moved = fmean(row.get(f"realloc/bytes/{call}", 0.0) for row in rows)
-        seconds = fmean(row.get(f"realloc/seconds/{call}", 0.0) for row in rows)
+        moved = fmean(row.get(f"realloc/bytes/{call}", 0.0) for row in warm_rows(rows))
+        seconds = fmean(row.get(f"realloc/seconds/{call}", 0.0) for row in warm_rows(rows))
         table.add_row(call, f"{moved / 1e6:,.1f}", f"{seconds:.3f}")
     return table
 
@@ -165,13 +202,15 @@ def print_summary(rows: Sequence[LogRow], folder: Path | None = None) -> RewardS
     """Print all tables to the terminal.
 
     Args:
-        folder: of the run. *optional*. What its files say of calls that train together is printed too.
+        folder: of the run. *optional*. The times are those of its timeline then, and what its files say of calls that
+            train together is printed too.
     """
     summary = reward_summary(rows)
     console = Console()
     console.print(reward_table(summary))
-    if has_times(rows):
-        console.print(time_table(rows))
+    timeline = Timeline.load(folder / TIMELINE) if folder is not None and exists(folder / TIMELINE) else None
+    if timeline is not None or has_times(rows):
+        console.print(time_table(rows, timeline))
     if (moved := realloc_table(rows)) is not None:
         console.print(moved)
     if folder is not None and (found := stages_of(folder)) is not None:
@@ -186,7 +225,7 @@ def write_report(
     before: Sequence[LogRow] = (),
     after: Sequence[LogRow] = (),
     *,
-    timeline: str = "",
+    timeline: Timeline | None = None,
     simulated: float | None = None,
     expected: Sequence[str] = (),
 ) -> Path:
@@ -196,7 +235,7 @@ def write_report(
         rows: from `logged_updates`.
         plan: the plan's YAML; empty of a run without one.
         before, after: completions of the same prompts (`query`, `model response`, `score`).
-        timeline: file name of a picture of the calls in the same folder, or empty.
+        timeline: of the run, if it has one; the folder then has its picture.
         simulated: seconds per update that the plan's timeline takes; printed next to the measured seconds.
         expected: lines on the estimate and on the stages of calls that train together.
 
@@ -207,7 +246,7 @@ def write_report(
     reward_curve(rows, folder / "reward.png")
     lines = [
         *_reward_lines(rows),
-        *(_time_lines(rows, timeline, simulated, _overlap_in(plan)[0]) if has_times(rows) else []),
+        *(_time_lines(rows, timeline, simulated, _overlap_in(plan)[0]) if timeline or has_times(rows) else []),
         *expected,
         *([*markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
         *(["## Plan", "", "```yaml", plan.strip(), "```", ""] if plan else []),
@@ -235,17 +274,20 @@ def _reward_lines(rows: Sequence[LogRow]) -> list[str]:
     ]
 
 
-def _time_lines(rows: Sequence[LogRow], timeline: str, simulated: float | None, fused: Fused) -> list[str]:
+def _time_lines(rows: Sequence[LogRow], timeline: Timeline | None, simulated: float | None, fused: Fused) -> list[str]:
+    updates = means_of([row["step"] for row in rows]) if timeline is None else means(timeline)
+    picture = f"![two updates, devices down, time across]({PICTURE}); whole run: trace.json"
     both = f" {' and '.join(fused)} train together, so each has the seconds of both." if fused else ""
     return [
         "## Time by call",
         "",
-        f"The longest of the devices, mean over the updates. Calls on disjoint devices overlap.{both}",
+        f"Seconds of the slowest device, {updates}. Calls on disjoint devices overlap.{both} The {LOOP} "
+        f"has the time in which no device ran a call, a reward function or a tool.",
         "",
-        *markdown(time_table(rows)),
+        *markdown(time_table(rows, timeline)),
         "",
-        *(_simulated_lines(simulated, rows) if simulated is not None else []),
-        *([f"![two updates, devices down, time across]({timeline}); whole run: trace.json", ""] if timeline else []),
+        *(_simulated_lines(simulated, timeline) if simulated is not None and timeline is not None else []),
+        *([picture, ""] if timeline else []),
     ]
 
 
@@ -281,12 +323,12 @@ def report_run(folder: str | Path) -> Path:
             _Completions, read_json(completions_file, "the completions", MOST_RECORD_BYTES), str(completions_file)
         )
     text = read_text(plan, "the plan") if exists(plan) else ""
-    spans = folder / "timeline.json"
-    picture, simulated, expected = "", None, list[str]()
-    if exists(spans):
+    measured, simulated, expected = None, None, list[str]()
+    if exists(folder / TIMELINE):
         fused, versions = _overlap_in(text)
-        timeline = Timeline.load(spans).joined(fused)
-        simulated = simulated_seconds(text, timeline)
+        measured = Timeline.load(folder / TIMELINE)
+        timeline = measured.joined(fused)
+        simulated = simulated_seconds(text, timeline.warm)
         expected = [*estimate_lines(folder, timeline), *age_lines(folder, rows)]
         traced = timeline
         if (found := stages_of(folder)) is not None:
@@ -294,18 +336,17 @@ def report_run(folder: str | Path) -> Path:
             traced += found[1].measured
         shown = two_updates(timeline, versions)
         updates = " and ".join(str(step + 1) for step in sorted({span.step for span in shown.spans})[-2:])
-        title = f"updates {updates}: {shown.seconds_between_ends:.3g} s per update"
-        draw_timeline(shown, folder / "timeline.png", title=title)
+        title = f"updates {updates}; {timeline.warm.seconds_per_update:.3g} s per update, {means(timeline)}"
+        draw_timeline(shown, folder / PICTURE, title=title)
         expected = [*_wait_lines(text, timeline), *expected]
         (folder / "trace.json").write_text(json.dumps(traced.to_chrome_trace()), encoding="utf-8")
-        picture = "timeline.png"
     return write_report(
         folder,
         rows,
         text,
         completions["before"][:8],
         completions["after"][:8],
-        timeline=picture,
+        timeline=measured,
         simulated=simulated,
         expected=expected,
     )
@@ -374,12 +415,24 @@ def _wait_lines(plan: str, timeline: Timeline) -> list[str]:
     return ["### Waits", "", f"In update {steps[-2] + 1} {found[0].sentence}.", "", *markdown(waits_table(found)), ""]
 
 
-def _simulated_lines(simulated: float, rows: Sequence[LogRow]) -> list[str]:
-    measured = fmean(row["time/step"] for row in rows)
+def _simulated_lines(simulated: float, timeline: Timeline) -> list[str]:
+    """The seconds per update that the plan needs for its calls, and what the rest is."""
+    measured, seconds = timeline.warm.seconds_per_update, timeline.warm.seconds_by_call()
+    calls, host = list[Span](), list[Span]()
+    for span in timeline.of_step(timeline.steps[-1]).spans:
+        (host if span.is_host_work else calls).append(span)
+    inside = {  # PPO's reward functions run in reward.forward
+        span.call
+        for span in host
+        if span.call != LOOP
+        and any(call.device == span.device and call.start <= span.start and span.end <= call.end for call in calls)
+    }
+    names = sorted((name for name in seconds if is_host_work(name) and name not in inside), key=LOOP.__eq__)
+    between = [f"{name} {seconds[name]:.3f} s" for name in names]
     return [
-        f"From these times the plan's timeline takes {simulated:.3f} s per update; measured were {measured:.3f} s. The "
-        f"rest, {(measured - simulated) / measured:.0%}, is what happens between the calls: samples on their way, "
-        f"waiting for the slower device, logging.",
+        f"From the times of the calls the plan's timeline takes {simulated:.3f} s per update; measured were "
+        f"{measured:.3f} s. The rest, {(measured - simulated) / measured:.0%}, is what happens between the calls: "
+        f"{', '.join([*between, 'devices that wait for others'])}.",
         "",
     ]
 
