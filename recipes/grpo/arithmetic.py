@@ -20,7 +20,7 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
-def questions(count: int, seed: int = 0) -> Dataset:
+def questions(count: int = 4000, seed: int = 0) -> Dataset:
     """Prompts as conversations, with the right answer in the column `answer`."""
     draw, rows = random.Random(seed), []
     for _ in range(count):

@@ -388,15 +388,16 @@ def test_a_recipes_misspelt_key_is_refused_and_a_scripts_own_key_is_not(
 
 def test_the_planner_knows_every_setting_that_a_recipe_may_have() -> None:
     """The list is written down, for reading it off the classes takes seconds of imports."""
-    from trl import ModelConfig, ScriptArguments
+    from trl import ModelConfig
 
-    from trl_realloc import PPOConfig
-    from trl_realloc.trainer.grpo_config import GRPOConfig, RLOOConfig
+    from trl_realloc.cli.recipe_parser import CONFIGS
+    from trl_realloc.cli.train import RunArguments
+    from trl_realloc.planner.recipe.defaults import LAUNCH
 
     listed = Path(trl_realloc.__file__).parent.joinpath("planner", "recipe", "settings.txt").read_text().split()
     assert listed == sorted(set(listed))
-    kinds = (ScriptArguments, PPOConfig, GRPOConfig, RLOOConfig, ModelConfig)
-    settings = {field.name for kind in kinds for field in fields(kind) if field.init}
+    kinds = (RunArguments, *CONFIGS.values(), ModelConfig)
+    settings = {*LAUNCH} | {field.name for kind in kinds for field in fields(kind) if field.init}
     assert settings <= set(listed), sorted(settings - set(listed))
 
 

@@ -73,7 +73,7 @@ def test_the_batch_scripts_that_are_given_start_a_launcher_on_each_host(slurm: S
     """As they are but for the script that they start, with one process on each of two hosts."""
     recipe = ROOT / "recipes" / "llama-70b" / "launch.slurm"
     text = of_the_docs() if name == "docs" else recipe.read_text()
-    trained = "train.py" if name == "docs" else "examples/ppo_recipe.py --config recipes/llama-70b/ppo.yaml"
+    trained = "train.py" if name == "docs" else "-m trl_realloc.cli.train ppo --config recipes/llama-70b/ppo.yaml"
     out = folder(slurm, name)
     for given, here in (("$((8 *", "$((1 *"), (trained, f"{SCRIPT} {out}")):
         assert text.count(given) == 1

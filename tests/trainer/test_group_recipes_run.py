@@ -1,10 +1,9 @@
-"""The recipes of GRPO and RLOO: their questions, reward and calculator, and that their scripts train."""
+"""The recipes of GRPO and RLOO: their questions, reward and calculator, and that they train without a script."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +11,12 @@ from typing import Any
 
 import pytest
 import tiny
+from datasets import Dataset, DatasetDict
+from trl import ModelConfig
 
 from trl_realloc import GRPOConfig
-from trl_realloc.cli.recipe_parser import parse_recipe
+from trl_realloc.cli.recipe_parser import RecipeError, parse_recipe
+from trl_realloc.cli.train import RunArguments, imported, main
 from trl_realloc.planner.recipe.defaults import algorithm_of
 from trl_realloc.planner.recipe.recipe import read_recipe_settings
 
@@ -46,21 +48,14 @@ def test_the_calculator_runs_nothing_but_arithmetic(arithmetic: ModuleType, text
 
 
 def test_the_recipe_with_tools_is_read(arithmetic: ModuleType) -> None:
-    script = importlib.import_module("train_grpo")
     config = ["--config", str(RECIPES / "grpo-tools.yaml"), "--use_cpu", "true", "--bf16", "false"]
-    own, args = parse_recipe((script.Arguments, GRPOConfig), config)
-    assert own.tools and args.max_tool_calling_iterations == 3
-    assert args.chat_template_kwargs == {"enable_thinking": False}
+    own, args = parse_recipe((RunArguments, GRPOConfig, ModelConfig), config)[:2]
+    assert args.max_tool_calling_iterations == 3 and args.chat_template_kwargs == {"enable_thinking": False}
+    assert [imported("tools", name) for name in own.tools] == [arithmetic.calculate]
 
 
-@pytest.mark.parametrize(
-    ("script", "recipe"),
-    [("train_grpo", "grpo/grpo-reward"), ("train_rloo", "grpo/rloo"), ("train_rloo", "llama-8b/rloo-lora")],
-)
-def test_a_recipes_script_trains_a_model(
-    tmp_path: Path, script: str, recipe: str, arithmetic: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a process's main module, in this process, which has imported what the script imports."""
+@pytest.mark.parametrize("recipe", ["grpo/grpo-reward", "grpo/rloo", "llama-8b/rloo-lora"])
+def test_a_recipe_alone_trains_a_model(tmp_path: Path, recipe: str) -> None:
     tiny.policy(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     changes = {
@@ -74,15 +69,51 @@ def test_a_recipes_script_trains_a_model(
         "bf16": "false",
         "use_cpu": "true",
     }
-    command = [str(RECIPES / f"{script}.py"), "--config", str(RECIPES.parent / f"{recipe}.yaml")]
-    command += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", command)
+    words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    algorithm = "rloo" if "rloo" in recipe else "grpo"
     tiny.forget_accelerate()
-    runpy.run_path(command[0], run_name="__main__")
+    main([algorithm, "--config", str(RECIPES.parent / f"{recipe}.yaml"), *words])
     tiny.forget_accelerate()
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
     saved = "adapter_model.safetensors" if recipe.endswith("lora") else "model.safetensors"
     assert state["global_step"] == 2 and (tmp_path / "run" / saved).exists()
+
+
+def test_a_recipe_of_ppo_alone_trains_a_model(tmp_path: Path) -> None:
+    """By a data set on disk, a reward model, a reward function and a critic of its own."""
+    tiny.policy(max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    tiny.classifier(max_position_embeddings=512).save_pretrained(tmp_path / "reward")
+    DatasetDict(train=Dataset.from_dict({"prompt": ["w5 w6"] * 8})).save_to_disk(str(tmp_path / "data"))
+    (tmp_path / "short.py").write_text("def reward(completions, **rest): return [-len(text) for text in completions]\n")
+    recipe = tmp_path / "ppo.yaml"
+    recipe.write_text(
+        f"""{{sft_model_path: {tmp_path}/model, reward_model_path: {tmp_path}/reward, reward_funcs: [short.reward],
+        value_model_path: {tmp_path}/reward, dataset_name: {tmp_path}/data, plan: flatten, response_length: 4,
+        generation_engine: transformers, per_device_train_batch_size: 2, gradient_accumulation_steps: 1, max_steps: 1,
+        num_mini_batches: 1, num_sample_generations: 0, output_dir: {tmp_path}/run, use_cpu: true, bf16: false}}"""
+    )
+    tiny.forget_accelerate()
+    main(["ppo", "--config", str(recipe)])
+    tiny.forget_accelerate()
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "names no data set: set dataset_name, or dataset_function"),
+        ("--dataset_function arithmetic.question", "dataset_function: there is no 'arithmetic.question'"),
+        ("--dataset_function arithmetik.questions", "dataset_function: there is no module 'arithmetik'"),
+        ("--dataset_function arithmetic.questions", "names no reward: set reward_funcs"),
+        ("--dataset_function arithmetic.questions --reward_funcs right_answer", "no 'trl.rewards.right_answer'"),
+    ],
+)
+def test_what_a_recipe_does_not_name_is_said(tmp_path: Path, words: str, told: str, arithmetic: ModuleType) -> None:
+    recipe = tmp_path / "grpo.yaml"
+    recipe.write_text(f"model_name_or_path: none\noutput_dir: {tmp_path}/run\nuse_cpu: true\nbf16: false\n")
+    with pytest.raises(RecipeError, match=told):
+        main(["grpo", "--config", str(recipe), *words.split()])
 
 
 def test_rloo_is_told_from_grpo_by_its_recipe() -> None:

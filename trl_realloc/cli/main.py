@@ -1,14 +1,18 @@
-"""The command `trl-realloc`: chooses, prints and writes plans without torch, and starts a job that measures a machine.
+"""The command `trl-realloc`: chooses, prints and writes plans without torch, and starts jobs that measure a machine or
+train.
 
-That job is in `measure`, and its start in `measuring_job`. Planning a recipe is in `recipe_planning`.
+These jobs are in `measure` and `train`, their start is in `measuring_job` and `training_job`. Planning a recipe is in
+`recipe_planning`.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -26,6 +30,7 @@ from ..plan.execution_plan import ExecutionPlan
 from ..plan.presets import PRESETS
 from ..plan.timeline import Timeline
 from ..planner.fused.lists import example
+from ..planner.recipe.defaults import DEFAULTS_OF
 from ..planner.recipe.recipe import Recipe, is_plan, read_recipe
 from ..planner.search.clusters import COLOCATED, with_colocated
 from ..planner.search.decision import Decision
@@ -46,6 +51,7 @@ from .clusters import compare_clusters
 from .inputs import accelerate_trains, check_output, no_such_input, plan_file
 from .measuring_job import check_processes, measured_profile, processes_of
 from .recipe_planning import Work, check_request, choose_for_recipe, job_cluster, overlap_worth
+from .training_job import training_command
 
 
 OVERLAPS = ""  # --explain without a call
@@ -357,6 +363,27 @@ def profile(what: tuple[str, ...], devices: int | None, output: Path, prompt_tok
     except OSError as error:
         raise PlanError(f"the profile cannot be written to {output} ({error.strerror}).") from None
     click.echo(f"{len(measured.observations)} observations in {output}")
+
+
+def _start(algorithm: str, words: tuple[str, ...]) -> None:
+    command = training_command(algorithm, words)
+    os.execv(command[0], command)
+
+
+for _algorithm in DEFAULTS_OF:
+    commands.command(
+        _algorithm,
+        context_settings={"ignore_unknown_options": True},
+        help=f"""Train by {_algorithm.upper()} as a recipe says.
+
+        Settings given as --KEY VALUE take precedence over the recipe's. It names models, data set (dataset_name or
+        dataset_function) and rewards (reward_funcs, by import path, or a reward model). --num_processes N or
+        --accelerate_config FILE, in the recipe too, start several processes.
+        """,
+        params=[
+            click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="--config RECIPE [--KEY VALUE ...]")
+        ],
+    )(partial(_start, _algorithm))
 
 
 @commands.command()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,14 +28,11 @@ from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
 from ..trainer.checks.config_checks import by_transformers
-from ..trainer.grpo_config import GRPOConfig, PolicyConfig, RLOOConfig
+from ..trainer.grpo_config import PolicyConfig
 from ..trainer.plan_settings import use_one_device
 from ..trainer.ppo_config import PPOConfig
 from ..trainer.run.job_builder import compute_dtype, engine_options, make_job
-from .recipe_parser import SENTENCES, RecipeError, run
-
-
-CONFIGS: Mapping[str, type[PPOConfig | PolicyConfig]] = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}
+from .recipe_parser import CONFIGS, SENTENCES, RecipeError, run
 
 
 def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:

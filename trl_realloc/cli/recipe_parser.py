@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -23,14 +23,19 @@ from ..common.errors import PlanError, shown, unknown_keys
 from ..common.files import read_yaml_mapping
 from ..common.settings import SETTINGS, number_of_text, read_settings
 from ..engines.model_configs import ModelError
-from ..planner.recipe.defaults import ALGORITHM
+from ..planner.recipe.defaults import ALGORITHM, LAUNCH
 from ..runtime.failures.alarm import JobFailed
 from ..trainer.checkpoint import CheckpointError, SaveError
 from ..trainer.checks.config_checks import ConfigError
+from ..trainer.grpo_config import GRPOConfig, PolicyConfig, RLOOConfig
+from ..trainer.ppo_config import PPOConfig
 
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+CONFIGS: Mapping[str, type[PPOConfig | PolicyConfig]] = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}
 
 
 class RecipeError(ValueError):
@@ -79,14 +84,14 @@ def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | Non
 
 
 class _Parser(TrlParser):
-    """TRL's parser, which raises instead of printing its usage and ending the process, and takes the planner's key
-    from a recipe."""
+    """TRL's parser, which raises instead of printing its usage and ending the process, and takes the keys of planner
+    and launch from a recipe."""
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(message)
 
     def set_defaults_with_config(self, **config: PretrainedConfig) -> list[str]:
-        own = {key: value for key, value in config.items() if key != ALGORITHM or self._has(key)}
+        own = {key: value for key, value in config.items() if key not in (ALGORITHM, *LAUNCH) or self._has(key)}
         remaining: list[str] = super().set_defaults_with_config(**own)
         return remaining
 
@@ -104,7 +109,7 @@ def _check(path: Path, dataclass_types: Sequence[type]) -> None:
     for kind in dataclass_types:
         hints = get_type_hints(kind)
         own |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
-    kinds = {"env": dict[str, Any], ALGORITHM: str, **own}
+    kinds = {"env": dict[str, Any], ALGORITHM: str, **LAUNCH, **own}
     if "resume_from_checkpoint" in kinds:  # Transformers' type is text, and `train` takes true as well
         kinds["resume_from_checkpoint"] = str | bool | None
     problems = unknown_keys(recipe, sorted(kinds), "no setting")

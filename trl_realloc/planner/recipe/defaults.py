@@ -92,8 +92,16 @@ _COUNTS_IN_GROUPS = "apex"  # in the name of an `optim` that counts its steps in
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 
-# the planner's own key in a recipe; a run's parser leaves it out
+# the planner's own key in a recipe, and how many processes `trl-realloc grpo` starts; a run's parser leaves them out
 ALGORITHM = "algorithm"
+LAUNCH: Mapping[str, type] = {
+    "accelerate_config": str,
+    "num_processes": int,
+    "num_machines": int,
+    "machine_rank": int,
+    "main_process_ip": str,
+    "main_process_port": int,
+}
 # settings that one algorithm alone has, by which a recipe without `algorithm` is known
 _PPO = ("sft_model_path", "reward_model_path", "value_model_path", "num_ppo_epochs", "num_mini_batches", "kl_coef")
 _RLOO = ("normalize_advantages", "reward_clip_range")
