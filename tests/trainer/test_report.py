@@ -18,6 +18,7 @@ from trl import ModelConfig, TrlParser
 
 from trl_realloc import GRPOConfig, PPOConfig, RLOOConfig
 from trl_realloc.cli.main import main
+from trl_realloc.cli.train import RunArguments
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
@@ -313,14 +314,7 @@ def test_every_recipe_can_be_loaded(path: Path, tmp_path: Path) -> None:
     else:
         config = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}[path.stem.partition("-")[0]]
         known = {key: value for key, value in content.items() if key in config.__dataclass_fields__}
-        of_script = {
-            "dataset_path",
-            "dataset_name",
-            "tools",
-            "task",
-            "value_model_path",
-            *ModelConfig.__dataclass_fields__,
-        }
+        of_script = {"dataset_path", "task", *RunArguments.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
         assert set(content) - set(known) <= of_script
         known["use_cpu"] = True  # recipes for GPUs too
         recipe = tmp_path / "recipe.yaml"
