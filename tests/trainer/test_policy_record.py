@@ -81,6 +81,9 @@ def test_a_runs_report_has_its_rewards_the_times_of_its_calls_and_its_plan(tmp_p
     assert len(generations) == 10, "those of the evaluation are left out"
     text = report_run(tmp_path).read_text()
     assert "10 updates." in text and "actor.train" in text and "calls:" in text
+    algorithm = kind.__name__.removesuffix("Trainer")
+    assert f"| algorithm | {algorithm} |" in text and "| hardware | 1 process on CPUs |" in text
+    assert ", trl " in text and "| learning rate | " in text and "| entropy | " in text
 
 
 def test_a_log_of_several_updates_has_their_mean_times(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
 
 def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows([0.1] * 12)))
+    (tmp_path / "run.json").write_text(json.dumps({"algorithm": "GRPO", "script": "a | b.py"}))
     flatten(Cluster(1, 1)).save(tmp_path / "plan.yaml")
     order = list(enumerate(flatten(Cluster(1, 1)).order))
     starts = [(call, 4.5 * step + at / 2, step) for step in range(12) for at, call in order]
@@ -124,7 +125,10 @@ def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pyt
     assert main(["report", str(tmp_path)]) == 0
     assert "written to" in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
-    assert "name: flatten" in text and "timeline.png" in text and (tmp_path / "timeline.png").stat().st_size > 3000
+    assert text.index("| run |") < text.index("| score | 0.1 | 0.1 |") < text.index("## Reward")
+    assert "| algorithm | GRPO |" in text and "| script | a \\| b.py |" in text and "| KL |" not in text
+    assert text.index("```yaml\nname: flatten") > text.index("## Time by call") and "# An execution plan" not in text
+    assert "timeline.png" in text and (tmp_path / "timeline.png").stat().st_size > 3000
     assert "the plan's timeline takes 3.000 s per update; measured were 4.000 s. The rest, 25%" in text
     assert "between the calls: reward: judge 0.600 s, training loop 0.400 s, devices that wait for others." in text
     assert "| actor.train | 0.500 | 12% |" in text and "| reward: judge | 0.600 | 15% |" in text
@@ -187,7 +191,7 @@ def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_t
 
 
 def test_a_run_without_an_estimate_is_not_compared_with_that_of_an_earlier_run(tmp_path: Path) -> None:
-    for file in ("estimate.json", "first_estimate.json", "ages.json", "stages.json"):
+    for file in ("run.json", "estimate.json", "first_estimate.json", "ages.json", "stages.json"):
         (tmp_path / file).write_text("{}")
     save_record(flatten(Cluster(1, 1)), Timeline([Span("actor.generate", 0, 0.0, 3.0, 1)]), None, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"plan.yaml", "timeline.json"}

@@ -45,6 +45,7 @@ from .ppo.ppo_setup import prepare
 from .ppo.trl_surface import OnlineTrainerState, TrlSurface
 from .ppo_config import PPOConfig, check_config
 from .report.completions import CompletionRow, show_completions
+from .report.run_facts import run_facts
 from .report.run_record import save_record
 from .run.metrics import SPANS, RunMetrics
 from .run.optimizers import check_own_optimizer, follows_metrics
@@ -272,7 +273,8 @@ class PPOTrainer(TrlSurface):
             lengths, folder = list(self.metrics.lengths), Path(args.output_dir)
             expected, chosen = self.run.change.observer.end(lengths), self.run.change.observer.when_chosen(lengths)
             stages = self.metrics.stages
-            save_record(self.plan, self.timeline, expected, folder, when_chosen=chosen, stages=stages)
+            facts = run_facts("PPO", self.plan.cluster.size, args.device)
+            save_record(self.plan, self.timeline, expected, folder, when_chosen=chosen, stages=stages, facts=facts)
         loss = self.metrics.mean_loss()
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 

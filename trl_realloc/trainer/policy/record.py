@@ -24,6 +24,7 @@ from ...runtime.samples.results import observed
 from ..checks.config_checks import ConfigError
 from ..ppo.evaluation import NEAR_GREEDY
 from ..report.completions import CompletionRow, show_completions
+from ..report.run_facts import run_facts
 from ..report.run_record import save_record
 from ..run.metrics import LENGTHS, SPANS
 from .trl_sampling import tokenizer_of
@@ -127,7 +128,9 @@ class PolicyRecord:
         # the planner estimates a generation with all its optimizer steps
         of_update = config.num_iterations * config.steps_per_generation == config.gradient_accumulation_steps
         folder = Path(config.output_dir)
-        save_record(run.placed.plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update)
+        plan = run.placed.plan
+        facts = run_facts(type(self.trainer).__name__.removesuffix("Trainer"), plan.cluster.size, config.device)
+        save_record(plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update, facts=facts)
 
     def _take_spans(self) -> tuple[Span, ...]:
         return () if self.trainer.run is None else self.trainer.calls.take_spans() + self.trainer.run.host.spans.take()

@@ -21,6 +21,7 @@ SCORES = "objective/scores"
 TRL_REWARD = "reward"  # what TRL's GRPO and RLOO log for it
 REPORTED = ("time/step", "tokens/s")  # what a report needs of every update under a plan, besides the score
 METRICS, STATE = "metrics.jsonl", "trainer_state.json"
+FACTS_FILE = "run.json"  # of `run_facts`
 
 
 def logged_updates(folder: str | Path) -> list[LogRow]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from ...plan.stage_spans import MiniBatchStages, StageSpan
 from ...plan.timeline import Timeline
 from ...planner.search.priced_plan import PricedPlan
 from .estimate_part import AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE, estimate_table
+from .logged_updates import FACTS_FILE
 from .stage_part import STAGES_FILE
 
 
@@ -25,10 +26,11 @@ def save_record(
     when_chosen: PricedPlan | None = None,
     of_update: bool = True,
     stages: Sequence[StageSpan] = (),
+    facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Save what `run_report` reads: `plan.yaml`, `timeline.json` and, with an estimate, `estimate.json`; with
-    one of a plan that has a staleness also `ages.json`; with stages of calls that train together `stages.json`. Also
-    prints the estimate next to the measured times. Does nothing if no call was run.
+    """Save what `run_report` reads: `plan.yaml`, `timeline.json`, `run.json` with the facts, and with an estimate
+    `estimate.json`; with one of a plan that has a staleness also `ages.json`; with stages of calls that train together
+    `stages.json`. Also prints the estimate next to the measured times. Does nothing if no call was run.
 
     Args:
         expected: the plan's estimate, corrected by the run's own times.
@@ -36,14 +38,17 @@ def save_record(
         of_update: the times of the estimate can be compared with those of an update. They cannot where a generation of
             another library's loop has more or less than one update; the ages can.
         stages: of the last mini-batch, where the plan fuses two calls.
+        facts: of `run_facts`.
     """
     if not timeline.spans:
         return
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.yaml")
     timeline.save(folder / "timeline.json")
-    for of_earlier_run in (STAGES_FILE, AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
+    for of_earlier_run in (FACTS_FILE, STAGES_FILE, AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
         (folder / of_earlier_run).unlink(missing_ok=True)
+    if facts is not None:
+        (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     if stages and plan.fused:
         MiniBatchStages(stages).save(folder / STAGES_FILE)
     if expected is not None and expected.staleness.versions:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -29,13 +29,20 @@ from ...plan.waits import waits
 from ...planner.iteration.simulate import plan_times
 from ...planner.search.show import waits_table
 from .estimate_part import age_lines, estimate_lines, markdown, means, means_of
-from .logged_updates import SCORES, LogRow, logged_updates
+from .logged_updates import FACTS_FILE, SCORES, LogRow, logged_updates
 from .stage_part import makespans, stage_lines, stages_of
 
 
 WINDOW = 5  # updates at each end of a run that are compared
 CLEARLY = 3.0  # standard errors of the difference
 TIMELINE, PICTURE = "timeline.json", "timeline.png"
+ENDS = {  # in the head of the report: name -> metrics of PPO, and of GRPO and RLOO
+    "score": (SCORES,),
+    "KL": ("objective/kl", "kl"),
+    "entropy": ("objective/entropy", "entropy"),
+    "response length": ("completions/mean_length",),
+    "learning rate": ("lr", "learning_rate"),
+}
 
 
 _Completion = TypedDict("_Completion", {"query": str, "model response": str, "score": FiniteFloat})
@@ -228,6 +235,7 @@ def write_report(
     timeline: Timeline | None = None,
     simulated: float | None = None,
     expected: Sequence[str] = (),
+    facts: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `report.md` and the reward curve `reward.png` to a folder.
 
@@ -238,6 +246,7 @@ def write_report(
         timeline: of the run, if it has one; the folder then has its picture.
         simulated: seconds per update that the plan's timeline takes; printed next to the measured seconds.
         expected: lines on the estimate and on the stages of calls that train together.
+        facts: of `run_facts`.
 
     Returns:
         The path of the report.
@@ -245,26 +254,61 @@ def write_report(
     folder = Path(folder)
     reward_curve(rows, folder / "reward.png")
     lines = [
+        *_head_lines(rows, facts or {}),
         *_reward_lines(rows),
         *(_time_lines(rows, timeline, simulated, _overlap_in(plan)[0]) if timeline or has_times(rows) else []),
         *expected,
         *([*markdown(moved), ""] if (moved := realloc_table(rows)) is not None else []),
-        *(["## Plan", "", "```yaml", plan.strip(), "```", ""] if plan else []),
         *(_completion_lines(before, after) if before and after else []),
+        *(_plan_lines(plan) if plan else []),
     ]
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def _reward_lines(rows: Sequence[LogRow]) -> list[str]:
-    summary = reward_summary(rows)
+def _head_lines(rows: Sequence[LogRow], facts: Mapping[str, str]) -> list[str]:
+    """The run's circumstances, and its metrics at both ends."""
+    updates = f"{len(rows)} update{'s' * (len(rows) != 1)}"
     episodes = f", {rows[-1]['episode']:,.0f} episodes" if "episode" in rows[-1] else ""
     return [
         "# Report",
         "",
-        f"{summary.updates} updates{episodes}.",
+        f"{updates}{episodes}.",
         "",
+        *(["| run | |", "| --- | --- |"] if facts else []),
+        *(f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()),
+        *([""] if facts else []),
+        *markdown(ends_table(rows)),
+        "",
+    ]
+
+
+def ends_table(rows: Sequence[LogRow]) -> Table:
+    """The means of a few metrics over the first and the last updates, of those that were logged."""
+    window = reward_summary(rows).window
+    table = Table("metric", f"first {window}", f"last {window}")
+    for name, keys in ENDS.items():
+        key = next((key for key in keys if all(_is_number(row.get(key)) for row in rows)), None)
+        if key is not None:
+            values = [float(row[key]) for row in rows]
+            table.add_row(name, f"{fmean(values[:window]):.4g}", f"{fmean(values[-window:]):.4g}")
+    return table
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= 1e30
+
+
+def _plan_lines(plan: str) -> list[str]:
+    """The plan without the comments that explain its fields."""
+    lines = [line for line in plan.strip().splitlines() if not line.startswith("#")]
+    return ["## Plan", "", "Its fields are explained in `plan.yaml`.", "", "```yaml", *lines, "```", ""]
+
+
+def _reward_lines(rows: Sequence[LogRow]) -> list[str]:
+    summary = reward_summary(rows)
+    return [
         "## Reward",
         "",
         *markdown(reward_table(summary)),
@@ -303,9 +347,9 @@ def report_run(folder: str | Path) -> Path:
     """Write the report of a finished run from the files in its folder.
 
     Reads the metrics (`logged_updates`), and if they exist `plan.yaml`, `timeline.json`, `estimate.json`, `ages.json`,
-    `stages.json` and `completions.json`. With a timeline it also writes a picture of two updates (`timeline.png`) and
-    the whole timeline for Perfetto (`trace.json`), with the stages' tasks in it. With an estimate the report compares
-    it with the measured times.
+    `stages.json`, `run.json` and `completions.json`. With a timeline it also writes a picture of two updates
+    (`timeline.png`) and the whole timeline for Perfetto (`trace.json`), with the stages' tasks in it. With an estimate
+    the report compares it with the measured times.
 
     Returns:
         The path of the report.
@@ -323,6 +367,9 @@ def report_run(folder: str | Path) -> Path:
             _Completions, read_json(completions_file, "the completions", MOST_RECORD_BYTES), str(completions_file)
         )
     text = read_text(plan, "the plan") if exists(plan) else ""
+    about, facts = folder / FACTS_FILE, dict[str, str]()
+    if exists(about):
+        facts = checked(dict[str, str], read_json(about, "the facts of the run", MOST_RECORD_BYTES), str(about))
     measured, simulated, expected = None, None, list[str]()
     if exists(folder / TIMELINE):
         fused, versions = _overlap_in(text)
@@ -349,6 +396,7 @@ def report_run(folder: str | Path) -> Path:
         timeline=measured,
         simulated=simulated,
         expected=expected,
+        facts=facts,
     )
 
 
