@@ -124,6 +124,7 @@ class _Causes:
         self.devices: dict[str, set[int]] = defaultdict(set)
         for span in timeline.spans:
             self.devices[span.call].add(span.device)
+        self.devices[LOOP] = set(timeline.devices)  # it begins when all have ended their calls
 
     def of(self, following: Span, since: float) -> str:
         """The call that ended last before `following` started, of those that it waits for; none that ended before
