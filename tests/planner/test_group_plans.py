@@ -53,6 +53,7 @@ def test_every_form_is_planned_and_beside_it_the_presets_that_it_has(
         name.partition(",")[0] for name in (decision.best.name, *(other.name for other in decision.alternatives))
     }
     assert compared & set(PRESETS) <= ({*PRESETS} if len(graph.roles) == 3 else {"flatten", "separate"})
+    assert "fused" not in decision.summary, "one model is trained"
     assert decision.best.seconds <= 1.05 * min(o.plan.seconds for o in decision.alternatives if o.plan is not None)
 
 

@@ -47,7 +47,8 @@ def test_a_long_tail_moves_and_the_plan_says_so() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(plan_cost_table(best))
     assert best.streams is not None and best.streams.migration is not None
-    assert f"the last {best.streams.migration.threshold:.0%} to" in console.export_text()
+    table = console.export_text()
+    assert f"the last {best.streams.migration.threshold:.0%} to" in table and f"{best.seconds:.3g} s" in table
     assert ExecutionPlan.from_yaml(best.plan.to_yaml()).streams == best.streams
     assert estimate_plan(best.plan, MODELS, costs(), exact=False).seconds == best.seconds
 

@@ -18,7 +18,7 @@ from ..iteration.simulate import Overlap
 from .ahead_choice import choose_staleness
 from .decision import Alternative, Decision, too_large, why_not
 from .fastest import SearchResult, search
-from .fused_choice import choose_fused
+from .fused_choice import choose_fused, pair_of
 from .ladder import STALENESS, Rung, Ways
 from .priced_plan import PricedPlan
 from .problem import Problem
@@ -82,7 +82,7 @@ def choose(space: Space, ways: Ways | None = None, *, time_limit_s: float = 5.0)
 
 
 def _fused(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
-    if ways.fuses:
+    if ways.fuses and pair_of(space.graph):
         others = [plan for plan in (*found.ranked[:2], *found.presets) if plan.calls != best.calls]
         yield _fused_among([best, *others], found.problem.candidates, ways, time_limit_s)
 

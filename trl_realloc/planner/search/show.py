@@ -40,20 +40,25 @@ def plan_cost_table(plan: PricedPlan) -> Table:
         share = "" if assignment.memory_share is None else f"share {assignment.memory_share:g}"
         strategy = " ".join(filter(None, (str(assignment.strategy), between_uses(assignment), share)))
         memory = f"{(cost.static + cost.transient) / 1e9:.2f} GB"
-        table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, f"{cost.seconds:.3f} s")
+        table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, in_seconds(cost.seconds))
     if plan.fused_cost is not None:
         both, cost = " + ".join(plan.fused), plan.fused_cost.cost
-        table.add_row(both, "", "", "fused", f"{cost.transient / 1e9:.2f} GB", f"{cost.seconds:.3f} s")
+        table.add_row(both, "", "", "fused", f"{cost.transient / 1e9:.2f} GB", in_seconds(cost.seconds))
     for name, seconds in plan.estimate.moves.items():
-        table.add_row(f"parameters to {name}", "", "", "", "", f"{seconds:.3f} s")
+        table.add_row(f"parameters to {name}", "", "", "", "", in_seconds(seconds))
     if plan.streams is not None:
         table.add_row("streams", "", "", _migration(plan.streams), "", "")
     if plan.staleness.versions:
         table.add_row(f"staleness {plan.staleness.versions}", "", "", ages(plan), "", "")
     table.add_section()
     fullest_device = f"{plan.estimate.memory / 1e9:.2f} GB"
-    table.add_row("iteration", str(plan.space.cluster.mesh), "", "", fullest_device, f"{plan.seconds:.3f} s")
+    table.add_row("iteration", str(plan.space.cluster.mesh), "", "", fullest_device, in_seconds(plan.seconds))
     return table
+
+
+def in_seconds(seconds: float) -> str:
+    """Estimated seconds to three digits, as far as estimates are good for at most."""
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:.3g} s"
 
 
 def _migration(streams: Streams) -> str:
@@ -110,7 +115,7 @@ def alternatives_table(decision: Decision) -> Table:
     """A row for each plan that was not chosen, with the reason."""
     table = Table("instead", "time", "why not", title="alternatives", title_justify="left")
     for alternative in decision.alternatives:
-        time = f"{alternative.plan.seconds:.3f} s" if alternative.plan else "does not fit"
+        time = in_seconds(alternative.plan.seconds) if alternative.plan else "does not fit"
         table.add_row(alternative.name, time, alternative.reason)
     return table
 
@@ -125,7 +130,7 @@ def overlap_table(worth: OverlapWorth) -> Table:
             continue
         age = f"{row.plan.estimate.mean_age:.1f}" if row.plan.staleness.versions else ""
         saves = "" if row.plan is worth.apart else f"{1 - row.plan.seconds / base:.0%}"
-        table.add_row(row.name, f"{row.plan.seconds:.3f} s", saves, age, row.verdict)
+        table.add_row(row.name, in_seconds(row.plan.seconds), saves, age, row.verdict)
     return table
 
 
