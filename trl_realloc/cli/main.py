@@ -47,10 +47,10 @@ from ..planner.search.show import (
 )
 from ..trainer.report.logged_updates import logged_updates
 from ..trainer.report.run_report import print_summary, report_run
-from .clusters import compare_clusters
+from .cluster_comparison import compare_clusters
 from .inputs import accelerate_trains, check_output, no_such_input, plan_file
 from .measuring_job import check_processes, measured_profile, processes_of
-from .recipe_planning import Work, check_request, choose_for_recipe, job_cluster, overlap_worth
+from .recipe_planning import IterationSize, check_request, choose_for_recipe, job_cluster, overlap_worth
 from .training_job import training_command
 
 
@@ -220,7 +220,7 @@ def plan(
         if is_plan(file):
             raise PlanError(f"{what} is a plan, and not a recipe to plan for; look at it with trl-realloc show {what}.")
         _refuse_given(OF_PRESETS, f"a preset, and {what} is a recipe: the planner chooses the layouts")
-        work = Work.parse(episodes, response_tokens)
+        work = IterationSize.parse(episodes, response_tokens)
         if clusters is not None:
             _refuse_given(OF_ONE, "one cluster, and --clusters names those to compare")
             check_request(None, None, None, None, time_limit, ())

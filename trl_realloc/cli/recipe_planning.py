@@ -77,7 +77,7 @@ def check_request(
 
 
 @dataclass(frozen=True)
-class Work:
+class IterationSize:
     """Size of an iteration, where the command line says it.
 
     Args:
@@ -89,12 +89,12 @@ class Work:
     response_tokens: tuple[float, float] | None = None
 
     @staticmethod
-    def parse(episodes: int | None, response_tokens: str | None) -> Work:
+    def parse(episodes: int | None, response_tokens: str | None) -> IterationSize:
         """The work by --episodes and --response-tokens. Raises `PlanError` if one of them has another form."""
         if episodes is not None and not 1 <= episodes <= MOST_TOKENS:
             raise PlanError(f"--episodes is a number from 1 to {MOST_TOKENS:,}, not {episodes}.")
         if response_tokens is None:
-            return Work(episodes)
+            return IterationSize(episodes)
         match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)(?:/(\d{1,9}(?:\.\d+)?))?", response_tokens.strip())
         if match is None:
             raise PlanError(
@@ -102,7 +102,7 @@ class Work:
                 f"{shown(response_tokens)}."
             )
         mean, p99 = match.groups()
-        return Work(episodes, (float(mean), float(p99 or mean)))
+        return IterationSize(episodes, (float(mean), float(p99 or mean)))
 
     def of(self, recipe: Recipe, machine: Cluster) -> Workload:
         """The workload of a recipe on a cluster."""
@@ -119,7 +119,7 @@ def choose_for_recipe(
     devices: int | None,
     nodes: int | None,
     time_limit: float,
-    work: Work = Work(),
+    work: IterationSize = IterationSize(),
 ) -> Decision:
     """The plan for a recipe on the devices of --cluster, on the machine of --profile, or on this one, which is
     measured.
@@ -150,7 +150,7 @@ def choose_for_recipe(
     return choose(_space(recipe, pricing), _ways(recipe, on_gpus=on_gpus), time_limit_s=time_limit)
 
 
-def cluster_space(recipe: Recipe, cluster: str, work: Work) -> Space:
+def cluster_space(recipe: Recipe, cluster: str, work: IterationSize) -> Space:
     """The plans of a recipe on devices that are written like `h100:16x8`, by their specification. Raises `PlanError` if
     there are no such devices, or the work is not possible on them."""
     machine, device = parse_cluster(cluster)
@@ -158,7 +158,7 @@ def cluster_space(recipe: Recipe, cluster: str, work: Work) -> Space:
 
 
 def answer_for(
-    recipe: Recipe, cluster: str, work: Work, price: float | None, own: ExecutionPlan | None, time_limit: float
+    recipe: Recipe, cluster: str, work: IterationSize, price: float | None, own: ExecutionPlan | None, time_limit: float
 ) -> ClusterAnswer:
     """The plans of a recipe on one cluster of --clusters.
 
@@ -206,7 +206,7 @@ def overlap_worth(recipe: Recipe, chosen: Decision, time_limit: float) -> Overla
     return OverlapWorth(chosen, _ways(recipe), graph, recipe.specs(graph), corrects, time_limit)
 
 
-def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None, work: Work) -> Pricing:
+def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None, work: IterationSize) -> Pricing:
     """The cost model of a recipe.
 
     Args:

@@ -155,7 +155,7 @@ def _reward(name: str) -> Callable[..., Any]:
 
 
 def imported(key: str, path: str) -> Any:
-    """What is at an import path, such as `rewards.brief`.
+    """The object at an import path, such as `rewards.brief`.
 
     Args:
         key: the setting that names it, for messages.

@@ -13,8 +13,8 @@ from .dataflow import DataflowGraph
 from .timeline import LOOP, Span, Timeline
 
 
-SHOWN = 0.005  # least share of an iteration that a wait has
-AT_ONCE = 1e-6  # of a window: starts and ends that differ by less are at the same time
+LEAST_WAIT = 0.005  # least share of an iteration that a wait has
+SAME_TIME = 1e-6  # of a window: starts and ends that differ by less are at the same time
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,16 @@ def waits(timeline: Timeline, graph: DataflowGraph, start: float, end: float, si
     for span in sorted(timeline.spans, key=lambda span: span.start):
         for device in range(size) if span.call == LOOP else (span.device,):  # the loop runs while no device works
             by_device[device].append(span)
-    causes = _Causes(timeline, graph, AT_ONCE * (end - start))
+    causes = _Causes(timeline, graph, SAME_TIME * (end - start))
     alike: dict[tuple[tuple[str, float], ...], list[int]] = defaultdict(list)
     for device in range(size):
         shares: dict[str, float] = defaultdict(float)
         for gap_start, gap_end, following in _gaps(by_device[device], start, end):
             name = "no call" if following is None else causes.of(following, gap_start)
             shares[name] += (gap_end - gap_start) / (end - start)
-        kept = sorted(((name, share) for name, share in shares.items() if share >= SHOWN), key=lambda each: -each[1])
+        kept = sorted(
+            ((name, share) for name, share in shares.items() if share >= LEAST_WAIT), key=lambda each: -each[1]
+        )
         if kept:
             alike[tuple((name, round(share, 3)) for name, share in kept)].append(device)
     found = (Wait(tuple(devices), dict(calls)) for calls, devices in alike.items())

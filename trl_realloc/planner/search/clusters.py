@@ -1,4 +1,4 @@
-"""Which devices to rent: the best plan on each of several clusters, beside what one would run without a planner."""
+"""Compares clusters: the best plan on each, beside the colocated run, and the knee of their costs."""
 
 from __future__ import annotations
 

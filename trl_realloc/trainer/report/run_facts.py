@@ -13,7 +13,7 @@ import torch
 from ...engines.device import is_accelerator
 
 
-PACKAGES = ("trl-realloc", "trl", "transformers", "torch", "vllm", "peft", "accelerate")
+NAMED_PACKAGES = ("trl-realloc", "trl", "transformers", "torch", "vllm", "peft", "accelerate")
 GIT_TIMEOUT_S = 5.0
 
 
@@ -40,7 +40,7 @@ def run_facts(algorithm: str, devices: int, device: torch.device) -> dict[str, s
 
 def _versions() -> list[str]:
     found = []
-    for package in PACKAGES:
+    for package in NAMED_PACKAGES:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:

@@ -27,7 +27,7 @@ from ..planner.search.ladder import SAME
 from ..planner.search.priced_plan import PricedPlan
 from ..planner.search.show import longest_wait
 from .inputs import check_output
-from .recipe_planning import Work, answer_for
+from .recipe_planning import IterationSize, answer_for
 
 
 NAMES = {"best": "planned", COLOCATED: COLOCATED, "own": "your plan"}
@@ -36,7 +36,7 @@ NAMES = {"best": "planned", COLOCATED: COLOCATED, "own": "your plan"}
 def compare_clusters(
     recipe: Recipe,
     named: str,
-    work: Work,
+    work: IterationSize,
     prices: Sequence[str],
     own: Path | None,
     picture: Path,
@@ -125,7 +125,7 @@ def clusters_table(answers: Sequence[ClusterAnswer]) -> Table:
 
 
 def sentences(answers: Sequence[ClusterAnswer]) -> Iterator[str]:
-    """What the table says in words, a sentence each."""
+    """Sentences of what the table says."""
     for answer in answers:
         if answer.refusal:
             yield f"{answer.cluster}: {answer.refusal}"
