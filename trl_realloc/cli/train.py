@@ -36,8 +36,8 @@ OVERLONG = "get_soft_overlong_punishment"  # TRL's reward that has to be made; t
 @dataclass
 class RunArguments(ScriptArguments):
     """
-    Keys that a run by a recipe alone reads besides the algorithm's configuration and TRL's `ModelConfig`. TRL's scripts have
-    the first two. An import path is looked for in the working folder, in the recipe's and in the one above that.
+    Keys that a run by a recipe alone reads besides the algorithm's configuration and TRL's `ModelConfig`. TRL's scripts
+    have the first two. An import path is looked for in the working folder, in the recipe's and in the one above that.
 
     Parameters:
         reward_model_name_or_path (`str`, *optional*):
