@@ -80,3 +80,10 @@ def test_no_device_waits_while_the_training_loop_runs(slower: int) -> None:
     ]
     (wait,) = waits(Timeline(spans), GRAPH, 0.0, 10.0, 2)
     assert wait.devices == (1 - slower,) and dict(wait.calls) == {"actor.generate": 0.2}
+
+
+@pytest.mark.timeout(20)
+def test_the_waits_of_thousands_of_devices_are_found_at_once() -> None:
+    half = 4096
+    spans = [*on("actor.generate", range(half), 0, 6), *on("critic.train", range(half, 2 * half), 6, 9)]
+    assert [len(wait.devices) for wait in waits_of_iteration(Timeline(spans), 9.0, GRAPH, 2 * half)] == [half, half]

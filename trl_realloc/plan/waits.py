@@ -5,6 +5,7 @@ The timeline is measured by the executor or estimated by the planner.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class _Causes:
 
     def __init__(self, timeline: Timeline, graph: DataflowGraph, at_once: float) -> None:
         self.timeline, self.at_once = timeline, at_once
+        self._ends: dict[str, Mapping[str, Sequence[float]]] = {}
         self.needs: dict[str, set[str]] = defaultdict(set)
         for read in graph.data_edges:
             self.needs[read.consumer].add(read.producer)
@@ -133,8 +135,21 @@ class _Causes:
         `since`, where its device had nothing left to do."""
         call, latest = following.call, following.start + self.at_once
         ended: dict[str, float] = {}
-        for span in self.timeline.spans:
-            is_needed = span.call in self.needs[call] or span.device in self.devices[call]
-            if is_needed and span is not following and span.call != LOOP and since + self.at_once < span.end <= latest:
-                ended[span.call] = max(ended.get(span.call, span.end), span.end)
+        for name, ends in self._ends_before(call).items():
+            at = bisect_right(ends, latest) - 1
+            if name == call and at >= 0 and ends[at] == following.end:
+                at -= 1  # a span without duration does not wait for itself
+            if at >= 0 and ends[at] > since + self.at_once:
+                ended[name] = ends[at]
         return max(ended, key=lambda name: ended[name]) if ended else call
+
+    def _ends_before(self, call: str) -> Mapping[str, Sequence[float]]:
+        """When the calls that a call may wait for end, ascending: sorted once, because thousands of devices ask."""
+        if call not in self._ends:
+            ends: dict[str, list[float]] = defaultdict(list)
+            for span in self.timeline.spans:
+                is_needed = span.call in self.needs[call] or span.device in self.devices[call]
+                if is_needed and span.call != LOOP:
+                    ends[span.call].append(span.end)
+            self._ends[call] = {name: sorted(of_name) for name, of_name in ends.items()}
+        return self._ends[call]
