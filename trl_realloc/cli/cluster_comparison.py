@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from ..common.errors import PlanError, nearest, shown
+from ..plan.picture import new_figure
 from ..plan.presets import load_plan
 from ..planner.cost.hardware import parse_cluster
 from ..planner.cost.specification import ERROR
@@ -18,7 +19,6 @@ from ..planner.search.clusters import (
     COLOCATED,
     UPDATES,
     ClusterAnswer,
-    free_memory,
     knee,
     saving,
     tokens_per_second,
@@ -47,13 +47,13 @@ def compare_clusters(
     clusters = list(dict.fromkeys(part.strip() for part in named.split(",") if part.strip()))
     if not clusters:
         raise PlanError("--clusters names clusters to compare, like h100:8x8,h200:8x8.")
-    by_kind = parse_prices(prices, clusters)
+    kinds = {cluster: parse_cluster(cluster)[1].name for cluster in clusters}
+    by_kind = parse_prices(prices, set(kinds.values()))
     check_output(picture, "the chart")
     mine = None if own is None else load_plan(own)
-    answers = []
-    for cluster in clusters:
-        kind = parse_cluster(cluster)[1].name
-        answers.append(answer_for(recipe, cluster, work, by_kind.get(kind), mine, time_limit))
+    answers = [
+        answer_for(recipe, cluster, work, by_kind.get(kind), mine, time_limit) for cluster, kind in kinds.items()
+    ]
     draw_clusters(answers, picture)
     console = Console()
     if as_json:
@@ -73,16 +73,16 @@ def compare_clusters(
     )
 
 
-def parse_prices(given: Sequence[str], clusters: Sequence[str]) -> dict[str, float]:
+def parse_prices(given: Sequence[str], kinds: Collection[str]) -> dict[str, float]:
     """Prices of a device's hour by the device's name.
 
     Args:
         given: texts like `h100=2.5`.
+        kinds: names of the clusters' devices.
 
     Raises:
         PlanError: a text has another form, or none of the clusters has the device.
     """
-    kinds = {parse_cluster(cluster)[1].name for cluster in clusters}
     prices: dict[str, float] = {}
     for text in given:
         kind, _, number = text.partition("=")
@@ -113,7 +113,7 @@ def clusters_table(answers: Sequence[ClusterAnswer]) -> Table:
             table.add_row(answer.cluster, NAMES["best"], "does not fit")
         for name, plan in answer.plans.items():
             cost = answer.cost(plan)
-            free = free_memory(plan)
+            free = plan.free
             row = [f"{plan.seconds:.1f}", f"{tokens_per_second(plan):,.0f}", f"{answer.device_hours(plan):,.0f}"]
             row += ["" if cost is None else f"{cost:,.0f}"] if priced else []
             row += ["" if free is None else f"{free / 1e9:.0f}" if plan.fits else "does not fit", f"{plan.idle:.0%}"]
@@ -172,7 +172,7 @@ def _of_plan(answer: ClusterAnswer, plan: PricedPlan) -> Mapping[str, object]:
         "tokens_per_second": tokens_per_second(plan),
         "device_hours_per_1000": answer.device_hours(plan),
         "cost_per_1000": answer.cost(plan),
-        "free_bytes": free_memory(plan),
+        "free_bytes": plan.free,
         "fits": plan.fits,
         "idle": plan.idle,
         "waits": [{"devices": list(wait.devices), "for": dict(wait.calls)} for wait in plan.waits],
@@ -189,13 +189,9 @@ def draw_clusters(answers: Sequence[ClusterAnswer], path: Path) -> None:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # importing it takes half a second, and only pictures need it
-    except ImportError:
-        raise ImportError("drawing needs matplotlib: pip install matplotlib.") from None
     known = [answer for answer in answers if answer.best is not None]
     by_price = all(answer.price is not None for answer in known)
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8.0, 5.0)
     axes = figure.add_subplot()
     for number, kind in enumerate(dict.fromkeys(answer.kind for answer in known)):
         of_kind = [answer for answer in known if answer.kind == kind]

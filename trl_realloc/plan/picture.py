@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MOST_INCHES = 100.0  # height of a picture
+WIDTH, MOST_INCHES = 10.0, 100.0  # of a picture, its largest height
 MOST_NUMBERED = 32  # rows of a picture in which iterations have their numbers
 # By role and kind, in colours that the colour-blind can tell apart (Okabe and Ito, Color Universal Design, 2008).
 COLOURS = {
@@ -70,7 +70,7 @@ def draw_timeline(
     lanes = calls_alone.lanes() if is_ahead or calls_alone.overlaps else {}
     functions = [call for call in order if is_host_work(call) and call != LOOP]
     streamed = set[str]() if is_ahead else timeline.streamed_calls()
-    figure = _figure(min(1.5 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES))
+    figure = new_figure(WIDTH, min(1.5 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES))
     axes = figure.add_subplot(211 if streamed else 111)
     for call in order:
         spans = [span for span in timeline.spans if span.call == call and span.device in row]
@@ -106,7 +106,7 @@ def draw_memory(holds: Mapping[str, float], total: float, path: str | Path, *, t
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = _figure(2.2)
+    figure = new_figure(WIDTH, 2.2)
     axes = figure.add_subplot()
     left = 0.0
     for name, size in sorted(holds.items(), key=lambda item: -item[1]):
@@ -122,12 +122,13 @@ def draw_memory(holds: Mapping[str, float], total: float, path: str | Path, *, t
     figure.savefig(path, dpi=150)
 
 
-def _figure(height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, with sizes in inches. Raises `ImportError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # importing it takes half a second, and only pictures need it
     except ImportError:
         raise ImportError("drawing needs matplotlib: pip install matplotlib.") from None
-    return Figure(figsize=(10, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _draw_spans(

@@ -106,12 +106,6 @@ def tokens_per_second(plan: PricedPlan) -> float:
     return plan.space.pricing.workload.tokens / plan.seconds
 
 
-def free_memory(plan: PricedPlan) -> float | None:
-    """Bytes that the fullest device has left; `None` where its memory is not known."""
-    memory = plan.space.pricing.memory
-    return None if memory is None else memory.total - plan.estimate.memory
-
-
 def knee(answers: Sequence[ClusterAnswer]) -> ClusterAnswer | None:
     """The cluster on which the product of an iteration's seconds and its price is smallest. On a faster one a time that
     is shorter by one percent costs more than one percent, on a cheaper one a price that is lower by one percent takes

@@ -117,6 +117,12 @@ class PricedPlan:
     def fits(self) -> bool:
         return self.space.pricing.fits(self.estimate.memory)
 
+    @property
+    def free(self) -> float | None:
+        """Bytes that the fullest device has left; `None` where its memory is not known."""
+        memory = self.space.pricing.memory
+        return None if memory is None else memory.total - self.estimate.memory
+
     def streamed(self) -> StreamedIteration:
         """An iteration sample by sample, of a plan that has streams."""
         seconds = {name: cost.seconds for name, cost in self.run_costs.items()}

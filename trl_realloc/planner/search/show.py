@@ -74,10 +74,9 @@ def memory_table(plan: PricedPlan) -> Table:
     table = Table("part", "GB", title=title, title_justify="left")
     for name, size in sorted(plan.estimate.holds.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{size / 1e9:.2f}")
-    memory = plan.space.pricing.memory
-    if memory is not None:
+    memory, free = plan.space.pricing.memory, plan.free
+    if memory is not None and free is not None:
         table.add_section()
-        free = memory.total - plan.estimate.memory
         table.add_row(f"free ({memory.headroom:.0%} of {memory.total / 1e9:.0f} GB at least)", f"{free / 1e9:.2f}")
     return table
 

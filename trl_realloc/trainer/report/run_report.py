@@ -431,7 +431,7 @@ def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
         parsed, busy = ExecutionPlan.from_yaml(plan), timeline.by_call()
         if parsed.streams is not None or parsed.staleness.versions:
             return None  # a call's seconds do not say when its samples were there
-        moves = {call.partition(" -> ")[2]: seconds for call, seconds in busy.items() if " -> " in call}
+        moves = {call.partition(MOVES)[2]: seconds for call, seconds in busy.items() if MOVES in call}
         return plan_times(parsed, busy, moves)[0]
     except (PlanError, KeyError):
         return None
@@ -439,22 +439,23 @@ def simulated_seconds(plan: str, timeline: Timeline) -> float | None:
 
 def _overlap_in(plan: str) -> tuple[Fused, int]:
     """The calls that a plan fuses, and its staleness; none and 0 if the text is not a plan."""
+    parsed = _parsed(plan)
+    return ((), 0) if parsed is None else (parsed.fused, parsed.staleness.versions)
+
+
+def _parsed(plan: str) -> ExecutionPlan | None:
+    """The plan of a YAML; `None` if the text is not a plan."""
     try:
-        parsed = ExecutionPlan.from_yaml(plan)
+        return ExecutionPlan.from_yaml(plan)
     except PlanError:
-        return (), 0
-    return parsed.fused, parsed.staleness.versions
+        return None
 
 
 def _wait_lines(plan: str, timeline: Timeline) -> list[str]:
     """A table of how long devices waited in the last update but one, and for which calls; empty if the text is not a
     plan, or the run has fewer than three updates."""
-    steps = timeline.steps
-    try:
-        parsed = ExecutionPlan.from_yaml(plan)
-    except PlanError:
-        return []
-    if len(steps) < 3:
+    steps, parsed = timeline.steps, _parsed(plan)
+    if parsed is None or len(steps) < 3:
         return []
     start, end = (max(span.end for span in timeline.of_step(step).spans) for step in steps[-3:-1])
     found = waits(timeline, parsed.graph, start, end, parsed.cluster.size)
