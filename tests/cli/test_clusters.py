@@ -143,3 +143,9 @@ def test_episodes_are_the_same_on_every_cluster_where_they_are_said() -> None:
         works = [read.workload(parse_cluster(text)[0], 512) for text in ("h100:8", "h100:3x5", "h100:16x8")]
         assert {work.episodes for work in works} == {512}
         assert len({work.updates for work in works}) == 1
+
+
+def test_a_plan_for_lengths_with_a_tail_says_their_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cluster", "h100:8", "--response-tokens", "200/512"]
+    words = " ".join(answer(capsys, tmp_path / "plan.yaml", *arguments).split())
+    assert "in the mean and" in words and "as long as they may be" not in words

@@ -288,9 +288,14 @@ def _show_choice(
     console = Console()
     source = "assumed; --prompt-tokens says their length" if assumes_prompts else "--prompt-tokens"
     work = chosen.best.space.pricing.workload
+    longest = work.response_tokens[-1]
     console.print(
         f"{work.episodes:,} episodes an iteration, prompts of {work.prompt_tokens:g} tokens ({source}), "
-        f"responses of {work.response_tokens[-1]}, as long as they may be."
+        + (
+            f"responses of {longest}, as long as they may be."
+            if work.response_tokens[0] == longest
+            else f"responses of {work.mean_response:.0f} tokens in the mean and {longest} at most."
+        )
     )
     console.print(f"{chosen.summary[0].upper()}{chosen.summary[1:]}.")
     for table in plan_tables(chosen.best):
