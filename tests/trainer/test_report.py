@@ -156,7 +156,7 @@ def test_what_was_expected_stands_beside_what_was_measured(tmp_path: Path) -> No
 
 
 def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_the_measured_ones(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = replace(separate(Cluster(1, 2), generation_engine="vllm"), staleness=Staleness(1))
     costs = replace(pricing(1, 2, work(episodes=8, response_tokens=(60,), epochs=1)), memory=None)
@@ -169,8 +169,11 @@ def test_predicted_ages_and_seconds_of_a_run_that_generates_ahead_stand_beside_t
     lines = [json.dumps({**row, **age}) for row, age in zip(known, ages, strict=True)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     twice = [replace(s, start=2 * s.start, end=2 * s.end) for s in expected.timeline.spans]  # so slow was the run
-    save_record(plan, Timeline(twice), expected, tmp_path)
+    save_record(plan, Timeline(twice), expected, tmp_path, facts={})
     report = report_run(tmp_path).read_text()
+    lengths = costs.workload.lengths_text
+    assert lengths.endswith("responses of 60") and f"| estimated for | {lengths} |" in report
+    assert f"estimate for {lengths} against measurement" in " ".join(capsys.readouterr().err.split())
     row = re.search(r"\| iteration \| ([0-9.]+) s \| ([0-9.]+) s \|", report)
     assert row is not None
     assert float(row[1]) == pytest.approx(iteration, rel=0.05)

@@ -61,9 +61,8 @@ def compare_clusters(
         return
     first = work.of(recipe, parse_cluster(clusters[0])[0])
     console.print(
-        f"{first.episodes:,} episodes an iteration{'' if work.episodes else f' on {clusters[0]}'}, prompts of "
-        f"{first.prompt_tokens:g} tokens, responses of {first.mean_response:.0f} tokens in the mean and "
-        f"{first.response_tokens[-1]:,} at most."
+        f"{first.episodes:,} episodes an iteration{'' if work.episodes else f' on {clusters[0]}'}, "
+        f"{first.lengths_text}."
     )
     console.print(clusters_table(answers))
     for sentence in sentences(answers):

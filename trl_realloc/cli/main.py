@@ -288,15 +288,9 @@ def _show_choice(
     console = Console()
     source = "assumed; --prompt-tokens says their length" if assumes_prompts else "--prompt-tokens"
     work = chosen.best.space.pricing.workload
-    longest = work.response_tokens[-1]
-    console.print(
-        f"{work.episodes:,} episodes an iteration, prompts of {work.prompt_tokens:g} tokens ({source}), "
-        + (
-            f"responses of {longest}, as long as they may be."
-            if work.response_tokens[0] == longest
-            else f"responses of {work.mean_response:.0f} tokens in the mean and {longest} at most."
-        )
-    )
+    as_long = ", as long as they may be" if work.response_tokens[0] == work.response_tokens[-1] else ""
+    lengths = work.lengths_text.replace(" tokens", f" tokens ({source})", 1)
+    console.print(f"{work.episodes:,} episodes an iteration, {lengths}{as_long}.")
     console.print(f"{chosen.summary[0].upper()}{chosen.summary[1:]}.")
     for table in plan_tables(chosen.best):
         console.print(table)

@@ -201,7 +201,8 @@ def print_decision(decision: Decision, profile: Profile, *, is_new: bool) -> Non
     source = "measured just now" if is_new else "measured before" if profile.observations else "by specification"
     if corrected := profile.corrections.described():
         source += f", and corrected by the times of earlier runs: {corrected}"
-    console.print(f"plan: auto on {profile.hardware} ({source}). {decision.summary}")
+    lengths = decision.best.space.pricing.workload.lengths_text
+    console.print(f"plan: auto on {profile.hardware} ({source}), for {lengths}. {decision.summary}")
     console.print(plan_cost_table(decision.best))
     if decision.alternatives:
         console.print(alternatives_table(decision))

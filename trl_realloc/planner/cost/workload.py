@@ -160,6 +160,15 @@ class Workload:
         return fmean(self.response_tokens)
 
     @property
+    def lengths_text(self) -> str:
+        """The lengths of the samples in words, beside estimates: `prompts of 16 tokens, responses of 64`."""
+        longest = self.response_tokens[-1]
+        responses = f"{longest:,}"
+        if self.response_tokens[0] != longest:
+            responses = f"{self.mean_response:,.0f} in the mean and {longest:,} at most"
+        return f"prompts of {self.prompt_tokens:g} tokens, responses of {responses}"
+
+    @property
     def updates(self) -> float:
         """Number of optimizer steps in an iteration; below 1 where a step trains on the batches of several."""
         return self.epochs * self.mini_batches

@@ -20,14 +20,18 @@ from .logged_updates import LogRow
 AGES = {"staleness/mean": "mean_age", "staleness/oldest": "oldest"}  # metric -> field of an estimate
 AGES_FILE, ESTIMATE_FILE = "ages.json", "estimate.json"
 FIRST_ESTIMATE_FILE = "first_estimate.json"  # by which the plan was chosen, if the run has corrected it
+LENGTHS_FACT = "estimated for"  # among the run's facts: the lengths of the samples that the estimates are for
 
 
-def estimate_table(estimate: Timeline, measured: Timeline, first: Timeline | None = None) -> Table:
+def estimate_table(
+    estimate: Timeline, measured: Timeline, first: Timeline | None = None, lengths: str | None = None
+) -> Table:
     """The estimated and the measured seconds of every call and of the iteration. Measured are the means of
     `Timeline.warm`.
 
     Args:
         first: the estimate by which the plan was chosen, if `estimate` has been corrected by the run.
+        lengths: of the samples that both estimates are for, in words.
     """
     warm = measured.warm
     columns = ["estimated"] if first is None else ["when chosen", "error", "corrected"]
@@ -36,7 +40,7 @@ def estimate_table(estimate: Timeline, measured: Timeline, first: Timeline | Non
         *columns,
         "measured",
         "error",
-        title=f"estimate against measurement, {means(measured)}",
+        title=f"estimate{f' for {lengths}' if lengths else ''} against measurement, {means(measured)}",
         title_justify="left",
     )
 

@@ -12,7 +12,7 @@ from ...plan.execution_plan import ExecutionPlan
 from ...plan.stage_spans import MiniBatchStages, StageSpan
 from ...plan.timeline import Timeline
 from ...planner.search.priced_plan import PricedPlan
-from .estimate_part import AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE, estimate_table
+from .estimate_part import AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE, LENGTHS_FACT, estimate_table
 from .logged_updates import FACTS_FILE
 from .stage_part import STAGES_FILE
 
@@ -48,6 +48,8 @@ def save_record(
     for of_earlier_run in (FACTS_FILE, STAGES_FILE, AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
         (folder / of_earlier_run).unlink(missing_ok=True)
     if facts is not None:
+        if expected is not None:
+            facts = {**facts, LENGTHS_FACT: expected.space.pricing.workload.lengths_text}
         (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     if stages and plan.fused:
         MiniBatchStages(stages).save(folder / STAGES_FILE)
@@ -59,4 +61,5 @@ def save_record(
         first = None if when_chosen is None else when_chosen.timeline
         if first is not None:
             first.save(folder / FIRST_ESTIMATE_FILE)
-        Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused), first))
+        lengths = expected.space.pricing.workload.lengths_text
+        Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused), first, lengths))

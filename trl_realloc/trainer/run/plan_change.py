@@ -159,7 +159,10 @@ class PlanChange:
             self.replanner.follow(job_plan)
         self.observer.follow(job_plan)
         if self.placed.rank == 0:
-            expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration" if job_plan.priced else ""
+            expected = ""
+            if job_plan.priced is not None:
+                lengths = job_plan.priced.space.pricing.workload.lengths_text
+                expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration with {lengths}"
             how = f" ({job_plan.plan.streams})" if job_plan.plan.streams else ""
             what = "the plan is now" if is_other else "the run goes on under"
             update = self.placed.host.trainer.state.global_step
