@@ -25,9 +25,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import AUTO, PRESETS
 from trl_realloc.plan.timeline import Timeline
-from trl_realloc.planner.cost.estimate_factors import Corrections
+from trl_realloc.planner.cost.estimate_factors import Corrections, layout_name
 from trl_realloc.planner.cost.profile import Profile
 
 
@@ -35,8 +36,8 @@ from trl_realloc.planner.cost.profile import Profile
 BIG, SMALL = (256, 4), (128, 2)
 PAIRS = {"equal": (BIG, BIG), "big actor": (BIG, SMALL), "big critic": (SMALL, BIG)}
 # several CPU processes are started as if each had a GPU; the config then takes gloo
-LAUNCH = ["accelerate", "launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
-LAUNCH += ["--dynamo_backend", "no"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
+LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 VOCABULARY, PROMPT, RESPONSE, EPISODES = 1000, 16, 64, 64
 LIMIT_S = 600
 
@@ -137,9 +138,8 @@ def measure(pair: str, plan: str, processes: int, given: argparse.Namespace, cac
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         run = json.loads(Path(folder, "run.json").read_text(encoding="utf-8"))
         timeline = Timeline.load(Path(folder, "timeline.json"))
-        written = Path(folder, "plan.yaml").read_text(encoding="utf-8")
+        ran = ExecutionPlan.load(Path(folder, "plan.yaml"))
     warm = [timeline.of_step(step).by_call() for step in sorted({span.step for span in timeline.spans})[1:]]
-    name = {line.partition(" ")[2] for line in written.splitlines() if line.startswith("name:")}
     estimated = run["estimated"] or {}
     by_call = {
         call: {
@@ -158,7 +158,8 @@ def measure(pair: str, plan: str, processes: int, given: argparse.Namespace, cac
         "fastest_s": min(run["steps"][1:]),
         "updates_s": [round(seconds, 4) for seconds in run["steps"]],
         "chosen": plan == AUTO,
-        "name": "".join(name),
+        "name": ran.name,
+        "layouts": {call: f"{ran.mesh(call)} {layout_name(ran[call])}" for call in ran.order},
         "calls": by_call,
     }
 
@@ -184,9 +185,31 @@ def call_table(row: dict[str, Any]) -> Table:
     return shown
 
 
+def kind_of(call: str) -> str:
+    return "reallocation" if " -> " in call else call.rpartition(".")[2]
+
+
+def errors_by_kind(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The relative errors of the estimates, by kind of call; of the iteration of all rows, and of searched plans."""
+    found = defaultdict[str, list[float]](list)
+    for row in rows:
+        if row["estimated_s"]:
+            error = row["estimated_s"] / row["measured_s"] - 1
+            found["iteration"].append(error)
+            if "searched" in row["name"]:
+                found["iteration of a searched plan"].append(error)
+            for call, each in row["calls"].items():
+                if each["estimated_s"]:
+                    found[kind_of(call)].append(each["estimated_s"] / each["measured_s"] - 1)
+    return found
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    errors = [abs(row["estimated_s"] / row["measured_s"] - 1) for row in rows if row["estimated_s"]]
-    found = {"mean error": fmean(errors), "worst error": max(errors)} if errors else {}
+    found = {}
+    for kind, errors in errors_by_kind(rows).items():
+        sizes = [abs(error) for error in errors]
+        found[f"{kind}, mean error"], found[f"{kind}, worst error"] = fmean(sizes), max(sizes)
+        found[f"{kind}, mean of signed errors"] = fmean(errors)
     for key in dict.fromkeys((row["models"], row["processes"]) for row in rows):
         runs = defaultdict[str, list[float]](list)  # of a plan, which the planner's choice and a preset may both be
         chosen = None

@@ -314,6 +314,18 @@ def test_calls_of_devices_that_share_processors_take_turns() -> None:
     assert two[0] == two[1]
 
 
+@pytest.mark.parametrize("slowdown", [1.0, 1.2, 2.0])
+def test_stages_that_wait_leave_others_what_they_share(slowdown: float) -> None:
+    """Two stages: while the pipeline fills and empties one of them works, as fast as alone."""
+    alone = pricing(1, 2)
+    shared = replace(alone, rates=AnalyticRates(DEVICES["h100"], sharing=Sharing(((2, slowdown),))))
+    one, both = (each.price(GRAPH.call("critic.train"), [llama(1)], on(2, pp=2)).parts for each in (alone, shared))
+    assert both["compute"] == pytest.approx(slowdown * one["compute"])
+    slots = one["compute"] - one["bubble"]  # in which both work
+    expected = slowdown * slots + 2 * one["bubble"]
+    assert both["compute"] + both["bubble"] == pytest.approx(expected)
+
+
 def test_logits_that_cannot_be_computed_in_slices_are_priced_whole() -> None:
     """Of models that cap or scale their logits, and of heads that an adapter changes."""
     rows = pricing(workload=work(episodes=1024, response_tokens=(1024,), forward_tokens=1 << 15, train_tokens=1 << 15))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost.call_cost import CallCost
-from trl_realloc.planner.cost.hardware import Sharing
+from trl_realloc.planner.cost.estimate_factors import Corrections
+from trl_realloc.planner.cost.hardware import DEVICES, Sharing
 from trl_realloc.planner.cost.measured_rates import MeasuredRates, fit_unit_costs
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 from trl_realloc.planner.search.choose import choose
+from trl_realloc.planner.search.selection_bias import selection_bias
 from trl_realloc.planner.search.space import Space
 
 
@@ -109,13 +113,41 @@ def test_a_step_of_several_devices_is_as_long_as_it_was_measured() -> None:
     assert long.seconds - short.seconds == pytest.approx(64 * each_step, rel=0.15)
 
 
-def test_of_equal_runs_the_fastest_counts() -> None:
-    profile = made_up()
-    disturbed = tuple(replace(row, seconds=5 * row.seconds) for row in profile.observations)
-    both = replace(profile, observations=(*disturbed, *profile.observations))
-    one, other = MeasuredRates(profile), MeasuredRates(both)
+@pytest.mark.parametrize("is_accelerator", [True, False])
+def test_of_equal_runs_the_fastest_counts_and_on_cpus_the_usual_one(is_accelerator: bool) -> None:
+    profile = made_up(is_accelerator=is_accelerator)
+    factors = (5.0, 3.0, 1.0) if is_accelerator else (5.0, 1.0, 0.8)
+    rows = tuple(replace(row, seconds=factor * row.seconds) for factor in factors for row in profile.observations)
+    one, other = MeasuredRates(profile), MeasuredRates(replace(profile, observations=rows))
     assert one.layer(ACTOR, 1000, 1e5, 1) == other.layer(ACTOR, 1000, 1e5, 1)
     assert one.step == other.step
+
+
+def test_layouts_among_which_a_search_chooses_take_longer_than_estimated_until_a_run_has_shown_them() -> None:
+    assert selection_bias([1.0], 0.1) == 0 == selection_bias([1.0, 1.0], 0.0)
+    assert selection_bias([1.0, 1.0], 0.1) == pytest.approx(0.1 / math.pi**0.5, rel=0.15), "the lower of two normals"
+    assert selection_bias([1.0, 1.1], 0.1) < selection_bias([1.0, 1.0], 0.1) < selection_bias([1.0] * 4, 0.1)
+    assert selection_bias([1.0, 3.0], 0.1) < 1e-3
+    profile = made_up()
+    rows = (row for row in profile.observations if row.work in ("forward", "train"))
+    split = tuple(replace(row, tp=2, seconds=1.1 * row.seconds) for row in rows)
+    rates = MeasuredRates(replace(profile, observations=(*profile.observations, *split)))
+    models = {call: [CRITIC if call.startswith(("critic", "reward")) else ACTOR] for call in ppo_graph().order}
+    learned = Corrections({"critic.train": 1.0}, {"critic.train": {"zero dp4": 1.0}})
+    for corrections in (Corrections(), learned):
+        prices = Pricing(Cluster(1, 4), work(episodes=64, response_tokens=(64,)), rates, corrections=corrections)
+        space = Space(prices.cluster, ppo_graph(), models, prices, zero_stages=(0,))
+        longer = {
+            str(each.assignment.strategy): each.seconds
+            / prices.price(space.graph.call("critic.train"), [CRITIC], each.assignment).seconds
+            for each in space.candidates()["critic.train"]
+            if each.assignment.mesh.size == 4
+        }
+        assert longer["dp4"] > 1 if corrections is not learned else longer["dp4"] == 1
+        assert all(factor > 1 or corrections is learned for factor in longer.values())
+    known = replace(prices, rates=AnalyticRates(DEVICES["h100"]), corrections=Corrections())
+    for each in replace(space, pricing=known).candidates()["critic.train"]:
+        assert each.cost == known.price(space.graph.call("critic.train"), [CRITIC], each.assignment)
 
 
 def test_links_between_nodes_are_told_from_those_inside() -> None:

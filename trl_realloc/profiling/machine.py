@@ -48,6 +48,9 @@ def sharing(
     """Measures the slowdown of a node's devices when they compute at the same time, as CPU ranks do that share cores
     and memory bandwidth. `None` where each device has its own. All ranks call this together.
 
+    Measured is processor time, which grows where caches and memory bandwidth are shared and does not depend on what
+    else runs on the node; ranks for which there are too few cores take turns.
+
     Args:
         make: makes a function that computes something like the job does.
     """
@@ -56,16 +59,18 @@ def sharing(
         return None
     work = make()
     counts = [1, *(n for n in (1 << at for at in range(1, per_node.bit_length())) if n < per_node), per_node]
-    repeats = int(_largest(max(1, round(WORK_S / max(1e-4, min(_timed(work) for _ in range(2)))))))
+    once = min(_timed(work, clock=time.process_time) for _ in range(2))
+    repeats = int(_largest(max(1, round(WORK_S / max(1e-4, once)))))
     best = dict.fromkeys(counts, math.inf)
     for _ in range(REPEATS):
         for count in counts:
             dist.barrier()
             seconds = 0.0
             if rank % per_node < count:
-                seconds = _timed(lambda: [work() for _ in range(repeats)])
+                seconds = _timed(lambda: [work() for _ in range(repeats)], clock=time.process_time)
             best[count] = min(best[count], _largest(seconds))
-    slower = tuple((count, max(1.0, best[count] / best[1])) for count in counts[1:])
+    turns = Sharing.of(_ranks_at_once())
+    slower = tuple((count, turns.slowdown(count) * max(1.0, best[count] / best[1])) for count in counts[1:])
     return Sharing(slower)
 
 
@@ -74,8 +79,13 @@ def shared_cores(cluster: Cluster, device: torch.device) -> Sharing | None:
     none."""
     if is_accelerator(device) or cluster.devices_per_node == 1:
         return None
-    ranks_at_once = len(os.sched_getaffinity(0)) / torch.get_num_threads()
+    ranks_at_once = _ranks_at_once()
     return Sharing.of(ranks_at_once) if ranks_at_once < cluster.devices_per_node else None
+
+
+def _ranks_at_once() -> float:
+    """Number of CPU ranks that compute at the same time without taking turns."""
+    return len(os.sched_getaffinity(0)) / torch.get_num_threads()
 
 
 def copies(device: torch.device) -> list[Observation]:
@@ -140,13 +150,15 @@ def _link(mesh: MeshGroup, peer: int | None, *, far: bool) -> list[Observation]:
     return observations
 
 
-def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
+def _timed(
+    act: Callable[[], object], device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds that `act` takes, on an accelerator until the device has finished."""
-    start = time.perf_counter()
+    start = clock()
     act()
     if device is not None and is_accelerator(device):
         torch.accelerator.synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _largest(value: float, device: torch.device | None = None) -> float:

@@ -74,6 +74,10 @@ class AnalyticRates:
         return self.device.overlap
 
     @property
+    def layout_error(self) -> float:
+        return 0.0
+
+    @property
     def hop(self) -> float:
         return 0.0
 

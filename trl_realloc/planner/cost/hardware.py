@@ -290,6 +290,11 @@ class Rates(Protocol):
         """
 
     @property
+    def layout_error(self) -> float:
+        """Standard deviation of the estimates of one call under several layouts, as a share. 0 by specification, where
+        the estimates of all layouts err alike, as that of the device does."""
+
+    @property
     def hop(self) -> float:
         """Seconds that a pipeline stage takes for each micro-batch in addition to the arithmetic and the message."""
 

@@ -6,9 +6,11 @@ least squares of the relative error.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from .zero_costs import DataParallelGroup
 
 
 CPU_ERROR = 0.08  # measured by benchmarks/planner.py
+LAYOUT_ERROR = 0.12  # of a call in a layout that was not measured: of the presets but flatten in that benchmark
 LEAST_ZERO = 0.1  # of the formula, below which a measurement is taken for noise
 ACCELERATOR_ERROR = 0.1  # assumed: no estimate from measured rates has been compared with an accelerator
 FEWEST = 2  # observations of a kind of work, below which nothing is fitted
@@ -67,6 +70,10 @@ class MeasuredRates:
     @property
     def error(self) -> float:
         return ACCELERATOR_ERROR if self.profile.is_accelerator else CPU_ERROR
+
+    @property
+    def layout_error(self) -> float:
+        return LAYOUT_ERROR
 
     @cached_property
     def inside(self) -> Link:
@@ -247,8 +254,9 @@ class MeasuredRates:
     ) -> list[tuple[Observation, float]]:
         """Observations of one kind of work, each with the seconds that a device working alone would have taken.
 
-        Of several observations of the same work the fastest is kept, because disturbances only make a run longer. Of
-        models of several depths the one nearest to `layers` is used.
+        Of several observations of the same work the fastest counts on an accelerator, where only the first one of a
+        shape is slower. On CPUs it is the median, because other work on the processors slows an update as often as a
+        short run. Of models of several depths the one nearest to `layers` is used.
 
         Args:
             among: in place of the profile's observations.
@@ -257,12 +265,14 @@ class MeasuredRates:
         observations = self.profile.observations if among is None else among
         rows = [o for o in observations if (o.work, o.model, o.tp, o.pp, o.zero_stage) == kind]
         depth = min((o.layers for o in rows), key=lambda count: abs(count - layers), default=0)
-        fastest: dict[Observation, Observation] = {}
+        of_work: dict[Observation, list[float]] = defaultdict(list)
         for row in (o for o in rows if o.layers == depth):
-            same_work = replace(row, seconds=0.0)
-            if same_work not in fastest or row.seconds < fastest[same_work].seconds:
-                fastest[same_work] = row
-        return [(row, row.seconds / self._slowdown(row)) for row in fastest.values()]
+            of_work[replace(row, seconds=0.0)].append(row.seconds)
+        usual = min if self.profile.is_accelerator else median
+        return [
+            (replace(row, seconds=usual(seconds)), usual(seconds) / self._slowdown(row))
+            for row, seconds in of_work.items()
+        ]
 
     def _slowdown(self, row: Observation) -> float:
         """Factor by which an observation took longer because other devices of its node worked at the same time."""

@@ -130,7 +130,7 @@ class Pricing:
                     total += cost
                 case CallKind.TRAIN:
                     total += self._train(spec, assignment)
-        return self.shared(total, assignment.mesh.size)
+        return self.shared(total, assignment.mesh.size, assignment.strategy.pp)
 
     def budget(self, kind: CallKind, strategy: ParallelStrategy) -> int:
         """The largest number of tokens of one forward."""
@@ -412,16 +412,24 @@ class Pricing:
         """See `activation_memory.working_bytes`."""
         return working_bytes(spec, tokens, strategy, self.rates, self.workload, backward=backward, held=held)
 
-    def shared(self, cost: CallCost, devices: int) -> CallCost:
-        """The cost of work on so many neighbouring devices, with their slowdown where they share processors."""
-        sharing = self.rates.sharing
-        slowdown = sharing.slowdown(min(devices, self.cluster.devices_per_node)) if sharing else 1.0
-        if slowdown == 1.0:
+    def shared(self, cost: CallCost, devices: int, stages: int = 1) -> CallCost:
+        """The cost of work on so many neighbouring devices, with their slowdown where they share processors.
+
+        Args:
+            stages: of a pipeline on them, which fills and empties stage by stage; 1 for devices that wait otherwise.
+        """
+        sharing, per_node = self.rates.sharing, self.cluster.devices_per_node
+        slowdown = sharing.slowdown(min(devices, per_node)) if sharing else 1.0
+        if sharing is None or slowdown == 1.0:
             return cost
         parts = dict(cost.parts)
         waiting = parts.pop("bubble", 0.0)  # while a stage waits, other stages use its processors
         parts = {name: seconds * slowdown for name, seconds in parts.items()}
-        parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
+        if stages > 1:
+            active = (sharing.slowdown(min(at * devices / stages, per_node)) for at in range(1, stages))
+            parts["bubble"] = max(0.0, waiting / (stages - 1) * sum(2 * few - slowdown for few in active))
+        else:
+            parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
         return CallCost(parts, cost.static, cost.transient)
 
 

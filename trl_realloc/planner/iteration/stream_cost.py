@@ -176,7 +176,8 @@ class StreamPrices:
         assignment, call = self.plan[name], self._call(name)
         inner = assignment.strategy.tp * assignment.strategy.pp
         devices = assignment.mesh.size if runs_in_step(call, assignment) else inner
-        return self.pricing.shared(CallCost(parts), devices).seconds * self.pricing.corrections.factor(call, assignment)
+        cost = self.pricing.shared(CallCost(parts), devices, assignment.strategy.pp)
+        return cost.seconds * self.pricing.corrections.factor(call, assignment)
 
     def _call(self, name: str) -> Call:
         return self.plan.graph.call(name)

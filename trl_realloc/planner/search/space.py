@@ -20,7 +20,9 @@ from ...plan.dataflow import Call, CallKind, DataflowGraph
 from ...plan.model_spec import ModelSpec
 from ..cost.call_cost import CallCost
 from ..cost.engine_refusal import check_share
+from ..cost.estimate_factors import layout_name
 from ..cost.pricing import Pricing
+from .selection_bias import selection_bias
 
 
 MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
@@ -176,7 +178,7 @@ class Space:
                     for assignment in self._assignments(call, DeviceMesh(0, mesh.size))
                 ]
                 smallest = min([smallest, *(c.cost for c in priced)], key=lambda cost: cost.static + cost.transient)
-                by_size[mesh.size] = undominated(self._fitting(priced))
+                by_size[mesh.size] = undominated(self._unbiased(call, self._fitting(priced)))
             candidates += [Candidate(replace(c.assignment, mesh=mesh), c.cost) for c in by_size[mesh.size]]
         if not candidates:
             if call.kind is CallKind.GENERATE:
@@ -206,6 +208,20 @@ class Space:
         return self._fitting(
             [Candidate(assignment, self.pricing.price(call, specs, assignment)) for assignment in deep]
         )
+
+    def _unbiased(self, call: Call, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The candidates of one mesh with the seconds that the fastest of them takes on average, which is more than its
+        estimate. Layouts that a run has shown keep their estimates."""
+        known = self.pricing.corrections.layouts.get(call.name, {})
+        fastest: dict[ParallelStrategy, float] = {}
+        for candidate in sorted(candidates, key=lambda each: -each.seconds):
+            if layout_name(candidate.assignment) not in known:
+                fastest[replace(candidate.assignment.strategy, micro_batch_tokens=None)] = candidate.seconds
+        factor = 1 + selection_bias([*fastest.values()], self.pricing.rates.layout_error)
+        return [
+            each if layout_name(each.assignment) in known else Candidate(each.assignment, each.cost.times(factor))
+            for each in candidates
+        ]
 
     def _fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [c for c in candidates if self.pricing.fits(c.cost.static + c.cost.transient)]
