@@ -145,9 +145,11 @@ def test_layouts_among_which_a_search_chooses_take_longer_than_estimated_until_a
         }
         assert longer["dp4"] > 1 if corrections is not learned else longer["dp4"] == 1
         assert all(factor > 1 or corrections is learned for factor in longer.values())
-    known = replace(prices, rates=AnalyticRates(DEVICES["h100"]), corrections=Corrections())
-    for each in replace(space, pricing=known).candidates()["critic.train"]:
-        assert each.cost == known.price(space.graph.call("critic.train"), [CRITIC], each.assignment)
+    on_gpus = MeasuredRates(replace(rates.profile, is_accelerator=True))
+    for unbiased in (AnalyticRates(DEVICES["h100"]), on_gpus):
+        known = replace(prices, rates=unbiased, corrections=Corrections())
+        for each in replace(space, pricing=known).candidates()["critic.train"]:
+            assert each.cost == known.price(space.graph.call("critic.train"), [CRITIC], each.assignment)
 
 
 def test_links_between_nodes_are_told_from_those_inside() -> None:

@@ -69,8 +69,8 @@ class Runs:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(episodes, response tokens) of the runs. The first one warms up; the others run twice, and the faster run of
-        each size is used."""
+        """(episodes, response tokens) of the runs. The first one warms up; the others run twice
+        (`MeasuredRates` says which of the two counts)."""
         n, r = self.episodes, self.response
         half, short = max(self.cluster.size, n // 2), max(1, r // 4)
         return [(n, r), *2 * [(n, r), (half, r), (n, short), (n, max(1, r // 2)), (half, short)]]

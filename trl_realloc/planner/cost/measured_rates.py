@@ -73,7 +73,7 @@ class MeasuredRates:
 
     @property
     def layout_error(self) -> float:
-        return LAYOUT_ERROR
+        return 0.0 if self.profile.is_accelerator else LAYOUT_ERROR  # on accelerators no estimate has been compared
 
     @cached_property
     def inside(self) -> Link:
