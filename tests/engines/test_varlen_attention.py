@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl_realloc.engines.training import packed_attention, varlen_attention
 from trl_realloc.engines.training.packed_attention import PACKED
 from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.packed_row import PackedRow
 from trl_realloc.engines.training.varlen_attention import has_varlen, is_flash, sample_bounds
 from trl_realloc.engines.transformers_compat import attention_name
 
@@ -145,7 +146,7 @@ def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
     module = nn.Module()
     module.num_key_value_groups = 4 // heads  # type: ignore[assignment]
     inputs = [torch.randn(1, number, 9, 8, requires_grad=True) for number in (4, heads, heads)]
-    arguments = {"sample_lengths": [4, 2, 3], "scaling": 0.3, "sliding_window": window}
+    arguments = {"packed_row": PackedRow.plain([4, 2, 3]), "scaling": 0.3, "sliding_window": window}
     weights = torch.randn(1, 9, 4, 8)
 
     def computed() -> list[Tensor]:
@@ -194,7 +195,7 @@ def test_torchs_attention_is_used_under_autocast_where_the_rotary_embedding_of_a
     monkeypatch.setattr(varlen_attention, "varlen_attn", varlen)
     query, value = torch.randn(1, 4, 9, 8, requires_grad=True), torch.randn(1, 4, 9, 8, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        found = varlen_attention.varlen_attention(query, query, value, [4, 5], None, None)
+        found = varlen_attention.varlen_attention(query, query, value, PackedRow.plain([4, 5]), None, None)
     assert {part.dtype for part in (found, *given)} == {torch.bfloat16}
     found.float().sum().backward()
     assert query.grad is not None and query.grad.dtype is torch.float32
@@ -216,7 +217,8 @@ def test_torchs_attention_is_used_on_gpus_that_have_its_kernel_alone(
         tried.append(q.shape)
         if fails:
             raise RuntimeError("no kernel image is available for execution on the device")
-        return q + v
+        assert bounds[0].tolist() == [0, 2, 3] and bounds[1].tolist() == [0, 2, 4]
+        return q + torch.tensor([v[0, 0, 0], v[:2, 0, 0].mean(), v[2:, 0, 0].mean()], dtype=q.dtype)[:, None, None]
 
     monkeypatch.setattr(varlen_attention, "varlen_attn", varlen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)

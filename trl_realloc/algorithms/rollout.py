@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..plan.prefix_tree import PrefixTree
+
 
 @dataclass(frozen=True)
 class Ragged:
@@ -154,6 +156,17 @@ def token_keys(samples: Rollouts) -> list[tuple[bytes, bytes]]:
         return []
     columns = (samples.ragged(name).rows() for name in ("prompts", "responses"))
     return [(prompt.numpy().tobytes(), response.numpy().tobytes()) for prompt, response in zip(*columns, strict=True)]
+
+
+def prefix_tree(samples: Rollouts) -> PrefixTree:
+    """The samples with the tokens that their prompts and responses have in common at the beginnings.
+
+    Args:
+        samples: in host memory, with `prompts` and `responses`.
+    """
+    prompts = samples.ragged("prompts")
+    keys = [prompt + response for prompt, response in token_keys(samples)]
+    return PrefixTree.of(keys, prompts.lengths.tolist(), prompts.values.element_size())
 
 
 PAGEABLE_BYTES = 64 << 10  # up to so many bytes a copy from pageable memory to a GPU does not block the host

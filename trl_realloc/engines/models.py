@@ -182,6 +182,13 @@ def dropout_rates(settings: Mapping[str, object]) -> dict[str, float]:
     }
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """True if a module of the model that is in training mode has a rate of dropout above 0."""
+    trained = [module for module in model.modules() if module.training]
+    rates = (dropout_rates(vars(module)).values() for module in trained)
+    return any(map(any, rates)) or any(module.p > 0 for module in trained if isinstance(module, nn.Dropout))
+
+
 def with_adapters(model: PreTrainedModel, peft_config: PeftConfig, adapter: str | None) -> PreTrainedModel:
     """The policy with a new adapter, if `peft_config` asks for one.
 

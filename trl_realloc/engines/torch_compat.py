@@ -53,6 +53,44 @@ def takes_argument(function: Callable[..., object], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
+def cpu_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention on a CPU, by the kernel of torch's own attention function there.
+
+    Args:
+        query, key, value: (1, heads, tokens, head_dim); keys and values may have fewer heads.
+
+    Returns:
+        The result, (1, heads, tokens, head_dim), and the logarithms of the sums of each query's exponentials, (1,
+        heads, tokens), at least float32.
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    result, normalizer = kernel(query, key, value, 0.0, is_causal, scale=scaling)
+    return result, normalizer
+
+
+def cpu_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    normalizer: Tensor,
+    is_causal: bool,
+    scaling: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value of `cpu_attention`.
+
+    Args:
+        gradient: of the result.
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    inputs = (gradient, query, key, value, result, normalizer)
+    of_query, of_key, of_value = kernel(*inputs, 0.0, is_causal, scale=scaling)
+    return of_query, of_key, of_value
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if functions of the user's run before or after the optimizer's steps, which may change them."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

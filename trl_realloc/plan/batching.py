@@ -4,7 +4,10 @@ micro-batches on the stages of a pipeline."""
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
+
+from .prefix_tree import PrefixTree
 
 
 def work(lengths: Sequence[int], attention_at: float) -> list[float]:
@@ -41,23 +44,43 @@ def balance(sizes: Sequence[float], parts: int) -> list[list[int]]:
     return [sorted(part_positions) for part_positions in positions]
 
 
-def stage_batches(lengths: Sequence[int], budget: int, stages: int) -> list[list[int]]:
+def stage_batches(
+    lengths: Sequence[int], budget: int, stages: int, tree: PrefixTree | None = None
+) -> list[list[int]]:
     """Divide samples into the micro-batches of a pipeline: as few as the budget allows, one for each stage if there are
     enough samples, and with tokens as even as possible, because each takes as long as the widest one.
 
     Args:
         lengths: tokens of each sample.
         budget: most tokens of a micro-batch. A longer sample has a micro-batch to itself.
+        tree: of the samples, where they share tokens. Those that share much are kept together as far as all stages take
+            less time so: that of the widest micro-batch, once for each micro-batch and once more for each stage but
+            one.
 
     Returns:
         Lists of positions; none is empty.
     """
+    if tree is not None:
+        return _shared_stage_batches(tree, budget, stages)
     widest, count = max(budget, *lengths) if lengths else budget, max(stages, -(-sum(lengths) // budget))
     while True:
         batches = [batch for batch in balance(lengths, min(count, len(lengths))) if batch]
         if count >= len(lengths) or all(sum(lengths[at] for at in batch) <= widest for batch in batches):
             return batches
         count += 1
+
+
+def _shared_stage_batches(tree: PrefixTree, budget: int, stages: int) -> list[list[int]]:
+    best, least = list[list[int]](), math.inf
+    fewest, longest = -(-tree.tokens // budget), max(tree.lengths)
+    for count in range(fewest, min(len(tree.lengths), fewest + 2 * stages) + 1):
+        groups = tree.branches(max(longest, min(budget, -(-tree.tokens // count))))
+        parts = [part for part in balance([tokens for tokens, _ in groups], count) if part]
+        widest = max(sum(groups[at][0] for at in part) for part in parts)
+        seconds = (len(parts) + stages - 1) * widest
+        if widest <= max(budget, longest) and seconds < least:
+            best, least = [sorted(i for at in part for i in groups[at][1]) for part in parts], seconds
+    return best or micro_batches(tree.lengths, budget, tree)
 
 
 def one_f_one_b(micro_batches: int, stages: int, stage: int) -> list[tuple[int, bool]]:
@@ -72,7 +95,7 @@ def one_f_one_b(micro_batches: int, stages: int, stage: int) -> list[tuple[int, 
     return order
 
 
-def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], budget: int, tree: PrefixTree | None = None) -> list[list[int]]:
     """Pack samples into micro-batches of at most `budget` tokens. A longer sample has a micro-batch to itself.
 
     First fit with the longest sample first: samples of similar length are together, so an engine that pads adds little
@@ -80,10 +103,16 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
     Args:
         lengths: tokens of each sample.
+        tree: of the samples, where they share tokens. Those that share much are packed together, and what they share
+            counts once.
 
     Returns:
         Lists of positions; none is empty.
     """
+    if tree is not None:
+        groups = tree.branches(budget)
+        packed = micro_batches([int(tokens) for tokens, _ in groups], budget)
+        return [[at for group in batch for at in groups[group][1]] for batch in packed]
     batches: list[list[int]] = []
     room: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

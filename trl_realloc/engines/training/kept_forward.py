@@ -15,6 +15,7 @@ import torch
 
 from ...algorithms.rollout import Ragged, Rollouts, token_keys
 from ..device import has_room, is_accelerator
+from .packed_row import PackedRow
 
 
 # A backward takes twice as long as a forward, so a new forward and backward of the samples that are trained on cost
@@ -35,17 +36,22 @@ class KeptForward:
         return sum(samples.tokens for samples, _ in self._micro_batches)
 
     def run(
-        self, head: Callable[[Rollouts], Mapping[str, Ragged]], samples: Rollouts, device: torch.device
+        self,
+        head: Callable[[Rollouts, PackedRow | None], Mapping[str, Ragged]],
+        samples: Rollouts,
+        row: PackedRow | None,
+        device: torch.device,
     ) -> Mapping[str, Ragged]:
         """The head's outputs for one micro-batch, without gradients, on the device. They are kept with their graph,
         unless there is too little memory left.
 
         Args:
             samples: on the CPU, with `index`, `prompts` and `responses`.
+            row: of the samples, where they share tokens.
         """
         before = _allocated(device)
         with torch.enable_grad():
-            outputs = head(samples.to(device))
+            outputs = head(samples.to(device), row)
         if _has_room(device, before):
             self._micro_batches.append((samples, outputs))
         return {name: column.like(column.values.detach()) for name, column in outputs.items()}

@@ -34,13 +34,15 @@ from .packed_forward import (
     PolicyHead,
     RoleHead,
     in_order,
+    row_of,
     run_forward,
     run_training,
     statistics_in_order,
     tied_weight,
 )
+from .packed_row import PackedRow
 from .part_gather import PartGather
-from .pipeline import MiniBatch, StagePipeline, keep_stage
+from .pipeline import MiniBatch, PackedSamples, StagePipeline, keep_stage
 from .stage_run import StageWork, run_pipeline
 from .tensor_parallel import box_of, is_split, local, split_tensors, splits_adapter, vocabulary_start
 from .token_logprobs import TokenLogprobs
@@ -151,7 +153,9 @@ class MegatronEngine:
         try:
             if self.pipeline is None:
                 with torch.no_grad():
-                    return run_forward(self._call, samples, micro_batch_tokens, self.groups.mesh, self.device)
+                    tree = self.head.tree(samples)
+                    mesh = self.groups.mesh
+                    return run_forward(self._call, samples, micro_batch_tokens, mesh, self.device, tree=tree)
             return self._through_stages(samples, micro_batch_tokens)
         finally:
             self.head.train(was_training)
@@ -176,6 +180,7 @@ class MegatronEngine:
                 self.groups.mesh,
                 self.device,
                 lambda value, is_last: value.backward(),  # type: ignore[no-untyped-call]
+                tree=self.head.tree(samples),
             )
         batch = self.mini_batch(samples, loss, micro_batch_tokens)
         run_pipeline(self.stage_work(batch.micros, batch.finish), trains=True)
@@ -183,11 +188,11 @@ class MegatronEngine:
 
     def mini_batch(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> MiniBatch:
         """A mini-batch for the stages of a pipeline. The arguments are those of `train`."""
-        batches = self._batches(samples, micro_batch_tokens)
-        return MiniBatch(batches, [samples.select(batch).to(self.device) for batch in batches], loss)
+        batches, micros = self._micro_batches(samples, micro_batch_tokens)
+        return MiniBatch(batches, micros, loss)
 
     def stage_work(
-        self, micros: Sequence[Rollouts], finish: Callable[[int, Mapping[str, Ragged]], Tensor]
+        self, micros: Sequence[PackedSamples], finish: Callable[[int, Mapping[str, Ragged]], Tensor]
     ) -> StageWork:
         """Micro-batches for this rank's stage; the arguments are `StageWork`'s."""
         assert self.pipeline is not None, "the model has one stage"
@@ -222,31 +227,33 @@ class MegatronEngine:
 
     def _through_stages(self, samples: Rollouts, budget: int) -> dict[str, Ragged]:
         inputs = samples.only(("index", "prompts", "responses"))
-        batches = self._batches(inputs, budget)
+        batches, micros = self._micro_batches(inputs, budget)
         parts: dict[int, Mapping[str, Ragged]] = {}
 
         def finish(at: int, outputs: Mapping[str, Ragged]) -> Tensor:
             parts[at] = outputs
             return torch.zeros((), device=self.device)
 
-        micros = [inputs.select(batch).to(self.device) for batch in batches]
         run_pipeline(self.stage_work(micros, finish), trains=False)
         results = in_order([parts[at] for at in range(len(parts))], batches)
         values = self._from_last_stage({name: column.values for name, column in results.items()})
         lengths = self._from_last_stage({name: column.lengths for name, column in results.items()})
         return {name: Ragged(values[name], lengths[name]) for name in values}
 
-    def _batches(self, samples: Rollouts, budget: int) -> list[list[int]]:
-        """Micro-batches as indices of samples: within the budget, and at least as many as stages if there are enough
-        samples, so that all stages compute at the same time."""
-        return stage_batches(samples.lengths.tolist(), budget, self.groups.pp.size)
+    def _micro_batches(self, samples: Rollouts, budget: int) -> tuple[list[list[int]], list[PackedSamples]]:
+        """Micro-batches as indices of samples, and on the device: within the budget, and at least as many as stages if
+        there are enough samples, so that all stages compute at the same time."""
+        tree = self.head.tree(samples)
+        batches = stage_batches(samples.lengths.tolist(), budget, self.groups.pp.size, tree)
+        micros = (PackedSamples(samples.select(batch).to(self.device), row_of(tree, batch)) for batch in batches)
+        return batches, list(micros)
 
     def _from_last_stage(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The last stage's results, on every stage."""
         return self.groups.pp.share(results, self.groups.pp.size - 1)
 
-    def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
-        outputs: Mapping[str, Ragged] = self.in_context(lambda: self.head(samples))
+    def _call(self, samples: Rollouts, row: PackedRow | None) -> Mapping[str, Ragged]:
+        outputs: Mapping[str, Ragged] = self.in_context(lambda: self.head(samples, row))
         return outputs
 
     def in_context(self, compute: Callable[[], object]) -> Any:

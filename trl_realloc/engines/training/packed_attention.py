@@ -18,8 +18,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...common.notices import notice
+from .packed_row import PackedRow, Segment
+from .prefix_attention import PrefixAttention
 from .probe_model import probe_model
-from .varlen_attention import flash_arguments, has_varlen, is_flash, varlen_attention
+from .varlen_attention import (
+    computed_in,
+    flash_arguments,
+    has_varlen,
+    is_flash,
+    keeps_scores,
+    varlen_attention,
+)
 
 
 @dataclass
@@ -58,32 +67,57 @@ _probed: contextvars.ContextVar[_LocalAttention | None] = contextvars.ContextVar
 def _packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention within each sample of a packed row. Without `sample_lengths` it is Transformers' sdpa.
+    """Attention within each sample of a packed row. Without `packed_row` it is Transformers' sdpa.
 
     One sdpa call per sample costs the sum of the squared lengths. A block mask over the row would cost the square of
     their sum: 32 times as much for 32 samples of equal length.
 
     Args:
         query, key, value: (1, heads, tokens, head_dim).
-        kwargs: of Transformers, with `sample_lengths`, the tokens of each sample of the row.
+        kwargs: of Transformers, with `packed_row`, a `PackedRow`.
     """
-    lengths = kwargs.pop("sample_lengths", None)
-    if lengths is None:
+    row: PackedRow | None = kwargs.pop("packed_row", None)
+    if row is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.pop("sliding_window", None)
     if (local_attention := _probed.get()) is not None and window is not None:
         local_attention.windows.add(window)
+    if window is not None and window >= max(row.lengths):
+        window = None
     if has_varlen(query, value, kwargs):
-        return varlen_attention(query, key, value, lengths, window, kwargs.get("scaling")), None
+        return varlen_attention(query, key, value, row, window, kwargs.get("scaling")), None
+    if row.saved and window is None and _in_blocks(query, value, kwargs):
+        q, k, v = (part.to(computed_in(query)) for part in (query, key, value))
+        result: Tensor = PrefixAttention.apply(q, k, v, row, kwargs.get("scaling"))
+        return result.transpose(1, 2), None
+    queries = [tokens for tokens in row.own if tokens]
+    if row.saved:
+        seen, _ = row.keys
+        key, value = (part.index_select(2, row.on(part.device)) for part in (key, value))
+    else:
+        seen = queries
     parts = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        mask = None
-        if window is not None and q.shape[2] > window:
-            at = torch.arange(q.shape[2], device=q.device)
-            distance = at[:, None] - at[None, :]
-            mask = ((distance >= 0) & (distance < window))[None, None]
+    for q, k, v in zip(query.split(queries, 2), key.split(seen, 2), value.split(seen, 2), strict=True):
+        if window is not None:
+            unseen = max(0, k.shape[2] - q.shape[2] - window + 1)
+            k, v = k[:, :, unseen:], v[:, :, unseen:]
+        mask = _mask(q.shape[2], k.shape[2], window, q.device)
         parts.append(sdpa_attention_forward(module, q, k, v, mask, is_causal=mask is None, **kwargs)[0])
     return torch.cat(parts, dim=1), None
+
+
+def _in_blocks(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
+    """True if `PrefixAttention` can compute this."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and keeps_scores(arguments)
+
+
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(1, 1, queries, keys) bool: which keys the last tokens of a sample see; `None` if they are all of its tokens, and
+    see all up to their own."""
+    if queries == keys and (window is None or keys <= window):
+        return None
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return ((distance >= 0) & (distance < (window or keys)))[None, None]
 
 
 def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -116,16 +150,27 @@ def packs(model: PreTrainedModel) -> bool:
     """
     known: bool | None = getattr(model, "packs_rows", None)
     if known is None:
-        known = _packs(model)
+        known, model.shares_rows = _packs(model)
         model.packs_rows = known
+        base, attention = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
         if not known:
-            base, attention = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
             notice(
                 f"{base} (attention {attention}): samples are padded, because the model mixes samples that share a row."
+            )
+        elif not model.shares_rows:
+            notice(
+                f"{base} (attention {attention}): a prompt is computed once for each of its samples; with attention "
+                f"sdpa, once for all."
             )
     elif known and not is_flash(_attention_of(model)):
         backbone_of(model).set_attn_implementation(PACKED)
     return known
+
+
+def shares_rows(model: PreTrainedModel) -> bool:
+    """True if the model, one that `packs`, computes the tokens that samples have in common at their beginnings once for
+    all of them, and the rest of each as if it were alone."""
+    return bool(getattr(model, "shares_rows", False)) and not is_flash(_attention_of(model))
 
 
 def may_pack(implementation: str | None) -> bool:
@@ -133,35 +178,36 @@ def may_pack(implementation: str | None) -> bool:
     return implementation in ("sdpa", PACKED) or is_flash(implementation)
 
 
-def packed_arguments(model: PreTrainedModel, lengths: list[int], ids: Tensor) -> dict[str, Any]:
+def packed_arguments(model: PreTrainedModel, row: PackedRow, ids: Tensor) -> dict[str, Any]:
     """The arguments of a forward of a packed row beside its ids and positions.
 
     Args:
-        model: one that `packs`.
+        model: one that `packs`, and `shares` if the row's samples share their beginnings.
         ids: (tokens,) of the row.
     """
     if is_flash(_attention_of(model)):
-        return flash_arguments(lengths, ids.device)
+        return flash_arguments(row.lengths, ids.device)
     # without a mask Transformers looks for samples in the positions, for which the host waits for the device
-    return {"attention_mask": torch.ones_like(ids)[None], "sample_lengths": lengths}
+    return {"attention_mask": torch.ones_like(ids)[None], "packed_row": row}
 
 
 def _attention_of(model: PreTrainedModel) -> str | None:
     return getattr(backbone_of(model).config, "_attn_implementation", None)
 
 
-def _packs(model: PreTrainedModel) -> bool:
+def _packs(model: PreTrainedModel) -> tuple[bool, bool]:
+    """The answers of `packs` and `shares_rows`."""
     backbone = backbone_of(model)
     implementation = getattr(backbone.config, "_attn_implementation", None)
     # the kernels of flash attention run on a GPU alone; whether the model mixes samples is seen with another attention
     if not may_pack(implementation) or getattr(backbone.config, "is_encoder_decoder", False):
-        return False
+        return False, False
     answers = map(_keeps_apart, _models_to_run(backbone))
-    kept_apart = next((answer for answer in answers if answer is not None), False)
+    kept_apart, shares = next((answer for answer in answers if answer is not None), (False, False))
     final = PACKED if kept_apart and not is_flash(implementation) else implementation
     if backbone.config._attn_implementation != final:
         backbone.set_attn_implementation(final)
-    return kept_apart
+    return kept_apart, shares and not is_flash(implementation)
 
 
 def _models_to_run(backbone: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -181,11 +227,15 @@ def _models_to_run(backbone: PreTrainedModel) -> Iterator[PreTrainedModel]:
     yield backbone
 
 
-def _keeps_apart(backbone: PreTrainedModel) -> bool | None:
-    """True if a backbone computes the same for two samples in a row as for each alone; `None` if it cannot be run so.
-    Its attention is `PACKED` afterwards."""
+# of the samples 1 2 3, 1 2, and 1 2 3 4 5; the last one begins with the first
+PROBED = PackedRow((3, 2, 5), (0, 1, 2), (Segment(0, 3), Segment(3, 5), Segment(5, 7, ((0, 3),))))
+
+
+def _keeps_apart(backbone: PreTrainedModel) -> tuple[bool, bool] | None:
+    """True if a backbone computes the same for two samples in a row as for each alone; and if so also for a third
+    sample that shares the tokens of the first; `None` if it cannot be run so. Its attention is `PACKED` afterwards."""
     device = next(backbone.parameters()).device
-    ids = torch.tensor([[1, 2, 3, 1, 2]], device=device) % backbone.config.get_text_config().vocab_size
+    whole = torch.tensor([[1, 2, 3, 4, 5]], device=device) % backbone.config.get_text_config().vocab_size
     was_training = backbone.training
     backbone.eval()
     local_attention = _LocalAttention()
@@ -193,17 +243,22 @@ def _keeps_apart(backbone: PreTrainedModel) -> bool | None:
     try:
         backbone.set_attn_implementation(PACKED)
         with torch.no_grad():
-            separate = [backbone(input_ids=part).last_hidden_state[0] for part in (ids[:, :3], ids[:, 3:])]
+            separate = [backbone(input_ids=whole[:, :length]).last_hidden_state[0] for length in PROBED.lengths]
             with packed_rows():
                 packed = backbone(
-                    input_ids=ids,
-                    position_ids=torch.tensor([[0, 1, 2, 0, 1]], device=device),
-                    attention_mask=torch.ones_like(ids),
-                    sample_lengths=[3, 2],
+                    input_ids=torch.cat([whole[:, :3], whole[:, :2], whole[:, 3:]], 1),
+                    position_ids=PROBED.positions.to(device)[None],
+                    attention_mask=torch.ones(1, PROBED.tokens, dtype=torch.long, device=device),
+                    packed_row=PROBED,
                     use_cache=False,
                 ).last_hidden_state[0]
-        same = torch.allclose(torch.cat(separate).float(), packed.float(), rtol=1e-2, atol=1e-3)
-        return same and local_attention.is_known_to_layers
+        parts = packed[PROBED.columns.to(device)].split(PROBED.lengths)
+        same = [
+            torch.allclose(one.float(), part.float(), rtol=1e-2, atol=1e-3)
+            for one, part in zip(separate, parts, strict=True)
+        ]
+        packs = all(same[:2]) and local_attention.is_known_to_layers
+        return packs, packs and same[2]
     except CANNOT_RUN:
         return None
     finally:

@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...algorithms.algorithm import TokenLoss
-from ...algorithms.rollout import Ragged, Rollouts, on_device, places
+from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
 from ...plan.batching import micro_batches
+from ...plan.prefix_tree import PrefixTree
 from ..mesh_group import MeshGroup
+from ..models import has_dropout
 from .kept_forward import KeptForward
 from .nonfinite_guard import guarded
-from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs
+from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs, shares_rows
+from .packed_row import PackedRow
 from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced, works_in_slices
 from .token_logprobs import TokenLogprobs
 
@@ -46,21 +49,44 @@ class RoleHead(nn.Module):
         self.context: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self._received: Tensor | None = None
 
-    def forward(self, samples: Rollouts, *, received: Tensor | None = None, returns_hidden: bool = False) -> Any:
+    def forward(
+        self,
+        samples: Rollouts,
+        row: PackedRow | None = None,
+        *,
+        received: Tensor | None = None,
+        returns_hidden: bool = False,
+    ) -> Any:
         """The role's outputs (`outputs`), or hidden states (1, tokens, width) where a pipeline stage is not the last.
 
         Args:
+            row: of the samples, where they share tokens.
             received: the hidden states of the stage before, which replace the token ids; `None` in the first stage.
             returns_hidden: return this stage's hidden states for the stage after it.
         """
         with self.context(), self.continuing(received):
             if returns_hidden:
-                return self._run(backbone_of(self.model), self._inputs(samples)[0]).last_hidden_state
-            return self.outputs(samples)
+                return self._run(backbone_of(self.model), self._inputs(samples, row)[0]).last_hidden_state
+            return self.outputs(samples, row)
 
-    def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
+    def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         """The role's outputs for the samples, by name."""
         raise NotImplementedError
+
+    @property
+    def shares(self) -> bool:
+        """True if the tokens that samples have in common at their beginnings are computed once for all of them. Dropout
+        would draw one mask for all."""
+        return self.packed and shares_rows(self.model) and not has_dropout(self.model)
+
+    def tree(self, samples: Rollouts) -> PrefixTree | None:
+        """The samples with the beginnings that they have in common; `None` if each is computed alone.
+
+        Args:
+            samples: in host memory, with `prompts` and `responses`.
+        """
+        tree = prefix_tree(samples) if self.shares and len(samples) > 1 else None
+        return tree if tree is not None and any(tree.shared) else None
 
     @contextlib.contextmanager
     def continuing(self, received: Tensor | None) -> Iterator[None]:
@@ -71,21 +97,25 @@ class RoleHead(nn.Module):
         finally:
             self._received = None
 
-    def _inputs(self, samples: Rollouts) -> tuple[dict[str, Any], Tensor, Tensor]:
+    def _inputs(self, samples: Rollouts, row: PackedRow | None) -> tuple[dict[str, Any], Tensor, Tensor]:
         """The model's arguments, and the row and the column of every token in its inputs, both (tokens,) int64 in host
         memory. Indices are computed there, from the lengths, so that the host does not wait for the device."""
         tokens = _prompts_and_responses(samples)
         position = places(tokens.lengths)
         if self.packed:
+            row, ids = row or PackedRow.plain(tokens.lengths.tolist()), tokens.values
+            if row.saved:
+                ids = ids[on_device(row.taken, ids.device)]
             arguments: dict[str, Any] = {
-                "input_ids": tokens.values[None],
-                "position_ids": on_device(position, tokens.values.device)[None],
-                **packed_arguments(self.model, tokens.lengths.tolist(), tokens.values),
+                "input_ids": ids[None],
+                "position_ids": on_device(row.positions, ids.device)[None],
+                **packed_arguments(self.model, row, ids),
             }
-            return arguments, torch.zeros_like(position), torch.arange(len(position))
+            return arguments, torch.zeros_like(position), row.columns
+        assert row is None, "padded samples share no tokens"
         mask = tokens.like(torch.ones_like(tokens.values)).pad()
-        row = torch.repeat_interleave(torch.arange(len(tokens)), tokens.lengths)
-        return {"input_ids": tokens.pad(), "attention_mask": mask}, row, position
+        of_sample = torch.repeat_interleave(torch.arange(len(tokens)), tokens.lengths)
+        return {"input_ids": tokens.pad(), "attention_mask": mask}, of_sample, position
 
     def _run(self, model: nn.Module, arguments: Mapping[str, object]) -> Any:
         if self._received is not None:
@@ -107,14 +137,16 @@ class PolicyHead(RoleHead):
         self.may_slice = logits_are_of_head(base_of(model))
         self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
 
-    def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
-        arguments, row, column = self._inputs(samples)
+    def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
+        arguments, row, column = self._inputs(samples, packed_row)
         responses = samples.ragged("responses")
         before = _response_positions(samples) - 1  # a token is predicted at the position before it
         row, column = row[before], column[before]
         device = responses.values.device
         if self.takes_logits_to_keep:
-            kept, column = torch.unique(column, return_inverse=True)
+            kept = column
+            if not self.packed:
+                kept, column = torch.unique(column, return_inverse=True)
             arguments["logits_to_keep"] = on_device(kept, device)
 
         def pick(full: Tensor) -> Tensor:
@@ -153,8 +185,8 @@ class ValueHead(RoleHead):
     """Computes `values` of the states of a response, from before its first token to after its last: ragged float32, of
     length + 1 per response. The model is a sequence classifier with a `score` layer, as TRL's critics are."""
 
-    def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
-        arguments, row, column = self._inputs(samples)
+    def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
+        arguments, row, column = self._inputs(samples, packed_row)
         lengths = samples.ragged("responses").lengths + 1
         last = torch.cumsum(samples.lengths, 0) - 1
         at = places(lengths) + torch.repeat_interleave(last - lengths + 1, lengths)
@@ -168,8 +200,8 @@ class ValueHead(RoleHead):
 class ScoreHead(RoleHead):
     """Computes `scores`, one float32 per sample: the classifier's logit at the sample's last token."""
 
-    def outputs(self, samples: Rollouts) -> dict[str, Ragged]:
-        arguments, row, column = self._inputs(samples)
+    def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
+        arguments, row, column = self._inputs(samples, packed_row)
         ones = torch.ones(len(samples), dtype=torch.long)
         if not hasattr(base_of(self.model), "score"):  # a classifier of an encoder has pooling layers
             logits = self._run(self.model, arguments).logits[:, 0]
@@ -202,10 +234,16 @@ def _response_positions(samples: Rollouts) -> Tensor:
     return places(responses) + torch.repeat_interleave(start, responses)
 
 
-def cut(samples: Rollouts, budget: int, group: MeshGroup, in_step: bool) -> list[list[int]]:
+def cut(
+    samples: Rollouts, budget: int, group: MeshGroup, in_step: bool, tree: PrefixTree | None = None
+) -> list[list[int]]:
     """This rank's micro-batches as indices of samples. Where a forward is collective (`in_step`, for ZeRO), empty
-    micro-batches are added so that every rank of the mesh has the same number."""
-    batches = micro_batches(samples.lengths.tolist(), budget)
+    micro-batches are added so that every rank of the mesh has the same number.
+
+    Args:
+        tree: of the samples, where they share tokens.
+    """
+    batches = micro_batches(samples.lengths.tolist(), budget, tree)
     return batches + [[] for _ in range(group.max(len(batches)) - len(batches))] if in_step else batches
 
 
@@ -215,8 +253,13 @@ def _placeholder() -> Rollouts:
     return Rollouts(index=torch.zeros(1, dtype=torch.long), prompts=one, responses=one)
 
 
+def row_of(tree: PrefixTree | None, batch: Sequence[int]) -> PackedRow | None:
+    """The row of a micro-batch, by the positions of its samples in the tree; `None` where they share nothing."""
+    return None if tree is None or not batch else PackedRow.of(tree.select(batch))
+
+
 def run_forward(
-    head: Callable[[Rollouts], Mapping[str, Ragged]],
+    head: Callable[[Rollouts, PackedRow | None], Mapping[str, Ragged]],
     samples: Rollouts,
     budget: int,
     group: MeshGroup,
@@ -224,6 +267,7 @@ def run_forward(
     *,
     in_step: bool = False,
     kept: KeptForward | None = None,
+    tree: PrefixTree | None = None,
 ) -> dict[str, Ragged]:
     """Run this rank's samples through a head without gradients. The outputs are on the CPU, in the samples' order. They
     are copied there after the last micro-batch, so that the host prepares a micro-batch while the device computes the
@@ -231,14 +275,16 @@ def run_forward(
 
     Args:
         kept: keeps the graphs for `run_training`.
+        tree: of the samples, where they share tokens.
     """
     inputs = samples.only(("index", "prompts", "responses"))
-    batches = cut(inputs, budget, group, in_step)
+    batches = cut(inputs, budget, group, in_step, tree)
     parts: list[Mapping[str, Ragged]] = []
     with torch.no_grad():
         for batch in batches:
             micro = inputs.select(batch) if batch else _placeholder()
-            out = head(micro.to(device)) if kept is None else kept.run(head, micro, device)
+            row = row_of(tree, batch)
+            out = head(micro.to(device), row) if kept is None else kept.run(head, micro, row, device)
             if batch:
                 parts.append(out)
     return in_order(parts, batches)
@@ -268,7 +314,7 @@ def statistics_in_order(parts: Sequence[Mapping[str, Tensor]], batches: Sequence
 
 
 def run_training(
-    head: Callable[[Rollouts], Mapping[str, Ragged]],
+    head: Callable[[Rollouts, PackedRow | None], Mapping[str, Ragged]],
     samples: Rollouts,
     loss: TokenLoss,
     budget: int,
@@ -278,6 +324,7 @@ def run_training(
     *,
     in_step: bool = False,
     kept: KeptForward | None = None,
+    tree: PrefixTree | None = None,
 ) -> dict[str, Tensor]:
     """Run the forward and backward of this rank's share of one mini-batch, micro-batch by micro-batch.
 
@@ -285,6 +332,7 @@ def run_training(
         kept: the forwards that a scoring call has computed of some of the samples.
         backward: adds the gradients of a loss, a 0-dimensional tensor, to the accumulated ones; is told whether it is
             that of the last micro-batch.
+        tree: of the samples, where they share tokens.
 
     Returns:
         Each statistic (n,) float32 on the CPU, in the samples' order.
@@ -292,17 +340,18 @@ def run_training(
     begun = [] if kept is None else kept.take(samples)
     done = {position for positions, _ in begun for position in positions}
     rest = [position for position in range(len(samples)) if position not in done]
-    cuts = cut(samples.select(rest) if begun else samples, budget, group, in_step)
+    of_rest = tree.select(rest) if tree is not None and begun else tree
+    cuts = cut(samples.select(rest) if begun else samples, budget, group, in_step, of_rest)
     batches = [positions for positions, _ in begun] + [[rest[at] for at in batch] for batch in cuts]
     parts: list[dict[str, Tensor]] = []
     for at, batch in enumerate(batches):
         is_last = at == len(batches) - 1
         if batch:
             micro = samples.select(batch).to(device)
-            value, statistics = loss(begun.pop(0)[1] if begun else head(micro), micro)
+            value, statistics = loss(begun.pop(0)[1] if begun else head(micro, row_of(tree, batch)), micro)
             parts.append({name: sums.detach() for name, sums in statistics.items()})
         else:  # the mesh's collectives need this rank's backward; its gradients are zero
-            out = head(_placeholder().to(device))
+            out = head(_placeholder().to(device), None)
             differentiable = [column.values.sum() for column in out.values() if column.values.requires_grad]
             value = 0.0 * torch.stack(differentiable).sum()
         backward(guarded(value), is_last)

@@ -21,6 +21,7 @@ from ..mesh_group import MeshGroup
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of
 from .packed_forward import RoleHead, tied_weight
+from .packed_row import PackedRow
 from .probe_model import PassThrough
 
 
@@ -55,25 +56,43 @@ def _replace(model: nn.Module, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, PassThrough())
 
 
+@dataclass(frozen=True)
+class PackedSamples:
+    """A micro-batch of a pipeline.
+
+    Args:
+        samples: on the device.
+        row: of the samples, where they share tokens.
+    """
+
+    samples: Rollouts
+    row: PackedRow | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return self.samples.tokens if self.row is None else self.row.tokens
+
+
 @dataclass
 class MiniBatch:
     """A mini-batch of one pipeline, divided into micro-batches.
 
     Args:
         batches: the indices of each micro-batch's samples.
-        micros: the micro-batches, on the device.
+        micros: the micro-batches.
         loss: of a micro-batch.
         statistics: of each micro-batch, filled on the last stage.
     """
 
     batches: Sequence[Sequence[int]]
-    micros: Sequence[Rollouts]
+    micros: Sequence[PackedSamples]
     loss: TokenLoss
     statistics: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def finish(self, at: int, outputs: Mapping[str, Ragged]) -> Tensor:
         """The loss of a micro-batch, 0-dimensional, from the head's outputs. Keeps its statistics."""
-        value, statistics = self.loss(outputs, self.micros[at])
+        value, statistics = self.loss(outputs, self.micros[at].samples)
         self.statistics[at] = {name: sums.detach() for name, sums in statistics.items()}
         return guarded(value.float())
 

@@ -39,6 +39,7 @@ from .master_weights import MasterWeights
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
+from .packed_row import PackedRow
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill
 
@@ -95,7 +96,8 @@ class ReplicatedEngine:
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         with self._evaluating():
-            return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device)
+            tree = self.head.tree(samples)
+            return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, tree=tree)
 
     def forward_to_train(self, samples: Rollouts, micro_batch_tokens: int, most_tokens: int) -> dict[str, Ragged]:
         """`forward` of samples that the role will be trained on. Keeps their graphs for this training, if these are not
@@ -108,7 +110,8 @@ class ReplicatedEngine:
         if self._kept.tokens + samples.tokens > most_tokens:
             return self.forward(samples, micro_batch_tokens)
         self.head.train()
-        return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, kept=self._kept)
+        tree = self.head.tree(samples)
+        return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, kept=self._kept, tree=tree)
 
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
@@ -124,6 +127,7 @@ class ReplicatedEngine:
             self.device,
             lambda value, is_last: self.scaler.scale(value).backward(),
             kept=self._kept,
+            tree=self.head.tree(samples),
         )
         self._step(samples, statistics, learning_rate)
         return statistics
@@ -266,9 +270,9 @@ class ReplicatedEngine:
     def close(self) -> None:
         pass
 
-    def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
+    def _call(self, samples: Rollouts, row: PackedRow | None) -> Mapping[str, Ragged]:
         with autocast(self.device, self.compute_dtype):
-            outputs: Mapping[str, Ragged] = self.head(samples)
+            outputs: Mapping[str, Ragged] = self.head(samples, row)
         return outputs
 
     @contextlib.contextmanager

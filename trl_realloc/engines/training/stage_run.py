@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...algorithms.rollout import Ragged, Rollouts
+from ...algorithms.rollout import Ragged
 from ...plan.batching import one_f_one_b
 from ..device import is_accelerator
 from ..mesh_group import MeshGroup
-from .pipeline import StagePipeline
+from .pipeline import PackedSamples, StagePipeline
 from .stage_messages import StageLink, StageTask, message_order
 
 
@@ -31,14 +31,14 @@ class StageWork:
     """One model's micro-batches on one stage.
 
     Args:
-        micros: on the device. Every rank of the pipeline has the same.
+        micros: every rank of the pipeline has the same.
         finish: called on the last stage with the index of a micro-batch and the head's outputs; returns the loss, a
             0-dimensional tensor.
         call: runs a stage's forward in its context, such as autocast.
     """
 
     pipeline: StagePipeline
-    micros: Sequence[Rollouts]
+    micros: Sequence[PackedSamples]
     finish: Callable[[int, Mapping[str, Ragged]], Tensor]
     call: Callable[[Callable[[], Any]], Any]
 
@@ -49,10 +49,11 @@ class StageWork:
 
     def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """The stage's hidden states, (1, tokens, width), or on the last stage the loss."""
-        head, samples = self.pipeline.head, self.micros[micro_batch].only(("index", "prompts", "responses"))
+        head, micro = self.pipeline.head, self.micros[micro_batch]
+        samples, row = micro.samples.only(("index", "prompts", "responses")), micro.row
         if self.pipeline.is_last:
-            return self.finish(micro_batch, self.call(lambda: head(samples, received=hidden)))
-        computed: Tensor = self.call(lambda: head(samples, received=hidden, returns_hidden=True))
+            return self.finish(micro_batch, self.call(lambda: head(samples, row, received=hidden)))
+        computed: Tensor = self.call(lambda: head(samples, row, received=hidden, returns_hidden=True))
         return computed.to(self.pipeline.dtype)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.utils import logging
 
 from ..torch_compat import takes_argument
+from .packed_row import PackedRow, Segment
 
 
 logger = logging.get_logger(__name__)
@@ -57,17 +58,21 @@ def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
     Args:
         arguments: of Transformers' attention functions, without windows.
     """
-    changes = ("softcap", "s_aux", "sinks", "dropout", "position_bias")
-    plain = not any(isinstance(arguments.get(name), Tensor) or arguments.get(name) for name in changes)
-    dtype, size = _computed_in(query), query.shape[-1]
+    dtype, size = computed_in(query), query.shape[-1]
     is_half = dtype in (torch.float16, torch.bfloat16)
     fits = size == value.shape[-1] <= LARGEST_HEAD and size % HEAD_MULTIPLE == 0
-    if not (query.is_cuda and is_half and fits and plain):
+    if not (query.is_cuda and is_half and fits and keeps_scores(arguments)):
         return False
     return has_kernel(query.device, dtype, size)
 
 
-def _computed_in(query: Tensor) -> torch.dtype:
+def keeps_scores(arguments: Mapping[str, Any]) -> bool:
+    """True if none of the arguments of Transformers' attention functions changes the scores or drops some."""
+    changes = ("softcap", "s_aux", "sinks", "dropout", "position_bias")
+    return not any(isinstance(arguments.get(name), Tensor) or arguments.get(name) for name in changes)
+
+
+def computed_in(query: Tensor) -> torch.dtype:
     """The dtype that attention is computed in: that of autocast, which casts the arguments of torch's own attention
     functions. The query of a float32 model is float32 under autocast, because its rotary embedding is."""
     kind = query.device.type
@@ -86,9 +91,14 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     query, key, value = (torch.zeros(1, 1, 3, head_dim, device=device, dtype=dtype) for _ in range(3))
+    value += torch.tensor([0.0, 2.0, 4.0], device=device)[:, None]
     try:
-        result = varlen_attention(query.requires_grad_(), key, value, [2, 1], None, None)
+        # the second sample sees the first token of the first one, which its one query has to be aligned with
+        row = PackedRow((2, 2), (0, 1), (Segment(0, 2), Segment(2, 3, ((0, 1),))))
+        result = varlen_attention(query.requires_grad_(), key, value, row, None, None)
         torch.autograd.grad(result.sum(), query)
+        if not torch.allclose(result[0, :, 0, 0].float(), torch.tensor([0.0, 1.0, 2.0], device=device)):
+            raise RuntimeError(f"its result is {result[0, :, 0, 0].tolist()}, where it should be [0, 1, 2]")
     except (RuntimeError, TypeError, ValueError) as error:  # no kernel; a release of torch that takes other arguments
         logger.warning(
             f"torch's attention for samples of different lengths does not run on {device} with heads of {head_dim} in "
@@ -99,21 +109,28 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: int | None, scaling: float | None
 ) -> Tensor:
-    """Causal attention within each sample.
+    """Causal attention within each sample. Where samples share their beginnings, each gets a copy of the keys and values
+    there. A segment has fewer queries than keys then, and its last query is that of its last key.
 
     Args:
         query, key, value: (1, heads, tokens, head_dim); `key` and `value` may have fewer heads.
+        row: of the tokens.
         window: a token sees so many tokens, itself included; `None` for all before it.
 
     Returns:
         (1, tokens, heads, head_dim), in the dtype of autocast where it is on.
     """
-    dtype = _computed_in(query)
+    dtype = computed_in(query)
     q, k, v = (part.to(dtype).squeeze(0).transpose(0, 1) for part in (query, key, value))
-    bounds, longest = sample_bounds(lengths, query.device), max(lengths)
+    queries = [length for length in row.own if length]
+    seen, _ = row.keys
+    bounds = sample_bounds(queries, query.device)
+    key_bounds = bounds if seen == queries else sample_bounds(seen, query.device)
     options: dict[str, Any] = {}
+    if row.saved:
+        k, v = (part.index_select(0, row.on(query.device)) for part in (k, v))
     if (shared_by := q.shape[1] // k.shape[1]) > 1:
         if takes_argument(varlen_attn, "enable_gqa"):
             options["enable_gqa"] = True
@@ -124,9 +141,9 @@ def varlen_attention(
         k,
         v,
         bounds,
-        bounds,
-        longest,
-        longest,
+        key_bounds,
+        max(queries),
+        max(seen),
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **options,

@@ -40,6 +40,7 @@ from .group_settings import GroupSettings
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
 from .packed_forward import RoleHead, run_forward, run_training
+from .packed_row import PackedRow
 from .replicated import whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
@@ -137,7 +138,10 @@ class ZeroEngine:
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         self.engine.eval()
-        return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, in_step=self.stage == 3)
+        in_step, tree = self.stage == 3, self.head.tree(samples)
+        return run_forward(
+            self._call, samples, micro_batch_tokens, self.group, self.device, in_step=in_step, tree=tree
+        )
 
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
@@ -185,7 +189,15 @@ class ZeroEngine:
         self._gradients.allocate()
         with self._linear():
             return run_training(
-                self._call, samples, loss, micro_batch_tokens, self.group, self.device, backward, in_step=True
+                self._call,
+                samples,
+                loss,
+                micro_batch_tokens,
+                self.group,
+                self.device,
+                backward,
+                in_step=True,
+                tree=self.head.tree(samples),
             )
 
     def _end_step(self, samples: Rollouts, statistics: Mapping[str, Tensor]) -> None:
@@ -288,8 +300,8 @@ class ZeroEngine:
     def close(self) -> None:
         self.engine.destroy()
 
-    def _call(self, samples: Rollouts) -> Mapping[str, Ragged]:
-        outputs: Mapping[str, Ragged] = self.engine(samples)
+    def _call(self, samples: Rollouts, row: PackedRow | None) -> Mapping[str, Ragged]:
+        outputs: Mapping[str, Ragged] = self.engine(samples, row)
         return outputs
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[object]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 MOVE_BUCKET_BYTES = 64 << 20  # of a move; two are in flight at a time, beside the parts of both plans
-EXTRA_ATTRIBUTES = ("generation_config", "model_tags", "packs_rows", "warnings_issued")
+EXTRA_ATTRIBUTES = ("generation_config", "model_tags", "packs_rows", "shares_rows", "warnings_issued")
 
 
 @dataclass
