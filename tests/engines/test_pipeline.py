@@ -18,7 +18,7 @@ from replay import rollouts
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training import stage_run
 from trl_realloc.engines.training.packed_forward import ValueHead
-from trl_realloc.engines.training.pipeline import StagePipeline
+from trl_realloc.engines.training.pipeline import PackedSamples, StagePipeline
 from trl_realloc.engines.training.stage_messages import StageTask
 from trl_realloc.engines.training.stage_run import Orders, StageRun, StageWork, run_pipeline
 from trl_realloc.plan.batching import one_f_one_b
@@ -48,7 +48,10 @@ def test_an_error_in_a_stage_comes_out_as_itself(group: MeshGroup, error: Except
     head.model.score.register_forward_hook(fails)
     pipeline = StagePipeline(head, group, CPU, hidden=head.model.config.hidden_size)
     work = StageWork(
-        pipeline, [rollouts(4)], lambda at, outputs: outputs["values"].values.sum(), lambda compute: compute()
+        pipeline,
+        [PackedSamples(rollouts(4))],
+        lambda at, outputs: outputs["values"].values.sum(),
+        lambda compute: compute(),
     )
     with pytest.raises(type(error)) as raised:
         run_pipeline(work, trains=trains)
@@ -92,7 +95,7 @@ def test_a_stage_that_scores_keeps_as_many_of_its_hidden_states_as_there_are_sta
         ran.append(len(ran))
         return torch.zeros(1, 1, pipeline.hidden)
 
-    micros = [rollouts(4).select([at % 4]) for at in range(9)]
+    micros = [PackedSamples(rollouts(4).select([at % 4])) for at in range(9)]
     run_pipeline(StageWork(pipeline, micros, lambda at, outputs: torch.zeros(()), call), trains=False)
     assert ran == list(range(9))
     assert Sent.most == 4 and not Sent.under_way
@@ -164,7 +167,7 @@ def messages_of(rank: int, size: int, models: list[Routes], orders: Orders, has_
     for routes in models:
         route, count = next(pair for pair in routes if rank in pair[0])
         pipeline = StagePipeline(HEAD, MeshGroup(route, rank), CPU, hidden=1)
-        micros = [SAMPLE] * count
+        micros = [PackedSamples(SAMPLE)] * count
         works.append(StageWork(pipeline, micros, lambda at, out: torch.zeros(()), lambda work: torch.zeros(1, 1, 1)))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "isend", message(True))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from os.path import commonprefix
+import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_realloc.plan.batching import micro_batches, stage_batches
+from trl_realloc.plan.batching import balance, balance_shared, micro_batches, stage_batches, work
 from trl_realloc.plan.prefix_tree import PrefixTree
 
 
@@ -22,6 +23,10 @@ def trees(draw: st.DrawFn, least: int | None = None) -> tuple[list[bytes], list[
         prompts.append(len(prompt))
     shortest = draw(st.integers(1, 6)) if least is None else least
     return keys, prompts, PrefixTree.of(keys, prompts, 1, shortest)
+
+
+def common(one: bytes, other: bytes) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def nodes(keys: list[bytes]) -> int:
@@ -48,7 +53,7 @@ def test_samples_share_only_what_they_have_in_common(
         assert of_tree.lengths == tuple(map(len, own)) and sorted(of_tree.order) == list(range(len(own)))
         assert of_tree.shared[:1] in ((), (0,))
         for before, at, shared in zip(of_tree.order, of_tree.order[1:], of_tree.shared[1:], strict=False):
-            assert shared <= len(commonprefix([own[before], own[at]]))
+            assert shared <= common(own[before], own[at])
         assert nodes(own) <= of_tree.tokens <= sum(map(len, own))
 
 
@@ -79,6 +84,30 @@ def test_samples_that_share_nothing_are_packed_as_without_a_tree(lengths: list[i
     keys = [bytes([at]) * length for at, length in enumerate(lengths)]
     tree = PrefixTree.of(keys, [1] * len(keys), 1)
     assert micro_batches(lengths, budget, tree) == micro_batches(lengths, budget)
+
+
+@given(trees(), st.integers(1, 4), st.sampled_from([20.0, math.inf]))
+def test_ranks_get_samples_of_less_work_than_if_these_were_divided_one_by_one(
+    drawn: tuple[list[bytes], list[int], PrefixTree], ranks: int, attention_at: float
+) -> None:
+    keys, _, tree = drawn
+
+    def works(division: list[list[int]]) -> list[float]:
+        parts = [tree.select(part) for part in division]
+        return [sum(work(part.lengths, attention_at)) - sum(work(part.shared, attention_at)) for part in parts]
+
+    division = balance_shared(tree, ranks, attention_at)
+    one_by_one = balance(work(tree.lengths, attention_at), ranks)
+    assert sorted(at for part in division for at in part) == list(range(len(keys))) and len(division) == ranks
+    assert tree.work_of(division, attention_at) == pytest.approx(works(division))
+    assert max(works(division)) <= max(works(one_by_one)) + 1e-9
+
+
+def test_ranks_get_whole_groups() -> None:
+    keys = [bytes([group]) * 40 + bytes([9, group, number]) for number in range(4) for group in range(4)]
+    tree = PrefixTree.of(keys, [40] * 16, 1)
+    assert tree.work_of(balance_shared(tree, 2)) == [2 * 52, 2 * 52]
+    assert tree.work_of(balance_shared(tree, 8)) == [40 + 2 * 3] * 8, "each group is divided"
 
 
 def test_a_group_stays_together_and_its_prompt_counts_once() -> None:

@@ -283,6 +283,9 @@ class FakePlacement:
     def has(self, call: str) -> bool:
         return self.rank in self.plan.mesh(call)
 
+    def shares_tokens(self, call: str) -> bool:
+        return False
+
     takes_part = has
 
     def prefetch(self, call: str, beside: Collection[str]) -> None:

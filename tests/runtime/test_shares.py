@@ -100,6 +100,20 @@ def test_replicas_share_the_attention_of_long_samples_too() -> None:
     assert steps and all(step == [1, 3] for step in steps)
 
 
+def test_a_group_goes_to_one_replica_where_its_prompt_is_computed_once() -> None:
+    plan, algorithm, train = plan_of(2), PPO(PPOSettings(LIMIT, num_mini_batches=1), seed=3), GRAPH.call("actor.train")
+    prompts = Ragged.of([[3 + at // 4] * 40 for at in range(16)], torch.long)
+    whole = batch([2] * 16).plus(prompts=prompts)
+    for shares_tokens, groups in ((False, 4), (True, 2)):
+        for shares in (
+            shares_of_samples(plan, GRAPH.call("reference.forward"), whole, shares_tokens=shares_tokens),
+            shares_of_training(plan, train, algorithm, algorithm.prepare(whole), 5, shares_tokens=shares_tokens),
+        ):
+            assert [len(share.samples) for share in shares] == [8, 8]
+            of_replica = [{row[0].item() for row in share.samples.ragged("prompts").rows()} for share in shares]
+            assert [len(own) for own in of_replica] == [groups, groups]
+
+
 def equal(got: Rollouts, expected: Rollouts) -> None:
     """The columns of `got` are those of `expected`, to the bit."""
     assert len(got) == len(expected)

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from trl_realloc.engines import model_configs
+from trl_realloc.engines.dropout import without_dropout
 from trl_realloc.engines.model_configs import read_config, trained_config
-from trl_realloc.engines.models import frozen_copy, without_dropout
+from trl_realloc.engines.models import frozen_copy
 from trl_realloc.engines.training.replica_sync import base_names, copy_tensors, model_tensors
 
 

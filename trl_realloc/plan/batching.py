@@ -44,9 +44,23 @@ def balance(sizes: Sequence[float], parts: int) -> list[list[int]]:
     return [sorted(part_positions) for part_positions in positions]
 
 
-def stage_batches(
-    lengths: Sequence[int], budget: int, stages: int, tree: PrefixTree | None = None
-) -> list[list[int]]:
+def balance_shared(tree: PrefixTree, parts: int, attention_at: float = math.inf) -> list[list[int]]:
+    """Divide samples that share tokens among `parts` ranks, each of which computes what its samples share once. Those
+    that share much stay together as far as the largest work of a rank is less so. The result is as of `balance`.
+
+    Args:
+        attention_at: as of `work`.
+    """
+    divisions = [balance(work(tree.lengths, attention_at), parts)]
+    (together,) = tree.work_of([range(len(tree.lengths))], attention_at)
+    for largest in (together / (parts * pieces) for pieces in (1, 2, 4)):
+        groups = tree.branches(largest, attention_at)
+        dealt = balance([size for size, _ in groups], parts)
+        divisions.append([sorted(i for at in part for i in groups[at][1]) for part in dealt])
+    return min(divisions, key=lambda division: max(tree.work_of(division, attention_at)))
+
+
+def stage_batches(lengths: Sequence[int], budget: int, stages: int, tree: PrefixTree | None = None) -> list[list[int]]:
     """Divide samples into the micro-batches of a pipeline: as few as the budget allows, one for each stage if there are
     enough samples, and with tokens as even as possible, because each takes as long as the widest one.
 

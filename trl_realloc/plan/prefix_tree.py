@@ -5,6 +5,7 @@ How a row of such samples is computed is in `engines.training.packed_row`. How t
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,14 +71,29 @@ class PrefixTree:
                 common = self.lengths[at]
         return PrefixTree(tuple(self.lengths[at] for at in positions), tuple(order), tuple(shared))
 
-    def work(self, attention_at: float = math.inf) -> float:
-        """Work of all samples, in tokens of a short one.
+    def work_of(self, parts: Sequence[Sequence[int]], attention_at: float = math.inf) -> list[float]:
+        """Work of each part of the samples, in tokens of a short one, if each part computes what its samples share
+        once.
 
         Args:
+            parts: lists of positions; no position is in two of them.
             attention_at: as of `batching.work`.
         """
-        whole, again = (sum(n + n * n / attention_at for n in tokens) for tokens in (self.lengths, self.shared))
-        return whole - again
+        part_of = {at: number for number, part in enumerate(parts) for at in part}
+        works, latest = [0.0] * len(parts), dict[int, int]()  # the latest leaf of each part
+        # leaves with ascending numbers of shared tokens, of which the last one has the fewest of all from there on
+        leaves, fewest = list[int](), list[int]()
+        for leaf, (at, shared) in enumerate(zip(self.order, self.shared, strict=True)):
+            while fewest and fewest[-1] >= shared:
+                leaves.pop()
+                fewest.pop()
+            leaves.append(leaf)
+            fewest.append(shared)
+            if (part := part_of.get(at)) is not None:
+                again = fewest[bisect.bisect_right(leaves, latest[part])] if part in latest else 0
+                works[part] += _work(self.lengths[at], attention_at) - _work(again, attention_at)
+                latest[part] = leaf
+        return works
 
     def branches(self, most: float, attention_at: float = math.inf) -> list[tuple[float, list[int]]]:
         """The samples in groups that have much in common, of at most `most` work. A sample of more has a group to
@@ -86,15 +102,11 @@ class PrefixTree:
         Returns:
             The work and the positions of each group, in the order of the leaves.
         """
-
-        def of(tokens: int) -> float:
-            return tokens + tokens * tokens / attention_at
-
-        size = [of(self.lengths[at]) for at in self.order]  # of each group, at its first leaf
+        size = [_work(self.lengths[at], attention_at) for at in self.order]  # of each group, at its first leaf
         first, last = list(range(len(size))), list(range(len(size)))  # of the group of a leaf, at the group's ends
         for leaf in sorted(range(1, len(size)), key=lambda leaf: -self.shared[leaf]):
             begin, end = first[leaf - 1], last[leaf]
-            joined = size[begin] + size[leaf] - of(self.shared[leaf])
+            joined = size[begin] + size[leaf] - _work(self.shared[leaf], attention_at)
             if self.shared[leaf] and joined <= most:
                 size[begin], last[begin], first[end] = joined, end, begin
         groups, begin = list[tuple[float, list[int]]](), 0
@@ -102,6 +114,10 @@ class PrefixTree:
             groups.append((size[begin], list(self.order[begin : last[begin] + 1])))
             begin = last[begin] + 1
         return groups
+
+
+def _work(tokens: int, attention_at: float) -> float:
+    return tokens + tokens * tokens / attention_at
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:

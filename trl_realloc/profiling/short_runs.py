@@ -26,8 +26,9 @@ from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Sampling
+from ..engines.dropout import without_dropout
 from ..engines.model_configs import untied
-from ..engines.models import frozen_copy, shell, with_adapters, without_dropout
+from ..engines.models import frozen_copy, shell, with_adapters
 from ..engines.training.mixed_precision import autocast
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan

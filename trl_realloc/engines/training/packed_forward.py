@@ -22,8 +22,8 @@ from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
 from ...plan.batching import micro_batches
 from ...plan.prefix_tree import PrefixTree
+from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
-from ..models import has_dropout
 from .kept_forward import KeptForward
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs, shares_rows

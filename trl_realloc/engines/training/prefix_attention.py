@@ -54,9 +54,7 @@ class PrefixAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scaling: float | None
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scaling: float | None) -> Tensor:
         blocks = blocks_of(row)
         heads, tokens = query.shape[1:3]
         result = query.new_empty((1, tokens, heads, value.shape[-1])).transpose(1, 2)

@@ -111,8 +111,8 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: int | None, scaling: float | None
 ) -> Tensor:
-    """Causal attention within each sample. Where samples share their beginnings, each gets a copy of the keys and values
-    there. A segment has fewer queries than keys then, and its last query is that of its last key.
+    """Causal attention within each sample. Where samples share their beginnings, each gets a copy of the keys and
+    values there. A segment has fewer queries than keys then, and its last query is that of its last key.
 
     Args:
         query, key, value: (1, heads, tokens, head_dim); `key` and `value` may have fewer heads.

@@ -139,9 +139,7 @@ class ZeroEngine:
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
         self.engine.eval()
         in_step, tree = self.stage == 3, self.head.tree(samples)
-        return run_forward(
-            self._call, samples, micro_batch_tokens, self.group, self.device, in_step=in_step, tree=tree
-        )
+        return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, in_step=in_step, tree=tree)
 
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate

@@ -32,6 +32,7 @@ class CallInputs:
         step: the number of the iteration.
         name: of the iteration in messages.
         answered: by call that generates, the prompts of its latest use, on the leader of its mesh.
+        shares_tokens: by the name of a call whose mesh this rank is in, as of `shares_of_samples`.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class CallInputs:
         step: int,
         name: str,
         answered: Mapping[str, AnsweredPrompts],
+        shares_tokens: Callable[[str], bool],
     ) -> None:
         self.exchange, self.algorithm, self.settings, self.alarm = exchange, algorithm, settings, alarm
         self.plan, self.rank = exchange.plan, exchange.rank
-        self.step, self.name, self._answered = step, name, answered
+        self.step, self.name, self._answered, self._shares_tokens = step, name, answered, shares_tokens
         self.reports = self.rank == RESULTS  # a batch that is skipped
         self._prepared: Rollouts | None = None
         # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
@@ -135,16 +137,32 @@ class CallInputs:
             NonFiniteError: the call trains, and a number of the samples is not finite.
         """
         attention_at = self.settings.attention_at.get(call.role, math.inf)
+        shares_tokens = self._shares_tokens(call.name)
         if not call.trains:
             # each rank that divides by itself would have to know of all prompts before
             answered = self._answered.get(call.name) if replicas is None else None
-            return shares_of_samples(self.plan, call, samples, replicas, attention_at=attention_at, answered=answered)
+            return shares_of_samples(
+                self.plan,
+                call,
+                samples,
+                replicas,
+                attention_at=attention_at,
+                shares_tokens=shares_tokens,
+                answered=answered,
+            )
         prepared = self.prepare(samples)
         if self.skips_training:
             count = self.plan[call.name].strategy.dp if replicas is None else len(replicas)
             return [Share(Rollouts(), is_skipped=True)] * count
         return shares_of_training(
-            self.plan, call, self.algorithm, prepared, self.step, replicas, attention_at=attention_at
+            self.plan,
+            call,
+            self.algorithm,
+            prepared,
+            self.step,
+            replicas,
+            attention_at=attention_at,
+            shares_tokens=shares_tokens,
         )
 
     def prepare(self, samples: Rollouts) -> Rollouts:

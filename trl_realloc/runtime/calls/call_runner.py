@@ -58,7 +58,16 @@ class CallRunner:
 
     def begin(self, step: Step, exchange: Exchange) -> RunningIteration:
         """A new iteration on this rank."""
-        inputs = CallInputs(exchange, self.algorithm, self.settings, self.alarm, step.number, step.name, self._answered)
+        inputs = CallInputs(
+            exchange,
+            self.algorithm,
+            self.settings,
+            self.alarm,
+            step.number,
+            step.name,
+            self._answered,
+            lambda call: self.placement.shares_tokens(call),
+        )
         return RunningIteration(step, exchange, inputs)
 
     def run(self, iteration: RunningIteration, call: Call, share: Share | CallsFailed | None) -> bool:

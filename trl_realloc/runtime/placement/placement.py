@@ -150,6 +150,14 @@ class Placement:
         """The engine that trains a role; `None` for a frozen role and on a rank that does not train it."""
         return self.trainers.get(role)
 
+    def shares_tokens(self, call: str) -> bool:
+        """True if this rank computes the tokens that samples of a call have in common at their beginnings once. False
+        where it runs no model for the call."""
+        engine, models = self.engine(call), self.roles.models.get(self.role_of(call))
+        if models is not None and models.inside is not None and models.copy_of is not None:
+            engine = self.trained(models.copy_of)
+        return engine is not None and engine.head.shares
+
     def home_engines(self) -> Iterator[tuple[str, int, ScoringEngine]]:
         """(call, number of the role's model, engine) of this rank's engines except copies of trained roles, in plan
         order, each engine once."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...engines.base import ScoringEngine, TrainingEngine
+from ...engines.dropout import without_dropout
 from ...engines.model_configs import untied
-from ...engines.models import blank, persistent_buffers, shell, without_dropout
+from ...engines.models import blank, persistent_buffers, shell
 from ...engines.training_state import MASTER, TensorSpec, TrainingState
 from ...plan.execution_plan import ExecutionPlan
 from ...realloc.layout import Box, held_once

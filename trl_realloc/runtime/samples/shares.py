@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 
 from ...algorithms.algorithm import Algorithm
-from ...algorithms.rollout import Ragged, Rollouts
-from ...plan.batching import balance, work
+from ...algorithms.rollout import Ragged, Rollouts, prefix_tree
+from ...plan.batching import balance, balance_shared, work
 from ...plan.dataflow import Call, CallKind
 from ...plan.execution_plan import ExecutionPlan
 from .results import OF_GENERATION
@@ -72,6 +72,7 @@ def shares_of_samples(
     replicas: Iterable[int] | None = None,
     *,
     attention_at: float = math.inf,
+    shares_tokens: bool = False,
     answered: AnsweredPrompts | None = None,
 ) -> list[Share]:
     """The share of each replica of a call that does not train: prompts in turn, samples with responses so that their
@@ -81,6 +82,7 @@ def shares_of_samples(
         samples: the global batch with the columns that the call reads.
         replicas: whose shares are wanted; by default all.
         attention_at: of the call's model, as of `work`.
+        shares_tokens: the call's engines compute the tokens that samples have in common at their beginnings once.
         answered: of a call that generates: which engine has the beginning of a prompt. It learns of these prompts.
     """
     dp = plan[call.name].strategy.dp
@@ -91,8 +93,16 @@ def shares_of_samples(
         if answered is not None:
             answered.remember(prompts, positions)
     else:
-        positions = balance(work(as_responses(call, samples).lengths.tolist(), attention_at), dp)
+        positions = divided(as_responses(call, samples), dp, attention_at, shares_tokens=shares_tokens)
     return [Share(read.select(positions[replica])) for replica in (range(dp) if replicas is None else replicas)]
+
+
+def divided(samples: Rollouts, parts: int, attention_at: float, *, shares_tokens: bool) -> list[list[int]]:
+    """The positions of the samples of each of `parts` replicas, so that their work is balanced. The arguments are those
+    of `shares_of_samples`."""
+    if shares_tokens and parts > 1 and len(samples):
+        return balance_shared(prefix_tree(samples), parts, attention_at)
+    return balance(work(samples.lengths.tolist(), attention_at), parts)
 
 
 def deal(prompts: Ragged, parts: int, homes: Sequence[int | None] = ()) -> list[list[int]]:
@@ -158,19 +168,20 @@ def shares_of_training(
     replicas: Iterable[int] | None = None,
     *,
     attention_at: float = math.inf,
+    shares_tokens: bool = False,
 ) -> list[Share]:
     """The share of each replica of a call that trains. The work of every mini-batch is balanced over the replicas.
 
     Args:
         prepared: the global batch after `Algorithm.prepare`.
         step: the number of the iteration.
-        replicas, attention_at: as of `shares_of_samples`.
+        replicas, attention_at, shares_tokens: as of `shares_of_samples`.
     """
     dp, made = plan[call.name].strategy.dp, {column for other in plan.graph.calls for column in other.outputs}
     steps: dict[int, list[Rollouts]] = {replica: [] for replica in (range(dp) if replicas is None else replicas)}
     for batch in algorithm.mini_batches(prepared, step):
         added = ("index", *(name for name in batch if name not in prepared))
-        positions = balance(work(batch.lengths.tolist(), attention_at), dp)
+        positions = divided(batch, dp, attention_at, shares_tokens=shares_tokens)
         for replica, of_replica in steps.items():
             of_replica.append(batch.only(added).select(positions[replica]))
     # without the outputs of other calls that this call does not read, and what is known of the generation

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
+from ...engines.dropout import dropout_rates
 from ...engines.model_configs import ModelError
-from ...engines.models import dropout_rates
 from .model_checks import base_of, check_trained_adapter, config_obstacles, model_obstacles, quantized
 from .unfollowed_settings import Then, unfollowed_settings
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...algorithms.rewards import Rewards, read_rewards
+from ...engines.dropout import without_dropout
 from ...engines.model_configs import loaded_config, read_config, trained_config
 from ...engines.models import (
     adapted_policy,
@@ -26,7 +27,6 @@ from ...engines.models import (
     seeded,
     shell,
     with_adapters,
-    without_dropout,
 )
 from ...plan.assignment import in_place
 from ...plan.dataflow import DataflowGraph, Role
