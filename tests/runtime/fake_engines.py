@@ -286,6 +286,9 @@ class FakePlacement:
     def shares_tokens(self, call: str) -> bool:
         return False
 
+    def take_shared_tokens(self, call: str) -> int:
+        return 0
+
     takes_part = has
 
     def prefetch(self, call: str, beside: Collection[str]) -> None:

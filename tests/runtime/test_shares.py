@@ -101,7 +101,11 @@ def test_replicas_share_the_attention_of_long_samples_too() -> None:
 
 
 def test_a_group_goes_to_one_replica_where_its_prompt_is_computed_once() -> None:
-    plan, algorithm, train = plan_of(2), PPO(PPOSettings(LIMIT, num_mini_batches=1), seed=3), GRAPH.call("actor.train")
+    plan, algorithm, train = (
+        plan_of(2),
+        PPO(PPOSettings(LIMIT, num_ppo_epochs=1, num_mini_batches=1), seed=3),
+        GRAPH.call("actor.train"),
+    )
     prompts = Ragged.of([[3 + at // 4] * 40 for at in range(16)], torch.long)
     whole = batch([2] * 16).plus(prompts=prompts)
     for shares_tokens, groups in ((False, 4), (True, 2)):

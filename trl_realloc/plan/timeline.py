@@ -43,6 +43,8 @@ class Span:
         tokens: tokens that this device processed; 0 where they are not counted.
         bytes: of a reallocation, bytes that all devices sent together.
         samples: samples that this device generated or scored until `end`; 0 where they are not counted.
+        shared_tokens: tokens that this device would have scored or trained on besides, if samples that begin alike had
+            not shared them.
 
     Raises:
         ValueError: the span ends before it starts.
@@ -58,6 +60,7 @@ class Span:
     tokens: NonNegativeInt = 0
     bytes: NonNegativeInt = 0
     samples: NonNegativeInt = 0
+    shared_tokens: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         if not self.end >= self.start:

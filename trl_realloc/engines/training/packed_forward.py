@@ -40,6 +40,7 @@ class RoleHead(nn.Module):
 
     Attributes:
         context: makes the context that forwards run in; one without effect, unless an engine sets another.
+        shared_tokens: how many tokens forwards have not computed again, because samples shared them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -47,6 +48,7 @@ class RoleHead(nn.Module):
         self.model = model
         self.packed = packs(model)
         self.context: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.shared_tokens = 0
         self._received: Tensor | None = None
 
     def forward(
@@ -104,6 +106,7 @@ class RoleHead(nn.Module):
         position = places(tokens.lengths)
         if self.packed:
             row, ids = row or PackedRow.plain(tokens.lengths.tolist()), tokens.values
+            self.shared_tokens += row.saved
             if row.saved:
                 ids = ids[on_device(row.taken, ids.device)]
             arguments: dict[str, Any] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ...plan.assignment import MEMORY_SHARE, MOST_SLOTS, Assignment, ParallelStrategy, sleeps
 from ...plan.cluster import Cluster
@@ -123,14 +124,26 @@ class Pricing:
                 case CallKind.GENERATE:
                     total += self._generate(spec, assignment)
                 case CallKind.FORWARD:
-                    cost = self._forward(spec, assignment)
+                    cost = self._sharing(call.kind, assignment)._forward(spec, assignment)
                     if call.role is Role.ACTOR:
                         times = self.workload.policy_forwards
                         cost = replace(cost, parts={name: times * part for name, part in cost.parts.items()})
                     total += cost
                 case CallKind.TRAIN:
-                    total += self._train(spec, assignment)
+                    total += self._sharing(call.kind, assignment)._train(spec, assignment)
         return self.shared(total, assignment.mesh.size, assignment.strategy.pp)
+
+    def _sharing(self, kind: CallKind, assignment: Assignment) -> Pricing:
+        """The cost model of a call that computes a prompt once for those of its samples that are in one micro-batch."""
+        strategy, work = assignment.strategy, self.workload
+        parts = work.mini_batches if kind is CallKind.TRAIN else 1.0
+        samples = work.episodes / max(1.0, parts) / strategy.dp / strategy.pp
+        shared = work.sharing(samples, self.budget(kind, strategy), mini_batches=parts)
+        return self if shared is work else self._by_together.setdefault(shared.together, replace(self, workload=shared))
+
+    @cached_property
+    def _by_together(self) -> dict[float, Pricing]:
+        return {}
 
     def budget(self, kind: CallKind, strategy: ParallelStrategy) -> int:
         """The largest number of tokens of one forward."""
@@ -264,6 +277,8 @@ class Pricing:
     def training_stage(self, spec: ModelSpec, assignment: Assignment) -> TrainingStage:
         """The slowest stage of a pipeline that trains. A mini-batch takes it `micro_batches + pp - 1` times as long as
         one micro-batch, as `price` has it."""
+        if self.workload.together == 1.0 and (shared := self._sharing(CallKind.TRAIN, assignment)) is not self:
+            return shared.training_stage(spec, assignment)
         micro, tokens, squared = self._training_micro_batches(assignment)
         seconds = self._stage(spec, assignment, tokens, squared, train=True)
         strategy = assignment.strategy

@@ -15,6 +15,7 @@ from statistics import NormalDist, fmean
 from typing import Any
 
 from ...common.errors import PlanError, Problems
+from ...plan.prefix_tree import LEAST_SHARED
 
 
 # Number of quantiles that represent a measured length distribution. The last samples of a batch decide how long its
@@ -42,6 +43,8 @@ class Workload:
         train_tokens: the same for one training forward.
         generation_batch: samples that an engine of Transformers generates at once; `None` for those of one scoring
             forward of the longest samples.
+        completions: samples of a prompt.
+        together: of them those, in the mean, for which a prompt is computed once.
 
     Raises:
         PlanError: a number is below 1, `mini_batches` is not above 0, or `response_tokens` is empty.
@@ -57,9 +60,12 @@ class Workload:
     forward_tokens: int = 65_536
     train_tokens: int = 8_192
     generation_batch: int | None = None
+    completions: int = 1
+    together: float = 1.0
 
     def __post_init__(self) -> None:
         numbers = ("episodes", "prompt_tokens", "epochs", "policy_forwards", "forward_tokens", "train_tokens")
+        numbers += ("completions", "together")
         problems = Problems(
             f"a workload's {name} is 1 or more, not {getattr(self, name)!r}."
             for name in numbers
@@ -89,9 +95,10 @@ class Workload:
         return Workload(mini_batches=per_pass, epochs=num_iterations, policy_forwards=forwards, **sizes)
 
     def once(self, episodes: int, response_tokens: int) -> Workload:
-        """The same work on so many samples of one length, trained on once and in one optimizer step."""
-        lengths = (response_tokens,)
-        return replace(self, episodes=episodes, response_tokens=lengths, epochs=1, mini_batches=1, policy_forwards=1.0)
+        """The same work on so many samples of one length, each of a prompt of its own, trained on once and in one
+        optimizer step."""
+        once: dict[str, Any] = {"epochs": 1, "mini_batches": 1, "policy_forwards": 1.0, "completions": 1}
+        return replace(self, episodes=episodes, response_tokens=(response_tokens,), **once)
 
     @staticmethod
     def quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -132,14 +139,32 @@ class Workload:
         lengths = (math.exp(middle + spread * normal.inv_cdf((at + 0.5) / QUANTILES)) for at in range(QUANTILES))
         return tuple(min(longest, max(1, round(length))) for length in lengths)
 
+    def sharing(self, samples: float, budget: int, *, mini_batches: float = 1.0) -> Workload:
+        """The same work, in which samples of a prompt that are in one micro-batch compute it once.
+
+        The samples of a mini-batch are a random part of all. A rank has whole groups of them, or a part of one.
+
+        Args:
+            samples: of a rank in a mini-batch; by a pipeline's rank in a micro-batch, if each stage has one.
+            budget: most tokens of a micro-batch.
+            mini_batches: into which the samples are divided at random.
+        """
+        if self.completions == 1 or self.prompt_tokens < LEAST_SHARED:
+            return self
+        part = 1 / max(1.0, mini_batches)
+        met = self.completions * part / (1 - (1 - part) ** self.completions)  # of a prompt that is in a mini-batch
+        most = (budget - self.prompt_tokens) / self.mean_response
+        together = min(met, samples, most)
+        return self if together <= 1 else replace(self, together=together)
+
     def of_lengths(self, lengths: Sequence[int]) -> Workload:
         """A copy of this workload with the quantiles of measured response lengths."""
         return replace(self, response_tokens=self.quantiles(lengths))
 
     @cached_property
     def mean_length(self) -> float:
-        """Mean number of tokens of a sample, prompt and response together."""
-        return self.prompt_tokens + fmean(self.response_tokens)
+        """Mean number of tokens that are computed for a sample, of its prompt and its response together."""
+        return self.prompt_tokens / self.together + fmean(self.response_tokens)
 
     @property
     def longest(self) -> float:
@@ -147,13 +172,15 @@ class Workload:
 
     @cached_property
     def tokens(self) -> float:
-        """Number of tokens of all samples."""
+        """Number of tokens of all samples that are computed."""
         return self.episodes * self.mean_length
 
     @cached_property
     def mean_square(self) -> float:
-        """Mean of the samples' squared lengths. The cost of attention is proportional to it."""
-        return fmean((self.prompt_tokens + length) ** 2 for length in self.response_tokens)
+        """Mean of the samples' squared lengths, of a prompt that is computed once in one of its samples. The cost of
+        attention is proportional to it."""
+        again = (1 - 1 / self.together) * self.prompt_tokens**2
+        return fmean((self.prompt_tokens + length) ** 2 for length in self.response_tokens) - again
 
     @cached_property
     def mean_response(self) -> float:

@@ -238,6 +238,7 @@ def group_workload(
         forward_tokens=share * longest,
         generation_batch=-(-episodes // cluster.size),
         train_tokens=share * longest,
+        completions=group,
     )
 
 

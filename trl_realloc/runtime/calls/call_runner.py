@@ -207,4 +207,6 @@ class CallRunner:
         if early is not None and early.generation is not None:
             start, end = early.start, max(early.start, early.generation.ended_at)
         samples = 0 if call.trains else len(outputs)
-        return Span(call.name, self.placement.rank, start, end, step.number, tokens, samples=samples)
+        shared = self.placement.take_shared_tokens(call.name)
+        rank, number = self.placement.rank, step.number
+        return Span(call.name, rank, start, end, number, tokens, samples=samples, shared_tokens=shared)

@@ -17,6 +17,7 @@ from ...engines.child_process import die_with_launcher
 from ...engines.device import free_bytes, is_accelerator, release_cached_memory
 from ...engines.mesh_group import MeshGroup
 from ...engines.training.fused_training import FusedTraining
+from ...engines.training.packed_forward import RoleHead
 from ...engines.training.zero_setup import ensure_process_group
 from ...plan.assignment import sleeps
 from ...plan.dataflow import CallKind, Role
@@ -150,13 +151,25 @@ class Placement:
         """The engine that trains a role; `None` for a frozen role and on a rank that does not train it."""
         return self.trainers.get(role)
 
+    def _heads(self, call: str) -> list[RoleHead]:
+        """The heads of the models that this rank runs for a call."""
+        models, engines = self.roles.models.get(self.role_of(call)), self.engines.get(call, [])
+        if models is not None and models.inside is not None and models.copy_of is not None:
+            engines = [engine for engine in (self.trained(models.copy_of),) if engine is not None]
+        return [engine.head for engine in engines]
+
     def shares_tokens(self, call: str) -> bool:
         """True if this rank computes the tokens that samples of a call have in common at their beginnings once. False
         where it runs no model for the call."""
-        engine, models = self.engine(call), self.roles.models.get(self.role_of(call))
-        if models is not None and models.inside is not None and models.copy_of is not None:
-            engine = self.trained(models.copy_of)
-        return engine is not None and engine.head.shares
+        heads = self._heads(call)
+        return bool(heads) and all(head.shares for head in heads)
+
+    def take_shared_tokens(self, call: str) -> int:
+        """How many tokens the models of a call have not computed again since this was last asked."""
+        total = 0
+        for head in self._heads(call):
+            total, head.shared_tokens = total + head.shared_tokens, 0
+        return total
 
     def home_engines(self) -> Iterator[tuple[str, int, ScoringEngine]]:
         """(call, number of the role's model, engine) of this rank's engines except copies of trained roles, in plan

@@ -114,7 +114,8 @@ def sample_metrics(algorithm: Algorithm, samples: Rollouts, *, only_finite: bool
 def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[str, float]:
     """`Iteration.observed` of a global batch and of the spans of its calls: `completions/mean_length`,
     `rewards/<name>`, `time/<call>` (seconds of the slowest rank), and `realloc/bytes/<call>` and
-    `realloc/seconds/<call>`, where the call is the one that received the parameters. Work on the host is
+    `realloc/seconds/<call>`, where the call is the one that received the parameters; `shared_tokens/<call>`, of all
+    replicas, where samples shared some. Work on the host is
     `time/reward/<name>`, `time/tool/<name>` and `time/training_loop`. With a staleness also `ages`.
 
     Args:
@@ -130,6 +131,9 @@ def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[st
     metrics |= ages(samples, step)
     for span in spans:
         busy[span.call, span.device] += span.seconds
+        if span.shared_tokens:
+            name = f"shared_tokens/{span.call}"
+            metrics[name] = metrics.get(name, 0.0) + span.shared_tokens
         if " -> " in span.call:
             metrics[f"realloc/bytes/{span.call.partition(' -> ')[2]}"] = float(span.bytes)
     longest: dict[str, float] = {}

@@ -34,6 +34,7 @@ from .stage_part import makespans, stage_lines, stages_of
 
 
 WINDOW = 5  # updates at each end of a run that are compared
+SHARED = "shared_tokens/"  # begins the name of a metric: tokens of a call that samples shared
 CLEARLY = 3.0  # standard errors of the difference
 TIMELINE, PICTURE = "timeline.json", "timeline.png"
 ENDS = {  # in the head of the report: name -> metrics of PPO, and of GRPO and RLOO
@@ -180,8 +181,12 @@ def time_table(rows: Sequence[LogRow], timeline: Timeline | None = None) -> Tabl
     """The times of calls and of the update, as of `update_seconds`."""
     updates = means_of([row["step"] for row in rows]) if timeline is None else means(timeline)
     table = Table("call", "seconds per update", "share", title=f"time by call, {updates}", title_justify="left")
+    shared = any(key.startswith(SHARED) for row in rows for key in row)
+    if shared:
+        table.add_column("tokens not computed again")
     for name, (seconds, share) in call_times(rows, timeline).items():
-        table.add_row(name, f"{seconds:.3f}", f"{share:.0%}")
+        of_call = fmean(row.get(f"{SHARED}{name}", 0.0) for row in warm_rows(rows))
+        table.add_row(name, f"{seconds:.3f}", f"{share:.0%}", *[f"{of_call:,.0f}" if of_call else ""] * shared)
     timed, speed = [row for row in warm_rows(rows) if "time/step" in row and "tokens/s" in row], ""
     if timed:
         tokens = sum(row["tokens/s"] * row["time/step"] for row in timed)

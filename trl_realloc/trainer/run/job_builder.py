@@ -137,6 +137,7 @@ def policy_job(
         forward_tokens=samples * usual_length,
         generation_batch=generated,
         train_tokens=samples * usual_length,
+        completions=args.num_generations,
     )
     options = engine_options(args, plugin, context_length=context_length, pad_token_id=pad_token_id)
     together = max(generated, args.per_device_eval_batch_size)
