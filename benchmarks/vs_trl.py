@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--plan", default="flatten", help="PPO: the plan of this project's side, a preset or a file")
     parser.add_argument("--small", action="store_true", help="a quick check: GRPO, limit 64; a GPU's cases, tiny")
     parser.add_argument("--arms", nargs="+", default=["trl", "plug", "flatten", "auto"], help="GRPO: what is compared")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="GRPO: tokens of a prompt")
     parser.add_argument("--model", choices=["toy", "smollm2"], default="toy", help="smollm2: `vs_trl_cases`")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: `vs_trl_cases`")
     parser.add_argument("--cases", nargs="+", help="of `vs_trl_cases`, some of them, such as 'grpo, even'")
@@ -258,12 +259,13 @@ def compare_grpo(options: argparse.Namespace) -> None:
             options.limit,
             options.seed,
             options.out,
+            prompt=options.prompt,
             generates=not options.no_generation,
         )
         return
     limits = options.limits or ([64] if options.small else [512])
     repeats = 1 if options.small else options.repeats
-    vs_trl_grpo.run(options.processes, limits, options.arms, repeats, options.json)
+    vs_trl_grpo.run(options.processes, limits, options.arms, repeats, options.prompt, options.json)
 
 
 def compare_cases(options: argparse.Namespace) -> None:

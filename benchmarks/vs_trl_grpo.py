@@ -11,7 +11,8 @@ plug     TRL's training, generation by this project's vLLM engines (`trl_realloc
 flatten  this project under the plan flatten
 auto     this project under the plan that its planner chooses
 
-`training` is a run without generation, on drawn rollouts that are the same in every arm: forward, backward, step.
+`--prompt` sets the tokens of a prompt. `training` is a run without generation, on drawn rollouts that are the same in
+every arm: forward, backward, step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from rich.console import Console
 from rich.table import Table
 from trl_runs import (
     EOS,
-    PROMPT,
     ROOT,
     VOCABULARY,
     RunFailed,
@@ -106,7 +106,7 @@ class Watch:
         trainer.add_callback(step_clock(self.ends))
 
 
-def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, generates: bool) -> None:
+def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, prompt: int, generates: bool) -> None:
     from datasets import Dataset
 
     sys.path.insert(0, str(ROOT))
@@ -144,7 +144,7 @@ def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, genera
         **ours,
     )
     draw = torch.Generator().manual_seed(1)
-    rows = torch.randint(2, VOCABULARY, (EPISODES // GROUP * steps, PROMPT), generator=draw).tolist()
+    rows = torch.randint(2, VOCABULARY, (EPISODES // GROUP * steps, prompt), generator=draw).tolist()
     for at, row in enumerate(rows):
         row[0] = 5 + at % 5  # by which `reward` knows 2 prompts in 5
     made = GRPOTrainer(
@@ -179,10 +179,12 @@ def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, genera
 # --- the benchmark ---
 
 
-def one_run(arm: str, processes: int, limit: int, seed: int, mark: int, *, generates: bool) -> dict[str, Any]:
+def one_run(
+    arm: str, processes: int, limit: int, seed: int, mark: int, *, prompt: int, generates: bool
+) -> dict[str, Any]:
     """Starts a run and waits for it. Returns what it wrote, and its peak memory in MB."""
     arguments = ["--algorithm", "grpo", "--worker", arm, "--processes", str(processes), "--limit", str(limit)]
-    arguments += ["--seed", str(seed), *([] if generates else ["--no-generation"])]
+    arguments += ["--seed", str(seed), "--prompt", str(prompt), *([] if generates else ["--no-generation"])]
     try:
         return run_worker(arguments, mark, processes)
     except RunFailed as failed:
@@ -190,7 +192,12 @@ def one_run(arm: str, processes: int, limit: int, seed: int, mark: int, *, gener
 
 
 def run(
-    processes: Sequence[int], limits: Sequence[int], arms: Sequence[str], repeats: int, json_path: Path | None
+    processes: Sequence[int],
+    limits: Sequence[int],
+    arms: Sequence[str],
+    repeats: int,
+    prompt: int,
+    json_path: Path | None,
 ) -> None:
     """Run all arms, alternating, print a table, and write the results."""
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -203,7 +210,7 @@ def run(
             for repeat in range(repeats):
                 for arm, generates in kinds:
                     mark += 1
-                    done = one_run(arm, world, limit, 5 + repeat, mark, generates=generates)
+                    done = one_run(arm, world, limit, 5 + repeat, mark, prompt=prompt, generates=generates)
                     runs[arm, generates].append(done)
                     what = "step" if generates else "training"
                     console.print(f"{LABELS[arm]}, {world} x limit {limit}: {done['seconds']:.2f} s per {what}")
@@ -214,6 +221,7 @@ def run(
         "gemm_gflops": rate / 1e9,
         "episodes_per_step": EPISODES,
         "group": GROUP,
+        "prompt_tokens": prompt,
         "repeats": repeats,
         **about_the_run(),
     }

@@ -185,6 +185,21 @@ def test_a_step_is_the_gradient_times_the_learning_rate_whatever_the_micro_batch
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+def test_a_prompt_of_several_samples_is_computed_once(kind: str) -> None:
+    samples = rollouts(5).plus(prompts=Ragged.of([torch.arange(3, 23)] * 5, torch.long))
+    by_hand = PolicyHead(tiny.policy(), TEMPERATURE).train()
+    outputs = by_hand(samples)  # each with a copy of the prompt
+    mean_logprob(outputs, samples)[0].backward()
+    expected = {n: (p - 0.5 * p.grad).detach() for n, p in by_hand.model.named_parameters() if p.grad is not None}
+    made = build(kind)
+    scored = made.forward(samples, 1000)["logprobs"].values
+    torch.testing.assert_close(scored, outputs["logprobs"].values.detach(), rtol=1e-5, atol=1e-5)
+    made.train(samples, mean_logprob, 1000, 0.5)
+    assert_same(exported(made), expected, 1e-5)
+    assert made.head.shared_tokens == 2 * 4 * 20
+
+
+@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1e3])
 def test_the_norm_of_the_gradient_before_clipping_is_known_after_a_step(kind: str, limit: float) -> None:
     samples = rollouts(5)

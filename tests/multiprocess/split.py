@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
-from trl_realloc.algorithms.rollout import Rollouts
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.megatron import MegatronEngine
@@ -122,7 +122,10 @@ def given(model: nn.Module) -> Callable[[nn.Module], torch.optim.Optimizer]:
 
 
 def batch(n: int) -> Rollouts:
+    """Samples of which four have the same long prompt."""
     made = rollouts(n)
+    rows = [torch.arange(3, 21) if at % 3 == 1 else row for at, row in enumerate(made.ragged("prompts").rows())]
+    made = made.plus(prompts=Ragged.of(rows, torch.long))
     responses = made.ragged("responses")
     waves = torch.sin(torch.arange(len(responses.values)).float())
     return made.plus(
@@ -163,6 +166,8 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         return kind(made, *place, CPU, make_optimizer=make, max_grad_norm=norm, **more)
 
     whole = engine(ReplicatedEngine, MeshGroup((0,), 0)) if rank == 0 else None
+    if whole is not None:
+        whole.head.tree = lambda samples: None  # each prompt is computed for its sample alone
 
     def of_whole(compute: Callable[[Any], Any]) -> Any:
         """What rank 0 computes with the whole model, on every rank."""
@@ -182,6 +187,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         here = {name: sums[at] for name, sums in expected.items()} if len(mine) else {}
         differences["statistics"] = max(differences.get("statistics", 0.0), gap(made, here))
         differences["norm"] = max(differences.get("norm", 0.0), abs(split.grad_norm / expected_norm - 1))
+    assert dp > 1 or split.head.shared_tokens > 0, "the split model computes the common prompt once"
     scores, ours = of_whole(lambda w: w.forward(samples, 1000)), split.forward(mine, budget)
     if len(mine):
         scored = Rollouts(index=samples.tensor("index"), **scores).select(mine.tensor("index"))

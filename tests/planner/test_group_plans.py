@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+from statistics import fmean
 
 import pytest
 from llamas import llama, pricing, specs, work
@@ -13,6 +15,7 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import DataflowGraph
 from trl_realloc.plan.execution_plan import ExecutionPlan
+from trl_realloc.plan.prefix_tree import PrefixTree
 from trl_realloc.plan.presets import PRESETS, separate
 from trl_realloc.plan.streams import Streams
 from trl_realloc.planner.cost.workload import Workload
@@ -55,6 +58,45 @@ def test_every_form_is_planned_and_beside_it_the_presets_that_it_has(
     assert compared & set(PRESETS) <= ({*PRESETS} if len(graph.roles) == 3 else {"flatten", "separate"})
     assert "fused" not in decision.summary, "one model is trained"
     assert decision.best.seconds <= 1.05 * min(o.plan.seconds for o in decision.alternatives if o.plan is not None)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_workload_of_groups_counts_what_samples_of_a_prompt_compute(parts: int) -> None:
+    """As the trees of the samples of random mini-batches do, with all of a mini-batch on one rank."""
+    work = replace(groups(parts, 1, episodes=256), completions=8)
+    prompt, response = round(work.prompt_tokens), work.response_tokens[0]
+    keys = [bytes([at // 8]) * prompt + bytes([at // 8, at % 8]) * (response // 2) for at in range(256)]
+    whole, draw, tokens, squared = PrefixTree.of(keys, [prompt] * 256, 1), Random(0), list[int](), list[float]()
+    for _ in range(50):
+        tree = whole.select(draw.sample(range(256), 256 // parts))
+        tokens.append(tree.tokens)
+        squared.append(sum(n * n for n in tree.lengths) - sum(n * n for n in tree.shared))
+    shared = work.sharing(256 / parts, 1 << 20, mini_batches=parts)
+    assert shared.tokens / parts == pytest.approx(fmean(tokens), rel=0.02)
+    assert shared.episodes * shared.mean_square / parts == pytest.approx(fmean(squared), rel=0.02)
+
+
+def test_samples_that_are_not_in_one_micro_batch_share_nothing() -> None:
+    work = replace(groups(1, 1), completions=8)
+    assert work.sharing(1, 1 << 20) is work, "each rank has one"
+    assert work.sharing(128, round(work.longest)) is work, "no second one fits"
+    assert replace(work, prompt_tokens=4.0).sharing(128, 1 << 20).together == 1, "so short a prompt is not shared"
+    assert work.sharing(128, 128 + 3 * 128).together == 3
+    assert groups(1, 1).sharing(128, 1 << 20).together == 1, "one completion of a prompt"
+
+
+@pytest.mark.parametrize("call", ["actor.forward", "actor.train"])
+def test_scoring_and_training_are_priced_by_the_tokens_that_are_computed(call: str) -> None:
+    graph = grpo_graph(reference=False, reward_models=False)
+    work = Workload(episodes=128, prompt_tokens=512, response_tokens=(128,), epochs=1, train_tokens=1 << 20)
+    alone, shared = (
+        pricing(1, 1, replace(work, completions=count)).price(
+            graph.call(call), [llama(7)], Assignment(DeviceMesh(0, 1), ParallelStrategy(1), "zero")
+        )
+        for count in (1, 8)
+    )
+    assert 2.8 < alone.parts["compute"] / shared.parts["compute"] < 640 / 192
+    assert shared.transient < 0.5 * alone.transient or call == "actor.forward"
 
 
 def test_adapters_of_a_model_that_cannot_be_trained_whole_fit_on_one_device() -> None:
