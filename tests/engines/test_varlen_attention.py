@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl_realloc.engines.training import packed_attention, varlen_attention
 from trl_realloc.engines.training.packed_attention import PACKED
 from trl_realloc.engines.training.packed_forward import PolicyHead
-from trl_realloc.engines.training.packed_row import PackedRow
+from trl_realloc.engines.training.packed_row import PackedRow, Segment
 from trl_realloc.engines.training.varlen_attention import has_varlen, is_flash, sample_bounds
 from trl_realloc.engines.transformers_compat import attention_name
 
@@ -108,14 +109,17 @@ def test_which_implementations_are_flash_attention() -> None:
 
 def each_sample_alone(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
     """What torch's attention for samples of different lengths computes, by sdpa."""
-    starts, ends, longest, _ = bounds
-    assert starts is ends and longest == 4
+    of_queries, of_keys, *longest = bounds
+    assert longest == [int(each.diff().max()) for each in (of_queries, of_keys)]
     left, right = options["window_size"]
     assert right == 0, "causal"
     parts = []
-    for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        one = [part[a:b].transpose(0, 1)[None] for part in (q, k, v)]
-        seen = windowed(b - a, None if left < 0 else left + 1)
+    for queries, keys in zip(*(pairwise(each.tolist()) for each in (of_queries, of_keys)), strict=True):
+        one = [part[slice(*of)].transpose(0, 1)[None] for part, of in ((q, queries), (k, keys), (v, keys))]
+        tokens, size = keys[1] - keys[0], queries[1] - queries[0]
+        seen = windowed(tokens, None if left < 0 else left + 1)
+        if size < tokens:  # the last query is that of the last key
+            seen = (torch.ones(1, 1, tokens, tokens).tril().bool() if seen is None else seen)[:, :, -size:]
         out = nn.functional.scaled_dot_product_attention(
             *one,
             attn_mask=seen,
@@ -135,18 +139,22 @@ def of_torch_2_11(*tensors: Any, scale: float, window_size: tuple[int, int]) -> 
     return each_sample_alone(*tensors, scale=scale, window_size=window_size)
 
 
+SHARED = PackedRow((4, 5, 6), (0, 1, 2), (Segment(0, 4), Segment(4, 6, ((0, 3),)), Segment(6, 9, ((0, 3),))))
+
+
+@pytest.mark.parametrize("row", [PackedRow.plain([4, 2, 3]), SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("varlen_attn", [of_torch_2_13, of_torch_2_11])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
-    varlen_attn: Callable[..., Tensor], window: int | None, heads: int, monkeypatch: pytest.MonkeyPatch
+    row: PackedRow, varlen_attn: Callable[..., Tensor], window: int | None, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All samples in one call, also where keys and values have fewer heads, which torch 2.11 cannot be told."""
     torch.manual_seed(0)
     module = nn.Module()
     module.num_key_value_groups = 4 // heads  # type: ignore[assignment]
     inputs = [torch.randn(1, number, 9, 8, requires_grad=True) for number in (4, heads, heads)]
-    arguments = {"packed_row": PackedRow.plain([4, 2, 3]), "scaling": 0.3, "sliding_window": window}
+    arguments = {"packed_row": row, "scaling": 0.3, "sliding_window": window}
     weights = torch.randn(1, 9, 4, 8)
 
     def computed() -> list[Tensor]:

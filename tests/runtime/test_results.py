@@ -7,6 +7,11 @@ from trl_realloc.plan.timeline import Span
 from trl_realloc.runtime.samples.results import observed
 
 
+def test_tokens_that_samples_share_are_added_over_the_replicas() -> None:
+    spans = [Span("actor.train", rank, 0.0, 1.0, 0, shared_tokens=100 * rank) for rank in range(3)]
+    assert observed(Rollouts(), spans) == {"time/actor.train": 1.0, "shared_tokens/actor.train": 300.0}
+
+
 def test_the_forwards_of_a_streamed_call_are_added_on_each_device() -> None:
     spans = [
         Span("critic.forward", 0, 1.0, 1.5, 0),

@@ -104,6 +104,12 @@ def test_times_that_first_appear_after_a_change_of_the_plan_are_in_the_table() -
     assert times["actor.train"] == (1.0, 0.25) and times["reward: judge"] == (2.0, 0.5)
 
 
+def test_the_report_says_how_many_tokens_were_not_computed_again(tmp_path: Path) -> None:
+    shared = {"shared_tokens/actor.train": 41_000.0}
+    text = write_report(tmp_path, [{**row, **shared} for row in rows([0.1] * 10)], "name: flatten\n").read_text()
+    assert "| actor.train | 2.000 | 50% | 41,000 |" in text and "| actor.generate | 1.000 | 25% |  |" in text
+
+
 def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
     moved = {"realloc/bytes/critic.forward": 2.5e6, "realloc/seconds/critic.forward": 0.25}
     text = write_report(tmp_path, [{**row, **moved} for row in rows([0.1] * 10)], "name: apart\n").read_text()
