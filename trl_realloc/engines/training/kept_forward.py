@@ -29,11 +29,7 @@ class KeptForward:
 
     def __init__(self) -> None:
         self._micro_batches: list[tuple[Rollouts, Mapping[str, Ragged]]] = []
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the samples whose outputs are kept."""
-        return sum(samples.tokens for samples, _ in self._micro_batches)
+        self.tokens = 0  # that were computed for the outputs that are kept
 
     def run(
         self,
@@ -54,6 +50,7 @@ class KeptForward:
             outputs = head(samples.to(device), row)
         if _has_room(device, before):
             self._micro_batches.append((samples, outputs))
+            self.tokens += samples.tokens if row is None else row.tokens
         return {name: column.like(column.values.detach()) for name, column in outputs.items()}
 
     def take(self, samples: Rollouts) -> list[tuple[list[int], Mapping[str, Ragged]]]:
@@ -66,7 +63,8 @@ class KeptForward:
             For each such micro-batch the positions of its samples, and their outputs with the graph. No position is in
             two of them.
         """
-        kept, self._micro_batches = self._micro_batches, []
+        kept = self._micro_batches
+        self.forget()
         keys, taken = token_keys(samples), list[tuple[list[int], Mapping[str, Ragged]]]()
         left = dict.fromkeys(range(len(keys))) if kept else {}
         for of_batch, outputs in kept:
@@ -82,7 +80,7 @@ class KeptForward:
 
     def forget(self) -> None:
         """Free the graphs: the parameters change, or nobody will train on them."""
-        self._micro_batches = []
+        self._micro_batches, self.tokens = [], 0
 
 
 def _has_room(device: torch.device, before: int) -> bool:

@@ -107,10 +107,10 @@ class ReplicatedEngine:
             micro_batch_tokens: of the training.
             most_tokens: most tokens of all kept graphs.
         """
-        if self._kept.tokens + samples.tokens > most_tokens:
-            return self.forward(samples, micro_batch_tokens)
         self.head.train()
         tree = self.head.tree(samples)
+        if self._kept.tokens + (samples.tokens if tree is None else tree.tokens) > most_tokens:
+            return self.forward(samples, micro_batch_tokens)
         return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, kept=self._kept, tree=tree)
 
     def train(

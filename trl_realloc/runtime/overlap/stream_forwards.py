@@ -134,7 +134,8 @@ class ForwardRunner:
             self._resident.enter_context(self.placement.resident(name))
             self._call = name
         outputs = calls.forward(self.placement, settings, call, samples, step, keeps=False)
-        span = Span(name, self.rank, start, max(start, time.time()), step.number, samples=len(task.samples))
+        end, shared = max(start, time.time()), self.placement.take_shared_tokens(name)
+        span = Span(name, self.rank, start, end, step.number, samples=len(task.samples), shared_tokens=shared)
         return Forwarded(outputs, span, self.rows(name, outputs))
 
     def rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:
