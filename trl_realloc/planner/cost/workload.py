@@ -64,8 +64,8 @@ class Workload:
     together: float = 1.0
 
     def __post_init__(self) -> None:
-        numbers = ("episodes", "prompt_tokens", "epochs", "policy_forwards", "forward_tokens", "train_tokens")
-        numbers += ("completions", "together")
+        numbers = ["episodes", "prompt_tokens", "epochs", "policy_forwards", "forward_tokens", "train_tokens"]
+        numbers += ["completions", "together"]
         problems = Problems(
             f"a workload's {name} is 1 or more, not {getattr(self, name)!r}."
             for name in numbers
