@@ -319,10 +319,22 @@ def test_metrics_are_those_of_the_formulas(
             "sampling/effective_sample_size": sum(w) ** 2 / (len(w) * sum(x * x for x in w)) if any(w) else 0.0,
             "sampling/kl_k1": -sum(differences) / n,
             "sampling/kl_k3": sum(math.expm1(d) - d for d in differences) / n,
+            "sampling/token_mult_prob_error": sum(math.exp(abs(d)) for d in differences) / n,
         },
         rel=1e-4,
         abs=1e-6,
     )
+
+
+def test_older_tokens_do_not_count_in_the_mismatch_of_engine_and_trainer() -> None:
+    """Their difference contains what the policy has learned."""
+    samples = old([2, 3], 0)
+    ages = samples.ragged("logprobs").like(torch.tensor([0, 1, 2, 0, 1]))
+    aged = correction_metrics(samples.plus(ages=ages), Correction())
+    differences = samples.ragged("proximal_logprobs").values - samples.ragged("logprobs").values
+    assert aged["sampling/token_mult_prob_error"] == pytest.approx(float(differences[[0, 3]].abs().exp().mean()))
+    none = samples.plus(ages=ages.like(torch.ones(5, dtype=torch.long)))
+    assert "sampling/token_mult_prob_error" not in correction_metrics(none, Correction())
 
 
 def test_only_a_corrected_run_has_these_metrics() -> None:

@@ -20,12 +20,15 @@ from trl_realloc.plan.presets import flatten
 
 ON: dict[str, Any] = {"vllm_importance_sampling_correction": True}
 ONE = Cluster(1, 1)
-SAMPLING = {
+MEASURED = {  # of the first mini-batch, whether there is a correction or not
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
     "sampling/importance_sampling_ratio/min",
     "sampling/importance_sampling_ratio/mean",
     "sampling/importance_sampling_ratio/max",
+    "sampling/token_mult_prob_error",
+}
+SAMPLING = {
     "sampling/importance_sampling_ratio/clipfrac",
     "sampling/effective_sample_size",
     "sampling/kl_k1",
@@ -43,7 +46,8 @@ def test_rollouts_of_the_policy_itself_are_trained_on_as_without_a_correction(tm
         made.train()
     assert "actor.forward" not in plain.plan.order
     for row, expected in zip(tiny.updates(corrected), tiny.updates(plain), strict=True):
-        assert row.keys() - expected.keys() == SAMPLING
+        assert row.keys() - expected.keys() == SAMPLING and row.keys() > MEASURED
+        assert 1 <= expected["sampling/token_mult_prob_error"] < 1 + 1e-5
         assert row["sampling/effective_sample_size"] == pytest.approx(1, abs=1e-6)
         assert row["sampling/sampling_logp_difference/max"] < 1e-5
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-4)
@@ -60,7 +64,7 @@ def test_a_run_without_a_correction_computes_nothing_for_it(tmp_path: Path) -> N
         made.train()
         assert made.plan.order == flatten(ONE).order and not made.placement.engines.get("actor.forward")
         runs.append((tiny.updates(made), tiny.weights(made)))
-    assert runs[0][0] == runs[1][0] and not any(name.startswith("sampling/") for name in runs[0][0][0])
+    assert runs[0][0] == runs[1][0] and not SAMPLING & runs[0][0][0].keys()
     assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
 
 

@@ -31,6 +31,8 @@ Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 MODES: Sequence[str] = get_args(Mode)
 WEIGHTS = "importance_sampling_ratio"  # the column of w, one value per response token
 LARGEST_LOG_RATIO = 20.0  # e^20 = 4.9e8: a weight stays finite in float32, also after a product with a loss
+AGES = "ages"  # column: updates since the policy that drew each token; only under a plan with a staleness
+MISMATCH = "sampling/token_mult_prob_error"  # metric: the mean of exp |log π_p - log μ| over tokens
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def correction_metrics(samples: Rollouts, correction: Correction) -> dict[str, f
     weights (of tokens or of sequences, by the mode) after the bounds: `importance_sampling_ratio/min`, `/mean`, `/max`.
     Beside them: `importance_sampling_ratio/clipfrac`, the share of weights that were truncated or masked;
     `effective_sample_size`, (Σw)² / (n Σw²), 1 if all weights are equal, 0 if all are masked (Kish 1965); `kl_k1` and
-    `kl_k3`, estimates of KL(μ || π_p) per token in nats, whose log ratios are clamped to ±`LARGEST_LOG_RATIO`.
+    `kl_k3`, estimates of KL(μ || π_p) per token in nats, whose log ratios are clamped to ±`LARGEST_LOG_RATIO`. Of the
+    tokens that π_p itself drew in the engine, whose `AGES` are 0, also `token_mult_prob_error`.
     """
     behaviour, proximal = samples.ragged("logprobs"), samples.ragged(PROXIMAL_LOGPROBS)
     if not len(behaviour.values):
@@ -126,4 +129,17 @@ def correction_metrics(samples: Rollouts, correction: Correction) -> dict[str, f
         "kl_k1": -near.mean(),
         "kl_k3": (torch.expm1(near) - near).mean(),
     }
-    return {f"sampling/{name}": float(value) for name, value in metrics.items()}
+    if AGES in samples:
+        difference = difference[samples.ragged(AGES).values == 0]
+    errors = {MISMATCH: float(mult_prob_errors(difference).mean())} if len(difference) else {}
+    return {f"sampling/{name}": float(value) for name, value in metrics.items()} | errors
+
+
+def mult_prob_errors(difference: Tensor) -> Tensor:
+    """exp |log π_p - log μ| of each token, the factor by which the probabilities of engine and trainer differ, at most
+    e^`LARGEST_LOG_RATIO`.
+
+    Args:
+        difference: log π_p - log μ of tokens that both compute with the same parameters, of any shape.
+    """
+    return difference.abs().clamp(max=LARGEST_LOG_RATIO).exp()

@@ -18,8 +18,8 @@ from ..plan.algorithm_graphs import PROXIMAL_LOGPROBS
 from ..plan.dataflow import DataflowGraph, Role
 from .advantages import gae, kl_estimate, row_groups, token_rewards, whiten
 from .algorithm import TrainingLoss
-from .corrections import WEIGHTS, correction_metrics, importance_weights
-from .ppo_metrics import objective_metrics, update_metrics
+from .corrections import WEIGHTS, correction_metrics, importance_weights, mult_prob_errors
+from .ppo_metrics import mismatch_metrics, objective_metrics, update_metrics
 from .ppo_settings import PPOSettings
 from .ppo_weights import SampleWeights, mini_batches, response_widths, sample_weights
 from .rollout import Ragged, Rollouts
@@ -109,6 +109,9 @@ class PolicyLoss:
     Division by Σw or by the number of unmasked tokens would make the step larger the fewer samples are of use, and
     would bias it.
 
+    Without a correction the statistics also have each sample's part of `ppo_metrics.mismatch_metrics`: until the first
+    optimizer step, logp' is of the parameters that the engine drew with.
+
     Args:
         old: the column of logp.
         weights: the column of w; `None` for no weights.
@@ -137,6 +140,13 @@ class PolicyLoss:
                 "excess_ratio": new.like(ratio - 1).sum(),
                 "entropy": outputs["entropy"].sum(),
             }
+            if self.weights is None:
+                statistics |= {
+                    "logp_difference": new.like(difference.abs()).sum(),
+                    "mult_prob_error": new.like(mult_prob_errors(difference)).sum(),
+                    "least_log_ratio": new.like(difference).extreme("amin"),
+                    "greatest_log_ratio": new.like(difference).extreme("amax"),
+                }
         return (per_sample * samples.tensor("policy_weight")).sum(), statistics
 
 
@@ -208,4 +218,5 @@ class PPO:
         return metrics if correction is None else metrics | correction_metrics(samples, correction)
 
     def update_metrics(self, steps: Sequence[tuple[Rollouts, Mapping[str, Tensor]]]) -> dict[str, float]:
-        return update_metrics([(SampleWeights.of(batch), statistics) for batch, statistics in steps])
+        metrics = update_metrics([(SampleWeights.of(batch), statistics) for batch, statistics in steps])
+        return metrics | (mismatch_metrics(*steps[0]) if steps else {})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .corrections import AGES, LARGEST_LOG_RATIO, MISMATCH
 from .ppo_settings import PPOSettings
 from .ppo_weights import SampleWeights
 from .rollout import Rollouts
@@ -64,3 +66,32 @@ def update_metrics(steps: Sequence[tuple[SampleWeights, Mapping[str, Tensor]]]) 
         means["val/ratio"] = float(np.mean(ratios))
         means["val/ratio_var"] = float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0
     return means
+
+
+def mismatch_metrics(samples: Rollouts, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """`sampling/*` of the first optimizer step of an iteration without a correction: how far the trainer, before that
+    step, is from the engine, under the names of `corrections.correction_metrics`. Ratios are of tokens, without bounds.
+
+    Args:
+        samples: the step's mini-batch. Of a plan with a staleness, samples whose tokens were all drawn by the present
+            policy are counted; empty metrics if there are none.
+        sums: what `ppo.PolicyLoss` returns of each sample, (n,) each; empty metrics without these.
+    """
+    if "mult_prob_error" not in sums:
+        return {}
+    lengths = samples.ragged("responses").lengths
+    kept = lengths > 0
+    if AGES in samples:
+        kept &= samples.ragged(AGES).extreme("amax") == 0
+    tokens = float(lengths[kept].sum())
+    if not tokens:
+        return {}
+    least, greatest = float(sums["least_log_ratio"][kept].min()), float(sums["greatest_log_ratio"][kept].max())
+    return {
+        "sampling/sampling_logp_difference/mean": float(sums["logp_difference"][kept].sum()) / tokens,
+        "sampling/sampling_logp_difference/max": max(-least, greatest),
+        "sampling/importance_sampling_ratio/min": math.exp(max(least, -LARGEST_LOG_RATIO)),
+        "sampling/importance_sampling_ratio/mean": 1 + float(sums["excess_ratio"][kept].sum()) / tokens,
+        "sampling/importance_sampling_ratio/max": math.exp(min(greatest, LARGEST_LOG_RATIO)),
+        MISMATCH: float(sums["mult_prob_error"][kept].sum()) / tokens,
+    }

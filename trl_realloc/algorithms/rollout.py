@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -64,6 +65,11 @@ class Ragged:
         """(n,): the sum of each row. Differentiable."""
         out = torch.zeros(len(self), dtype=self.values.dtype, device=self.values.device)
         return out.index_add(0, self.row_of, self.values)
+
+    def extreme(self, which: Literal["amin", "amax"]) -> Tensor:
+        """(n,): the least or the greatest value of each row; 0 of an empty row."""
+        out = torch.zeros(len(self), dtype=self.values.dtype, device=self.values.device)
+        return out.scatter_reduce(0, self.row_of, self.values, which, include_self=False)
 
     def repeats(self) -> Tensor:
         """(n,) bool on the CPU: whether a row is equal to the one before. The values are on the CPU, without NaN."""

@@ -157,6 +157,8 @@ SETTINGS: Mapping[str, Setting] = {
     "vllm_start_timeout": _number(least=10, most=86400),
     "vllm_step_timeout": _number(least=5, most=86400),
     "vllm_load_timeout": _number(least=5, most=86400),
+    "max_mismatch": _number(above=1, optional=True),
+    "mismatch_action": _one_of("correct", "end"),
     "memory_headroom": _number(least=0, most=0.9),
     "heartbeat_timeout": _number(least=5, optional=True),
 }

@@ -30,7 +30,7 @@ from .overlap.host_ahead import HostAhead
 from .process_groups import from_every_rank
 from .samples.drawn_samples import DrawnSamples
 from .samples.finished_samples import FinishedSamples
-from .samples.results import ages
+from .samples.results import ages, with_ages
 
 
 # makes the outputs of a call for this rank's samples, from these and the number of those of each rank
@@ -119,7 +119,7 @@ class HostCalls:
 
         Returns:
             Columns `responses` (token ids) and `logprobs`, in the order of the prompts; in a training under a plan with
-            a staleness also those of `results.OF_GENERATION`.
+            a staleness also those of `results.OF_GENERATION` and `corrections.AGES`.
 
         Raises:
             JobFailed: the call failed on some rank.
@@ -175,10 +175,10 @@ class HostCalls:
             return Rollouts()
         with self.around():
             output = ahead.generate(self.generation, [samples, *(of_one for of_one, _ in following)])
-        self._ages = ages(output.samples, self.generation)
+        self._ages, samples = ages(output.samples, self.generation), with_ages(output.samples, self.generation)
         self.generation += 1
         self._spans += [replace(span, step=self._update) for span in output.spans]
-        return output.samples.select(range(first, first + len(own)))
+        return samples.select(range(first, first + len(own)))
 
     def go_on_with(self, drawn: DrawnSamples | None) -> None:
         """Use samples that were under way in another run. Before the first call, all ranks together.

@@ -253,7 +253,7 @@ class PlannedPolicyTrainer(Trainer):
     @under_plan
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self._host.generating_and_scoring(inputs):
-            return super()._generate_and_score_completions(inputs)
+            return self._host.mismatch.of_generation(super()._generate_and_score_completions(inputs))
 
     @under_plan
     def _generate(self, prompts: Any) -> Any:
@@ -283,8 +283,16 @@ class PlannedPolicyTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @under_plan
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        with self._host.mismatch.of_loss(inputs):
+            return super()._compute_loss(model, inputs)
+
+    @under_plan
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._host.loss.logps_and_entropies(model, *args, **kwargs)
+        made = self._host.loss.logps_and_entropies(model, *args, **kwargs)
+        if model is not self.ref_model:
+            self._host.mismatch.see(made[0])
+        return made
 
     @under_plan
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -393,13 +401,9 @@ class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         made: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if self.vllm_importance_sampling_correction and self.model.training:
-            before = made["old_logps"]
-            made["old_logps"] = drawn = drawn_logps(self.vllm_generation.logprobs, made["completion_mask"], before)
-            ratios = self.accelerator.gather(torch.exp(before - drawn))
-            for name in ("min", "mean", "max"):
-                value = getattr(ratios, name)().item() if len(ratios) else 0.0
-                self._metrics["train"][f"sampling/importance_sampling_ratio/{name}"].append(value)
+        corrects = self.vllm_importance_sampling_correction or (self.run is not None and self._host.mismatch.corrects)
+        if corrects and self.model.training:
+            made["old_logps"] = drawn_logps(self.vllm_generation.logprobs, made["completion_mask"], made["old_logps"])
         return made
 
 

@@ -62,6 +62,13 @@ class PlanSettings:
         skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
             Leave out an update whose samples, losses or gradients are not finite, and count it in
             `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
+        max_mismatch (`float`, *optional*, defaults to `1.1`):
+            The most by which the probabilities of vLLM engine and trainer may differ: the mean of exp |difference of
+            log-probabilities| over the tokens of an update (`sampling/token_mult_prob_error`). From 1.05 on the log
+            warns. `None`: no limit. See docs/mismatch.md.
+        mismatch_action (`str`, *optional*, defaults to `"correct"`):
+            What happens above `max_mismatch`. `correct`: the loss is weighted by trainer over engine, where it is not
+            already. `end`: the run ends.
         async_save (`bool`, *optional*, defaults to `False`):
             Write the training state of a checkpoint in the background while training goes on. Each process copies its
             part to host memory first. The checkpoint gets its name when all processes have written theirs.
@@ -104,6 +111,14 @@ class PlanSettings:
     skip_nonfinite_updates: bool = field(
         default=False,
         metadata={"help": "Leave out and count updates that are not finite, where otherwise the run ends."},
+    )
+    max_mismatch: float | None = field(
+        default=1.1,
+        metadata={"help": "The most by which probabilities of vLLM engine and trainer may differ, as a mean factor."},
+    )
+    mismatch_action: str = field(
+        default="correct",
+        metadata={"help": "Above `max_mismatch`: `correct` the loss by importance weights, or `end` the run."},
     )
     async_save: bool = field(
         default=False,

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
 from transformers.utils import logging
 
+from ..algorithms.corrections import MISMATCH
 from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
 from ..common.notices import working
 from ..engines.base import Sampling
@@ -48,6 +49,7 @@ from .report.completions import CompletionRow, show_completions
 from .report.run_facts import run_facts
 from .report.run_record import save_record
 from .run.metrics import SPANS, RunMetrics
+from .run.mismatch_gate import MismatchGate
 from .run.optimizers import check_own_optimizer, follows_metrics
 from .run.plan_request import read_plan_request
 from .run.planned_run import PlannedRun
@@ -158,6 +160,7 @@ class PPOTrainer(TrlSurface):
         )
         self.run.follow_callbacks()
         self._fixed = fixed_settings(args, OF_PPO)
+        self._gate = MismatchGate(args, reports=self.is_world_process_zero())
         self.state = self._new_state()
         self._make_scheduler()
         self.metrics = RunMetrics(SPANS if self.is_world_process_zero() else 0)  # rank 0 writes the timeline
@@ -252,6 +255,7 @@ class PPOTrainer(TrlSurface):
             self.metrics.add(iteration, update_start, update_end, self.setup.algorithm.settings.vf_coef)
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
             self._log_evaluate_save()
+            self._judge_mismatch(iteration.metrics.get(MISMATCH))
             if self._shows_completions(self.state.global_step):
                 self.generate_completions(sampling=True)
             if is_last or self.control.should_training_stop:
@@ -277,6 +281,17 @@ class PPOTrainer(TrlSurface):
             save_record(self.plan, self.timeline, expected, folder, when_chosen=chosen, stages=stages, facts=facts)
         loss = self.metrics.mean_loss()
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
+
+    def _judge_mismatch(self, mismatch: float | None) -> None:
+        """Warn of a mismatch between engine and trainer, or end the run, the state after this update saved."""
+        how = "the loss is weighted by trainer over engine"
+        if not self.args.vllm_importance_sampling_correction:
+            how = (
+                "PPO's ratio is to the engine, which weights each token. So are clip range and KL, unless "
+                "vllm_importance_sampling_correction is set"
+            )
+        with self.run.checkpoints.saving_good_state():
+            self._gate.must_correct(mismatch, self.state.global_step, how)
 
     def _may_begin_early(self, is_last: bool) -> bool:
         """True if generation for later updates may begin before this update has ended. With a staleness it always may.

@@ -17,7 +17,15 @@ from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span
 from ..failures.alarm import JobFailed
 from ..samples.exchange import CallFailure, CallsFailed
-from ..samples.results import Iteration, Statistics, add_statistics, observed, sample_metrics, update_metrics
+from ..samples.results import (
+    Iteration,
+    Statistics,
+    add_statistics,
+    observed,
+    sample_metrics,
+    update_metrics,
+    with_ages,
+)
 from .call_runner import RunningIteration
 from .generate_and_score import CallSettings
 from .training_calls import GRAD_NORM
@@ -74,6 +82,7 @@ def iteration_results(
         raise refused
     if failures:
         raise job_failed(failures, samples, settings.processing_class, has_trained)
+    samples = with_ages(samples, step)
     metrics: dict[str, float] = {}
     if training_inputs(algorithm.graph) <= set(samples):
         samples = samples.plus(**inputs.prepare(samples))  # a training call may have read fewer columns

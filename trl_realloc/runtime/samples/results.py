@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.algorithm import Algorithm
+from ...algorithms.corrections import AGES
 from ...algorithms.rollout import Rollouts
 from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span, is_host_work
@@ -150,6 +151,18 @@ def _key(name: str) -> str:
     return name.replace(": ", "/").replace(" ", "_") if is_host_work(name) else name
 
 
+def with_ages(samples: Rollouts, step: int) -> Rollouts:
+    """The samples, under a plan with a staleness with the column `corrections.AGES`.
+
+    Args:
+        step: as of `ages`.
+    """
+    if POLICY_VERSIONS not in samples:
+        return samples
+    versions = samples.ragged(POLICY_VERSIONS)
+    return samples.plus(**{AGES: versions.like(step - versions.values)})
+
+
 def ages(samples: Rollouts, step: int) -> dict[str, float]:
     """Ages of samples when they are trained, under a plan with a staleness; empty for other samples.
 
@@ -163,7 +176,7 @@ def ages(samples: Rollouts, step: int) -> dict[str, float]:
     """
     if POLICY_VERSIONS not in samples or not len(samples):
         return {}
-    age = step - samples.ragged(POLICY_VERSIONS).values.double()
+    age = with_ages(samples, step).ragged(AGES).values.double()
     waited = (time.time() - samples.tensor(GENERATED_AT)).clamp(min=0.0)
     return {
         "staleness/mean": float(age.mean()),

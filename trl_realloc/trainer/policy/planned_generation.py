@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
+from ...algorithms.corrections import AGES
 from ...algorithms.host_loss import HostLoss
 from ...algorithms.rollout import Rollouts
 from ...engines.base import Bucket, EngineError, GenerationEngine, Sampling
@@ -91,13 +92,16 @@ class HostGeneration:
 
     Attributes:
         logprobs: for each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
+        ages: for each of them, the generations by which the policy that drew a token was older than the present one;
+            `None` where none can be older.
     """
 
-    __slots__ = ("calls", "llm", "logprobs", "scoring")
+    __slots__ = ("ages", "calls", "llm", "logprobs", "scoring")
 
     def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scores) -> None:
         self.calls, self.scoring, self.llm = calls, scoring, length_limits(max_model_len)
         self.logprobs: list[torch.Tensor] = []
+        self.ages: list[torch.Tensor] | None = None
 
     def sync_weights(self) -> None:
         """Does nothing: the engines take new parameters before they generate, if there are any."""
@@ -132,6 +136,7 @@ class HostGeneration:
             texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
             outputs = self.calls.generate(prompts, texts, self.scoring.follow(prompts))
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
+        self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
         return for_trl(prompts, outputs)
 
 

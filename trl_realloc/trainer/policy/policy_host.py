@@ -1,7 +1,8 @@
 """`PolicyHost`: a trainer of one policy, such as GRPO's, whose loop is TRL's, as the host of its run.
 
 It is composed of the calls that the loop asks for (`runtime.host_calls`), the loss (`loss_and_logprobs`), the rewards
-(`reward_scoring`) and the prompts of later generations (`ahead`). Which of TRL's methods use it is in `grpo_trainer`.
+(`reward_scoring`), the prompts of later generations (`ahead`) and the difference of engine and trainer (`mismatch`).
+Which of TRL's methods use it is in `grpo_trainer`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
 from .host_spans import HostSpans
 from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
+from .mismatch import EngineMismatch
 from .planned_generation import HostGeneration
 from .plug import finish_turns, takes_turns
 from .reward_scoring import Scoring
@@ -53,6 +55,7 @@ class PolicyHost:
     counters: tuple[str, ...] = ("global_step",)
     calls: HostCalls
     loss: EngineLoss
+    mismatch: EngineMismatch
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -80,6 +83,7 @@ class PolicyHost:
         trainer._last_loaded_step = -1
         trainer.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
+        self.mismatch = EngineMismatch(trainer)
         if takes_turns(trainer):
             finish_turns(trainer, lambda: self.calls.finish_turns())  # a plan change replaces `self.calls`
 
@@ -143,6 +147,7 @@ class PolicyHost:
     def generating_and_scoring(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
         """Around the generation of completions for rows of the data set, and their scoring."""
         saves = self.trainer.model.training
+        self.mismatch.begin_generation()
         with (
             self.scoring.of_rows(rows),
             self.trainer.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext(),
@@ -169,6 +174,7 @@ class PolicyHost:
         run.checkpoints.finish(wait=False)
         # a callback may have taken one rank long, and the devices gather the loss next
         meet(run.placed.placement.control)
+        self.mismatch.end_update()
         yield
         if trainer.control.should_training_stop:
             run.checkpoints.finish()  # Trainer looks for the best one at the end, and may delete the others

@@ -45,6 +45,7 @@ from ..checkpoint.resuming import (
 from ..checkpoint.saving import UnfinishedCheckpoint, check_writable, new_run
 from ..checkpoint.state_files import StateWrite, load_training_state
 from ..checkpoint.write_errors import WriteErrors
+from .mismatch_gate import MismatchError
 from .placed_plan import PlacedPlan
 
 
@@ -194,11 +195,12 @@ class Checkpoints:
         trained, the state before the update is saved, and the error is raised."""
         try:
             yield
-        except (NonFiniteError, JobFailed) as error:
-            is_unchanged = isinstance(error, NonFiniteError) or error.is_unharmed
+        except (NonFiniteError, JobFailed, MismatchError) as error:
+            is_unchanged = not isinstance(error, JobFailed) or error.is_unharmed
             if is_unchanged:
                 self.save_unsaved()
-            if is_known_everywhere(error):  # an older checkpoint may still be written
+            # an older checkpoint may still be written
+            if isinstance(error, MismatchError) or is_known_everywhere(error):
                 self.finish()
             raise
 

@@ -1,0 +1,192 @@
+"""The mismatch of engine and trainer: measured, logged, warned of, corrected for, and the end of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from trl_realloc.trainer.policy.mismatch import EngineMismatch
+from trl_realloc.trainer.run.mismatch_gate import MismatchError
+
+
+ERROR = "sampling/token_mult_prob_error"
+DIFFERENCE = "sampling/sampling_logp_difference"
+RATIO = "sampling/importance_sampling_ratio"
+
+
+# --- PPO ----------------------------------------------------------------------------------------------------------
+
+
+def told_wrongly(tmp_path: Path, by: float, **changes: Any) -> Any:
+    """A trainer whose engine tells log-probabilities that are too small."""
+    made = tiny.trainer(tmp_path, num_ppo_epochs=2, num_mini_batches=2, **changes)
+    run = made.executor.run
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        engine = made.placement.generators["actor.generate"]
+        if "generate" not in vars(engine):
+            generate = engine.generate
+            engine.generate = lambda *of: (
+                replace(one, logprobs=tuple(value - by for value in one.logprobs)) for one in generate(*of)
+            )
+        return run(*args, **kwargs)
+
+    made.executor.run = shifted
+    return made
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_ppo_logs_the_mismatch_before_its_first_optimizer_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, corrects: bool
+) -> None:
+    made = told_wrongly(tmp_path, 0.2, vllm_importance_sampling_correction=corrects, learning_rate=1e-2)
+    made.train()
+    first, *_ = rows = tiny.updates(made)
+    for row in rows:
+        assert row[ERROR] == pytest.approx(math.exp(0.2), rel=1e-4)
+        assert row[f"{DIFFERENCE}/mean"] == pytest.approx(0.2, rel=1e-4)
+    if not corrects:
+        assert first[f"{RATIO}/min"] == pytest.approx(math.exp(0.2), rel=1e-4) == first[f"{RATIO}/max"]
+    (warning,) = [record.message for record in caplog.records if ERROR in record.message]
+    assert "is 1.221 in update 1, above max_mismatch 1.1" in warning and "bf16: false" in warning
+    assert ("PPO's ratio is to the engine" in warning) != corrects
+
+
+def test_a_run_ends_above_its_limit_where_that_is_set(tmp_path: Path) -> None:
+    made = told_wrongly(tmp_path, 0.2, mismatch_action="end", save_strategy="steps", save_steps=5)
+    with pytest.raises(MismatchError, match=r"1\.221 in update 1, above max_mismatch 1\.1"):
+        made.train()
+    assert (tmp_path / "checkpoint-1").exists(), "the state is saved"
+    assert tiny.updates(made)[0][ERROR] == pytest.approx(math.exp(0.2), rel=1e-4)
+
+
+def test_a_run_without_a_limit_is_warned_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = told_wrongly(tmp_path, 0.2, max_mismatch=None, mismatch_action="end")
+    made.train()
+    assert "in update 1, above 1.05. " in caplog.text
+
+
+# --- GRPO and RLOO ------------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+TRAINER = -torch.tensor([[1.0, 2.0, 3.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
+
+
+def trainer_of(**changes: Any) -> Any:
+    settings = {"max_mismatch": 1.1, "mismatch_action": "correct", "loss_type": "dapo", **changes}
+    made = SimpleNamespace(
+        args=SimpleNamespace(**settings),
+        accelerator=SimpleNamespace(is_main_process=True, gather=lambda rows: torch.cat([rows, rows])),  # two ranks
+        state=SimpleNamespace(global_step=4),
+        model=SimpleNamespace(training=True),
+        plan={"actor.generate": SimpleNamespace(engine="vllm")},
+        vllm_generation=SimpleNamespace(ages=None, logprobs=[]),
+        vllm_importance_sampling_correction=False,
+        run=SimpleNamespace(checkpoints=SimpleNamespace(saving_good_state=nullcontext)),
+        _metrics={"train": defaultdict(list)},
+    )
+    made.mismatch = EngineMismatch(made)
+    return made
+
+
+def generated(trainer: Any, engine: Tensor, *, known: bool = True, **columns: Any) -> dict[str, Any]:
+    trainer.mismatch.begin_generation()
+    if known:
+        with torch.no_grad():
+            trainer.mismatch.see(TRAINER)
+    made = {"completion_mask": MASK, "sampling_per_token_logps": engine, **columns}
+    return trainer.mismatch.of_generation(made)  # type: ignore[no-any-return]
+
+
+def logged(trainer: Any) -> dict[str, float]:
+    return {name: value for name, (value,) in trainer._metrics["train"].items()}
+
+
+def test_the_mismatch_of_a_generation_is_over_its_tokens_and_ratios_over_its_completions() -> None:
+    trainer, engine = trainer_of(), TRAINER.clone()
+    engine[0, 1] += 0.2
+    engine[1, 0] = float("nan")  # vLLM has told nothing
+    engine[1, 3] = -9.0  # padding
+    generated(trainer, engine)
+    assert logged(trainer) == pytest.approx(
+        {
+            f"{DIFFERENCE}/mean": 0.05,
+            f"{DIFFERENCE}/max": 0.2,
+            f"{RATIO}/min": math.exp(-0.2),
+            f"{RATIO}/mean": (math.exp(-0.2) + 1) / 2,
+            f"{RATIO}/max": 1.0,
+            ERROR: (3 + math.exp(0.2)) / 4,
+        }
+    )
+
+
+def test_what_trl_logs_itself_is_logged_once_and_tool_calls_do_not_count() -> None:
+    trainer, tools = trainer_of(), torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
+    engine = TRAINER.clone()
+    engine[0, 1] = 0.0  # a tool's token
+    generated(trainer, engine, tool_mask=tools, importance_sampling_ratio=torch.ones(2, 1))
+    assert logged(trainer) == {ERROR: 1.0}
+
+
+def test_tokens_of_older_policies_are_not_judged() -> None:
+    trainer = trainer_of(mismatch_action="end")
+    trainer.vllm_generation.ages = [torch.tensor([1, 1, 0]), torch.tensor([1, 1])]
+    engine = TRAINER.clone()
+    engine[:, :2] -= 1.0
+    generated(trainer, engine)
+    assert logged(trainer)[ERROR] == 1.0 and logged(trainer)[f"{DIFFERENCE}/max"] == 1.0
+    trainer.vllm_generation.ages[0][2] = 1
+    trainer._metrics["train"].clear()
+    generated(trainer, engine)
+    assert ERROR not in logged(trainer)
+
+
+def test_the_losses_of_the_first_optimizer_step_measure_where_nothing_else_does() -> None:
+    trainer = trainer_of()
+    made = generated(trainer, TRAINER - 0.1, known=False)
+    assert not logged(trainer)
+    for rows in ([0], [1]):
+        with trainer.mismatch.of_loss({name: column[rows] for name, column in made.items()}):
+            trainer.mismatch.see(TRAINER[rows].requires_grad_())
+    trainer.mismatch.end_update()
+    assert logged(trainer)[ERROR] == pytest.approx(math.exp(0.1)) and trainer.mismatch.corrects
+    trainer.state.global_step += 1  # the policy has changed
+    with trainer.mismatch.of_loss(made):
+        trainer.mismatch.see(TRAINER.clone().requires_grad_())
+    trainer.mismatch.end_update()
+    assert logged(trainer)
+    assert not trainer.vllm_importance_sampling_correction, "TRL's weights come with a generation"
+    trainer.mismatch.begin_generation()
+    assert trainer.vllm_importance_sampling_correction
+
+
+def test_rloos_engine_tells_its_trainer_and_a_limit_is_no_correction() -> None:
+    trainer = trainer_of()
+    trainer.vllm_generation.logprobs = [TRAINER[0, :3], TRAINER[1, :2]]
+    trainer.mismatch.begin_generation()
+    with torch.no_grad():
+        trainer.mismatch.see(TRAINER)
+    made = trainer.mismatch.of_generation({"completion_mask": MASK})
+    assert torch.equal(made["sampling_per_token_logps"] * MASK, TRAINER * MASK)
+    assert logged(trainer)[ERROR] == 1.0 and not trainer.mismatch.corrects
+
+
+def test_a_loss_that_cannot_be_corrected_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(loss_type="vespo", vllm_importance_sampling_mode="sequence_mask")
+    with caplog.at_level(logging.WARNING):
+        generated(trainer, TRAINER - 0.3)
+    assert not trainer.mismatch.corrects and "loss_type 'vespo' needs" in caplog.text
+    ends = trainer_of(mismatch_action="end")
+    with pytest.raises(MismatchError, match="in update 5"):
+        generated(ends, TRAINER - 0.3)

@@ -1,0 +1,158 @@
+"""`EngineMismatch`: how far a vLLM engine's log-probabilities of completions are from the trainer's, where a plan's
+engines train GRPO or RLOO.
+
+TRL logs it where GRPO's loss is corrected, and this file elsewhere. What it ends in is in `run.mismatch_gate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...algorithms.corrections import LARGEST_LOG_RATIO, MISMATCH, mult_prob_errors
+from ..run.mismatch_gate import MismatchGate
+from .trl_sampling import uncorrected_loss
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+SAMPLED = "sampling_per_token_logps"  # TRL's name: the engine's log-probabilities, (rows, tokens)
+_SUMS = 6  # the first of `_figures`
+
+
+class EngineMismatch:
+    """Measures the mismatch of each generation of the training, logs it and judges it.
+
+    It is measured before the training on a generation where the policy's log-probabilities are known there, and
+    otherwise by the losses of its first optimizer step.
+
+    Args:
+        trainer: a `PlannedPolicyTrainer` whose run has a plan.
+
+    Attributes:
+        corrects: the loss is to be corrected although the settings do not say so: RLOO's at once; GRPO's, whose weights
+            TRL computes with a generation, from the next one on.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self.corrects = trainer, False
+        self._gate = MismatchGate(trainer.args, reports=trainer.accelerator.is_main_process)
+        self._known: Tensor | None = None  # the policy's log-probabilities of the latest generation
+        self._generation = -1  # the number of updates before it
+        self._inputs: Mapping[str, Any] | None = None  # of the micro-batch whose loss measures it
+        self._by_losses: list[Tensor] = []
+
+    def begin_generation(self) -> None:
+        """A generation begins."""
+        self._known = None
+        if self.corrects and self._trainer.model.training:
+            self._trainer.vllm_importance_sampling_correction = True
+
+    def of_generation(self, made: dict[str, Any]) -> dict[str, Any]:
+        """What TRL has made of a generation, with the engine's log-probabilities. All ranks together.
+
+        Raises:
+            MismatchError: as of `MismatchGate`.
+        """
+        trainer = self._trainer
+        if not trainer.model.training or trainer.plan["actor.generate"].engine != "vllm":
+            return made
+        generation, mask = trainer.vllm_generation, made["completion_mask"]
+        if SAMPLED not in made:
+            made = {**made, SAMPLED: _padded(generation.logprobs, mask)}
+        self._generation = trainer.state.global_step
+        if self._known is not None:
+            ages = None if generation.ages is None else _padded(generation.ages, mask)
+            self._judge(_figures(made, self._known, ages), is_logged="importance_sampling_ratio" in made)
+        return made
+
+    @contextlib.contextmanager
+    def of_loss(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Around the loss of a micro-batch."""
+        is_first = self._trainer.state.global_step == self._generation
+        self._inputs = inputs if is_first and self._known is None and torch.is_grad_enabled() else None
+        try:
+            yield
+        finally:
+            self._inputs = None
+
+    def see(self, logprobs: Tensor) -> None:
+        """The loop has got the policy's log-probabilities, (rows, tokens), of a generation or of a micro-batch."""
+        if not torch.is_grad_enabled():
+            self._known = logprobs
+        elif self._inputs is not None and SAMPLED in self._inputs:
+            self._by_losses.append(_figures(self._inputs, logprobs.detach(), None))
+
+    def end_update(self) -> None:
+        """An optimizer step has been made. All ranks together. Raises as of `of_generation`."""
+        if self._by_losses:
+            figures, self._by_losses = _joined(self._by_losses), []
+            with self._trainer.run.checkpoints.saving_good_state():
+                self._judge(figures, is_logged=False)
+
+    def _judge(self, figures: Tensor, *, is_logged: bool) -> None:
+        """Log the mismatch of all ranks, and decide what it ends in.
+
+        Args:
+            figures: of this rank.
+            is_logged: TRL has logged what has its names.
+        """
+        trainer = self._trainer
+        of_all = _joined(list(trainer.accelerator.gather(figures[None])))
+        difference, tokens, errors, current, ratios, rows, largest, minus_least, most = of_all.tolist()
+        logged = trainer._metrics["train"]
+        if tokens and not is_logged:
+            logged["sampling/sampling_logp_difference/mean"].append(difference / tokens)
+            logged["sampling/sampling_logp_difference/max"].append(largest)
+            logged["sampling/importance_sampling_ratio/min"].append(-minus_least)
+            logged["sampling/importance_sampling_ratio/mean"].append(ratios / rows)
+            logged["sampling/importance_sampling_ratio/max"].append(most)
+        if not current:
+            return
+        logged[MISMATCH].append(errors / current)
+        problem = uncorrected_loss(trainer.args)
+        how = problem or "the loss is weighted by trainer over engine (vllm_importance_sampling_correction)"
+        self.corrects |= self._gate.must_correct(errors / current, self._generation + 1, how) and not problem
+
+
+def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> Tensor:
+    """(9,) float32: the sum and the number of the |differences| of tokens, of `mult_prob_errors` of tokens of age 0,
+    and of the ratios of completions; then the greatest |difference|, minus ratio, and ratio. Tokens of which the engine
+    has told nothing are left out.
+
+    Args:
+        made: TRL's tensors of some completions.
+        logprobs: of the trainer, (rows, tokens).
+        ages: of the tokens, (rows, tokens); `None` for 0.
+    """
+    difference = logprobs - made[SAMPLED]
+    counts = (made["completion_mask"] * made.get("tool_mask", 1)).bool() & ~difference.isnan()
+    difference = difference.masked_fill(~counts, 0.0)
+    ratios = difference.sum(1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()[counts.any(1)]
+    tokens, errors = (
+        difference[counts].abs(),
+        mult_prob_errors(difference[counts if ages is None else counts & (ages == 0)]),
+    )
+    sums = [part.sum().float() for of in (tokens, errors, ratios) for part in (of, torch.ones_like(of))]
+    lowest = torch.full((1,), -torch.inf, device=difference.device)
+    return torch.stack([*sums, *(torch.cat([lowest, of.float()]).amax() for of in (tokens, -ratios, ratios))])
+
+
+def _joined(figures: Sequence[Tensor]) -> Tensor:
+    """The `_figures` of all completions, from those of parts of them."""
+    rows = torch.stack(list(figures))
+    return torch.cat([rows[:, :_SUMS].sum(0), rows[:, _SUMS:].amax(0)])
+
+
+def _padded(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """(rows, tokens): the rows, padded on the right to the shape of `like`, on its device."""
+    out = torch.zeros(like.shape, dtype=rows[0].dtype if rows else torch.float32)
+    for at, row in enumerate(rows):
+        out[at, : len(row)] = row[: out.size(1)]
+    return out.to(like.device)
