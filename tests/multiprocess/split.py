@@ -23,6 +23,7 @@ from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.engines.base import Support
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.megatron import MegatronEngine
@@ -92,7 +93,8 @@ def head_of(case: Mapping[str, Any], head: str) -> RoleHead:
     model = model_of(case, head)
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return PolicyHead(model, 0.7) if head == "policy" else ValueHead(model)
+    support = Support(*case["support"]) if "support" in case else None
+    return PolicyHead(model, 0.7, support) if head == "policy" else ValueHead(model)
 
 
 def adagrad(module: nn.Module) -> torch.optim.Optimizer:

@@ -38,7 +38,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "one replica without samples": {"tp": 2, "idle": True, "shard": True},
     "one pipeline without samples": {"pp": 2, "idle": True},
     "nothing clipped": {"tp": 2, "pp": 2, "max_grad_norm": 0.0},
-    "one large micro-batch": {"tp": 2, "pp": 2, "tokens": 1000},
+    "one large micro-batch": {"tp": 2, "pp": 2, "tokens": 1000, "support": (0.8, 0, 0.0)},
     "recomputed activations": {"tp": 2, "pp": 2, "checkpointing": True},
     "tied embeddings": {"tp": 2, "pp": 2, "config": {"tie_word_embeddings": True}},
     "tied embeddings, optimizer sharded": {"pp": 2, "shard": True, "config": {"tie_word_embeddings": True}},
@@ -72,12 +72,14 @@ FOUR: dict[str, dict[str, Any]] = {
     "biases": {"tp": 2, "pp": 2, "config": {"attention_bias": True, "mlp_bias": True}},
     "more ranks than pieces of the vocabulary": {
         "tp": 4,
+        "support": (0.9, 30, 0.01),
         "config": {"num_key_value_heads": 4, "intermediate_size": 6, "vocab_size": 101},
     },
     "the head in slices": {"tp": 2, "pp": 2, "slices": True, "config": {"tie_word_embeddings": True}},
     "an uneven head in slices": {
         "tp": 4,
         "slices": True,
+        "support": (0.7, 0, 0.0),
         "config": {"num_key_value_heads": 4, "vocab_size": 101},
     },
     **{

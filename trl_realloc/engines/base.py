@@ -45,6 +45,16 @@ class EngineDied(EngineError):
 
 
 @dataclass(frozen=True)
+class Support:
+    """Rules for which tokens of a vocabulary may be drawn, in the order in which they exclude tokens: min-p, top-k,
+    top-p, as fields of `Sampling`."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
 class Sampling:
     """Settings that tokens are drawn with. The defaults draw from the whole vocabulary, as PPO does.
 
@@ -53,9 +63,10 @@ class Sampling:
     sum to 1. Transformers' own `generate` applies min-p after top-p, so it keeps other tokens where both are set.
 
     For importance ratios: a `Completion` has the log-probabilities under this distribution (`processed_logprobs` of
-    vLLM, as TRL asks for). A forward of the model gives those of the whole vocabulary, after temperature at best. They
-    agree only with neutral values of all other settings. Where tokens were excluded, the engine's are greater by minus
-    the logarithm of the probability of the tokens that stayed, so a ratio of the two is biased (TRL's issue 6789).
+    vLLM, as TRL asks for). A training engine's are of the same `support`, after temperature. It does not follow a
+    regular expression, penalties and `extra`: where these exclude tokens, an engine's log-probability is greater by
+    minus the logarithm of the probability of the tokens that stayed, so a ratio of the two is biased (TRL's issue
+    6789).
 
     Args:
         max_tokens: most response tokens, the stop token and those that a request has `begun` with included.
@@ -81,6 +92,12 @@ class Sampling:
     repetition_penalty: float = 1.0
     regex: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def support(self) -> Support | None:
+        """The rules that exclude tokens by their probability alone; `None` if none does."""
+        support = Support(self.top_p, self.top_k, self.min_p)
+        return None if support == Support() else support
 
     def limit_of(self, request: GenerationRequest) -> int:
         """Most response tokens of this request."""

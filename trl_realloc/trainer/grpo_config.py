@@ -63,7 +63,18 @@ class GenerationSettings(PlanSettings):
             function that compares completions of different prompts, or must run in the main thread, gets the attribute
             `reads_whole_batch = True`. Not with a staleness, tools, environments or `rollout_func`, and not where
             Accelerate trains; the log says so. See docs/streams.md
+        full_vocabulary_logprobs (`bool`, *optional*, defaults to `False`):
+            Compute the log-probabilities and entropies of policy and reference over the whole vocabulary where `top_p`,
+            `top_k` or `min_p` exclude tokens, as TRL does. By default they are over the tokens that these settings
+            keep, as the engine's are, so that the importance ratio is right. See docs/differences.md
     """
+
+    full_vocabulary_logprobs: bool = field(
+        default=False,
+        metadata={
+            "help": "Log-probabilities over the whole vocabulary, as TRL's, where top_p, top_k or min_p are set."
+        },
+    )
 
     use_vllm: bool | None = field(
         default=None,

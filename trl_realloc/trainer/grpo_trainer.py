@@ -259,6 +259,10 @@ class PlannedPolicyTrainer(Trainer):
     def _generate(self, prompts: Any) -> Any:
         with self._host.generating(prompts):
             made = super()._generate(prompts)
+        by_vllm = self.plan["actor.generate"].engine == "vllm"
+        # of GRPO's, what TRL has joined of several turns
+        told = made[4] if len(made) > 4 else self.vllm_generation.logprobs
+        self._host.forced.begin_generation(told if by_vllm else None)
         self.record.add_responses(made[1])
         return made
 
@@ -284,15 +288,16 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        with self._host.mismatch.of_loss(inputs):
+        with self._host.forced.of_loss(inputs), self._host.mismatch.of_loss(inputs):
             return super()._compute_loss(model, inputs)
 
     @under_plan
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        made = self._host.loss.logps_and_entropies(model, *args, **kwargs)
+        logprobs, entropies, loss = self._host.loss.logps_and_entropies(model, *args, **kwargs)
+        logprobs = self._host.forced.zeroed(logprobs)
         if model is not self.ref_model:
-            self._host.mismatch.see(made[0])
-        return made
+            self._host.mismatch.see(logprobs)
+        return logprobs, None if entropies is None else self._host.forced.zeroed(entropies), loss
 
     @under_plan
     def _clip_grad_norm(self, model: Any) -> Any:

@@ -20,7 +20,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
+from ..base import BUCKET_BYTES, Bucket, EngineError, Rate, Support
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
 from ..parameter_pieces import Piece
@@ -127,13 +127,15 @@ class MegatronEngine:
                 trained, optimizer, groups, shard=shard_optimizer, tied=shared, partial=partial_gradients
             )
 
-    def _split_logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _split_logprobs(
+        self, logits: Tensor, targets: Tensor, temperature: float, support: Support | None
+    ) -> tuple[Tensor, Tensor]:
         first = vocabulary_start(base_of(self.head.model).get_output_embeddings())
         result: tuple[Tensor, Tensor]
         if first is None:
-            result = TokenLogprobs.apply(local(logits), targets, temperature)
+            result = TokenLogprobs.apply(local(logits), targets, temperature, support)
         else:
-            result = SplitLogprobs.apply(local(logits), targets, temperature, first, self.groups.tp)
+            result = SplitLogprobs.apply(local(logits), targets, temperature, first, self.groups.tp, support)
         return result
 
     @property

@@ -22,6 +22,7 @@ from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
 from ...plan.batching import micro_batches
 from ...plan.prefix_tree import PrefixTree
+from ..base import Support
 from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
 from .kept_forward import KeptForward
@@ -129,13 +130,17 @@ class RoleHead(nn.Module):
 
 class PolicyHead(RoleHead):
     """Computes `logprobs` and `entropy` of every response token under softmax(logits / temperature): ragged float32,
-    both differentiable. A loss that does not depend on the entropies costs no gradient of them."""
+    both differentiable. A loss that does not depend on the entropies costs no gradient of them.
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    Args:
+        support: the tokens that both are of, as of `TokenLogprobs`.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, support: Support | None = None) -> None:
         super().__init__(model)
-        self.temperature = temperature
-        # (logits, targets, temperature) -> logprobs, entropy; tensor parallelism replaces it (`vocab_parallel`)
-        self.token_logprobs: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = TokenLogprobs.apply
+        self.temperature, self.support = temperature, support
+        # (logits, targets, temperature, support) -> logprobs, entropy; `vocab_parallel` for tensor parallelism
+        self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = TokenLogprobs.apply
         self.vocabulary_group: MeshGroup | None = None  # over which tensor parallelism splits the language head
         self.may_slice = logits_are_of_head(base_of(model))
         self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
@@ -162,7 +167,7 @@ class PolicyHead(RoleHead):
         columns = self._in_slices(arguments, pick, responses.values)
         if columns is None:
             logits = pick(self._run(self.model, arguments).logits)
-            columns = self.token_logprobs(logits, responses.values, self.temperature)
+            columns = self.token_logprobs(logits, responses.values, self.temperature, self.support)
         return {"logprobs": responses.like(columns[0]), "entropy": responses.like(columns[1])}
 
     def _in_slices(
@@ -175,7 +180,7 @@ class PolicyHead(RoleHead):
             return None
         head, group = base.get_output_embeddings(), self.vocabulary_group
         use = EntropyUse()
-        with sliced(head, pick, targets, self.temperature, use, group) as results:
+        with sliced(head, pick, targets, self.temperature, use, group, self.support) as results:
             logits = self._run(self.model, arguments).logits
         # by their memory, because DeepSpeed's hooks return the same memory as another tensor
         if [logits.data_ptr()] != [result.data_ptr() for result in results]:

@@ -19,11 +19,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS
+from ..base import Support
 from ..mesh_group import MeshGroup
 from .packed_attention import backbone_of
 from .split_layers import part_of
 from .tensor_parallel import box_of, is_split, local
 from .token_logprobs import logits_gradient, precise, scaled
+from .token_support import highest_of, keep_above, keep_support
 
 
 # `MOST_LOGITS` and `LOGITS_SLICE` of a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and
@@ -55,6 +57,7 @@ class SlicedLogprobs(torch.autograd.Function):
         first: the first id of the rank's part.
         group: the tensor-parallel group; `None` of a whole head.
         use: that of an `Unstacked` after this function; `None` if there is none.
+        support: as of `vocab_parallel.SplitLogprobs`.
 
     Returns:
         `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature): float32, or float64
@@ -73,6 +76,7 @@ class SlicedLogprobs(torch.autograd.Function):
         first: int,
         group: MeshGroup | None,
         use: EntropyUse | None,
+        support: Support | None = None,
     ) -> tuple[Tensor, Tensor]:
         (tokens, ids), work = (hidden.shape[0], weight.shape[0]), precise(dtype)
         highest = torch.full((tokens,), float("-inf"), dtype=work, device=hidden.device)
@@ -81,9 +85,19 @@ class SlicedLogprobs(torch.autograd.Function):
         local_targets = targets - first
         is_here = (local_targets >= 0) & (local_targets < ids)
         matrix = weight.to(dtype)
-        for rows in row_slices(hidden, weight):
+        least = None if support is None else torch.empty_like(highest)
+        # of a support all ranks compute together, in the same slices
+        together = None if support is None or group is None else group.max(ids)
+        for rows in row_slices(hidden, weight, together):
             x = logits_of_rows(hidden[rows], matrix, bias).to(work) / temperature
-            highest[rows] = x.amax(-1)
+            highest[rows] = highest_of(x, None if support is None else group)[:, 0]
+            if support is not None and least is not None:
+                x -= highest[rows, None]
+                at = local_targets[rows].clamp(0, max(ids - 1, 0))
+                least[rows] = highest[rows] + keep_support(x, at, support, is_here[rows], group)
+                x += highest[rows, None]
+            if not ids:
+                continue
             p = torch.exp(x - highest[rows, None].clamp(min=torch.finfo(work).min))
             sums[0, rows] = p.sum(-1)
             picked = x.gather(-1, local_targets[rows].clamp(0, ids - 1)[:, None]).squeeze(-1)
@@ -100,7 +114,7 @@ class SlicedLogprobs(torch.autograd.Function):
         # as attributes: ZeRO-3 frees a gathered weight after the forward and gathers it again before the backward,
         # which the check of saved tensors takes for a change
         ctx.weight, ctx.bias, ctx.temperature, ctx.dtype, ctx.group = weight, bias, temperature, dtype, group
-        ctx.use = use
+        ctx.use, ctx.least = use, None if least is None else least - normalizer
         ctx.set_materialize_grads(False)  # the gradient of an output that the loss does not use is `None`
         return sums[2] - normalizer, entropy
 
@@ -120,6 +134,8 @@ class SlicedLogprobs(torch.autograd.Function):
             part = hidden[rows].to(ctx.dtype)
             log_p = logits_of_rows(part, matrix, bias).to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]
             at = local_targets[rows].clamp(0, weight.shape[0] - 1)
+            if ctx.least is not None:
+                keep_above(log_p, ctx.least[rows], at, is_here[rows])
             of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
             of_logits = logits_gradient(log_p, at, of_logprobs[rows], of_rows, is_here[rows]).to(ctx.dtype)
             if of_hidden is not None:
@@ -131,7 +147,7 @@ class SlicedLogprobs(torch.autograd.Function):
         if of_hidden is not None and ctx.group is not None:
             dist.all_reduce(of_hidden, group=ctx.group.group)
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_hidden, of_weight, of_bias, None, None, None, None, None, None
+        return of_hidden, of_weight, of_bias, None, None, None, None, None, None, None
 
 
 class Unstacked(torch.autograd.Function):
@@ -161,11 +177,16 @@ def logits_of_rows(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tenso
     return hidden @ matrix.T if bias is None else torch.addmm(bias.to(matrix.dtype), hidden, matrix.T)
 
 
-def row_slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Slices of the rows of `hidden` with at most `LOGITS_SLICE` logits each, or one row; none of an empty head."""
-    if not weight.shape[0]:
+def row_slices(hidden: Tensor, weight: Tensor, ids: int | None = None) -> Iterator[slice]:
+    """Slices of the rows of `hidden` with at most `LOGITS_SLICE` logits each, or one row; none of an empty head.
+
+    Args:
+        ids: of the head; by default those of `weight`.
+    """
+    ids = weight.shape[0] if ids is None else ids
+    if not ids:
         return
-    step = max(1, (SLICE_ON_CPU if hidden.device.type == "cpu" else LOGITS_SLICE) // weight.shape[0])
+    step = max(1, (SLICE_ON_CPU if hidden.device.type == "cpu" else LOGITS_SLICE) // ids)
     for start in range(0, hidden.shape[0], step):
         yield slice(start, start + step)
 
@@ -236,6 +257,7 @@ def sliced(
     temperature: float,
     use: EntropyUse,
     group: MeshGroup | None = None,
+    support: Support | None = None,
 ) -> Iterator[list[Tensor]]:
     """Inside, the forward of a language head returns log-probabilities and entropies, (tokens, 2) float32, in place of
     logits. It is still a call of the module, so DeepSpeed gathers its weight as for any other. The result is one tensor
@@ -245,6 +267,7 @@ def sliced(
         use: that of the `Unstacked`.
         pick: from the head's input to its rows for `targets`, (tokens, width).
         group: over which the head is split, if it is. Transformers' forward of a split layer is replaced as well.
+        support: of the log-probabilities and entropies, as of `TokenLogprobs`.
 
     Yields:
         A list to which each such result is appended.
@@ -259,7 +282,7 @@ def sliced(
         first = box_of(head.weight)[0][0]
         with torch.autocast(kind, enabled=False):
             columns = SlicedLogprobs.apply(
-                pick(local(hidden)), weight, bias, targets, temperature, dtype, first, split_over, use
+                pick(local(hidden)), weight, bias, targets, temperature, dtype, first, split_over, use, support
             )
         results.append(torch.stack(columns, -1))
         return results[-1]

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base import Support
 from ..device import is_accelerator
+from .token_support import keep_above, keep_support
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -22,53 +24,74 @@ class TokenLogprobs(torch.autograd.Function):
     slice, or two slices if the loss depends on the entropy, where `log_softmax` and autograd hold three copies.
     Backward overwrites the logits, so it runs once.
 
+    Args (of `apply`):
+        targets: (tokens,) int64.
+        temperature: the logits are divided by it.
+        support: the tokens that both are of, beside the target; `None` for the whole vocabulary.
+
     Returns:
-        `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature): float32, or float64
-        of logits in float64.
+        `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature) over the support:
+        float32, or float64 of logits in float64.
     """
 
     # elements of the float32 working copy: 16 MiB, which a CPU's caches hold; 64 MiB where each operation is a kernel
     SLICE, SLICE_ON_ACCELERATOR = 1 << 22, 1 << 24
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, support: Support | None = None
+    ) -> tuple[Tensor, Tensor]:
         dtype = precise(logits.dtype)
         logprobs = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        least = None if support is None else torch.empty_like(logprobs)
         for rows, (x, p) in TokenLogprobs.slices(logits, dtype, 2):
             x.copy_(logits[rows]).div_(temperature)
             highest = x.amax(-1, keepdim=True)
-            sums = torch.exp(x.sub_(highest), out=p).sum(-1, keepdim=True)
+            x.sub_(highest)
+            if support is not None and least is not None:
+                least[rows] = keep_support(x, targets[rows], support)
+            sums = torch.exp(x, out=p).sum(-1, keepdim=True)
             x -= torch.log(sums)
             normalizer[rows] = (highest + torch.log(sums)).squeeze(-1)
             logprobs[rows] = x.gather(-1, targets[rows, None]).squeeze(-1)
             # for a logit of -inf, 0 * -inf counts as 0
             entropy[rows] = -p.div_(sums).mul_(x).nan_to_num_(nan=0.0).sum(-1)
+            if least is not None:
+                least[rows] -= torch.log(sums).squeeze(-1)
         ctx.save_for_backward(logits, targets, normalizer, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.least = temperature, least
         ctx.set_materialize_grads(False)  # the gradient of an output that the loss does not use is `None`
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits, targets, normalizer, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = scaled(gradients, normalizer, ctx.temperature)
         for rows, (log_p,) in TokenLogprobs.slices(logits, normalizer.dtype, 1):
             log_p.copy_(logits[rows]).div_(ctx.temperature).sub_(normalizer[rows, None])
+            if ctx.least is not None:
+                keep_above(log_p, ctx.least[rows], targets[rows])
             of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
             logits[rows] = logits_gradient(log_p, targets[rows], of_logprobs[rows], of_rows).to(logits.dtype)
-        return logits, None, None
+        return logits, None, None, None
 
     @staticmethod
     def slices(logits: Tensor, dtype: torch.dtype, copies: int) -> Iterator[tuple[slice, list[Tensor]]]:
         """Slices of the rows, each with working memory for copies of it. That is the same for all slices, because on a
         CPU the first use of new memory takes longer than the arithmetic."""
+        slices = TokenLogprobs.rows(logits, logits.shape[1])
+        longest = slices[0].stop if slices else 0
+        work = [logits.new_empty((longest, logits.shape[1]), dtype=dtype) for _ in range(copies)]
+        for rows in slices:
+            yield rows, [memory[: rows.stop - rows.start] for memory in work]
+
+    @staticmethod
+    def rows(logits: Tensor, ids: int) -> list[slice]:
+        """The slices of the rows of logits, if so many ids are in each."""
         size = TokenLogprobs.SLICE_ON_ACCELERATOR if is_accelerator(logits.device) else TokenLogprobs.SLICE
-        step = min(max(1, size // max(logits.shape[1], 1)), logits.shape[0])
-        work = [logits.new_empty((step, logits.shape[1]), dtype=dtype) for _ in range(copies)]
-        for start in range(0, logits.shape[0], step or 1):
-            rows = min(step, logits.shape[0] - start)
-            yield slice(start, start + rows), [memory[:rows] for memory in work]
+        tokens, step = len(logits), max(1, size // max(ids, 1))
+        return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:

@@ -199,7 +199,7 @@ class EngineBuilder:
     def _head(self, role: Role, model: PreTrainedModel) -> RoleHead:
         match self.roles[role].kind:
             case "policy":
-                return PolicyHead(model, self.options.temperature)
+                return PolicyHead(model, self.options.temperature, self.options.support)
             case "value":
                 return ValueHead(model)
             case "score":

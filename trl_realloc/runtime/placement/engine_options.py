@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...engines.base import Support
 from ...engines.generation.vllm_support import engine_slots
 from ...plan.assignment import CACHED_TOKENS
 from ...plan.dataflow import CallKind
@@ -26,6 +27,7 @@ class EngineOptions:
     Args:
         device: this rank's.
         temperature: of sampling, and so of every log-probability.
+        support: the tokens that log-probabilities of policies are of; `None` for the whole vocabulary.
         response_length: most tokens of a response.
         context_length: tokens of the longest prompt and a response together.
         forward_batch_size: prompts or samples of one forward without gradients, where the plan gives no token budget.
@@ -50,6 +52,7 @@ class EngineOptions:
     train_batch_size: int
     pad_token_id: int
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    support: Support | None = None
     generation_batch_size: int | None = None
     usual_length: int = 0
     compute_dtype: torch.dtype | None = None

@@ -57,7 +57,12 @@ def _problems(args: TrainingArguments) -> Iterator[str]:
     weights = args.reward_weights
     if weights is not None and not (isinstance(weights, list | tuple) and all(map(_is_finite, weights))):
         yield f"reward_weights must be a list of finite numbers, or None, not {shown(weights)}."
-    for name in ("vllm_enable_sleep_mode", "vllm_repeatable_sampling", "score_groups_early"):
+    for name in (
+        "vllm_enable_sleep_mode",
+        "vllm_repeatable_sampling",
+        "score_groups_early",
+        "full_vocabulary_logprobs",
+    ):
         value, optional = getattr(args, name, False), name == "vllm_enable_sleep_mode"
         if not isinstance(value, bool) and not (optional and value is None):
             yield f"{name} must be true{', false or None' if optional else ' or false'}, not {shown(value)}."

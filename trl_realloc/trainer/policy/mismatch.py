@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...algorithms.corrections import LARGEST_LOG_RATIO, MISMATCH, mult_prob_errors
 from ..run.mismatch_gate import MismatchGate
+from .forced_tokens import SAMPLED, padded
 from .trl_sampling import uncorrected_loss
 
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-SAMPLED = "sampling_per_token_logps"  # TRL's name: the engine's log-probabilities, (rows, tokens)
 _SUMS = 6  # the first of `_figures`
 
 
@@ -61,14 +61,16 @@ class EngineMismatch:
             MismatchError: as of `MismatchGate`.
         """
         trainer = self._trainer
-        if not trainer.model.training or trainer.plan["actor.generate"].engine != "vllm":
+        if trainer.plan["actor.generate"].engine != "vllm":
             return made
         generation, mask = trainer.vllm_generation, made["completion_mask"]
         if SAMPLED not in made:
-            made = {**made, SAMPLED: _padded(generation.logprobs, mask)}
+            made = {**made, SAMPLED: padded(generation.logprobs, mask)}
+        if not trainer.model.training:
+            return made
         self._generation = trainer.state.global_step
         if self._known is not None:
-            ages = None if generation.ages is None else _padded(generation.ages, mask)
+            ages = None if generation.ages is None else padded(generation.ages, mask)
             self._judge(_figures(made, self._known, ages), is_logged="importance_sampling_ratio" in made)
         return made
 
@@ -148,11 +150,3 @@ def _joined(figures: Sequence[Tensor]) -> Tensor:
     """The `_figures` of all completions, from those of parts of them."""
     rows = torch.stack(list(figures))
     return torch.cat([rows[:, :_SUMS].sum(0), rows[:, _SUMS:].amax(0)])
-
-
-def _padded(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """(rows, tokens): the rows, padded on the right to the shape of `like`, on its device."""
-    out = torch.zeros(like.shape, dtype=rows[0].dtype if rows else torch.float32)
-    for at, row in enumerate(rows):
-        out[at, : len(row)] = row[: out.size(1)]
-    return out.to(like.device)

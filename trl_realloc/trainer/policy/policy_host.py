@@ -28,6 +28,7 @@ from ..checks.data_checks import check_rows, stream_too_short
 from ..checks.fixed_settings import fixed_attributes, refuse_changed
 from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
+from .forced_tokens import ForcedTokens
 from .host_spans import HostSpans
 from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
@@ -56,6 +57,7 @@ class PolicyHost:
     calls: HostCalls
     loss: EngineLoss
     mismatch: EngineMismatch
+    forced: ForcedTokens
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -84,6 +86,8 @@ class PolicyHost:
         trainer.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
         self.mismatch = EngineMismatch(trainer)
+        sampling = trainer.executor.settings.sampling
+        self.forced = ForcedTokens(sampling, full_vocabulary=trainer.args.full_vocabulary_logprobs)
         if takes_turns(trainer):
             finish_turns(trainer, lambda: self.calls.finish_turns())  # a plan change replaces `self.calls`
 
@@ -153,6 +157,7 @@ class PolicyHost:
             self.trainer.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext(),
         ):
             yield
+        self.forced.end_generation()
 
     @contextlib.contextmanager
     def generating(self, prompts: Sequence[Any]) -> Iterator[None]:

@@ -196,7 +196,8 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
         context_length=context,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    return replace(job, streams=not turns and stays is None)
+    options = replace(job.options, support=None if args.full_vocabulary_logprobs else sampling.support)
+    return replace(job, options=options, streams=not turns and stays is None)
 
 
 def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> ContextLimit | None:
