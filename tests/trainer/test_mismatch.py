@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from torch import Tensor
 
+from trl_realloc import RLOOConfig, RLOOTrainer
+from trl_realloc.engines.base import Sampling
+from trl_realloc.trainer.policy.forced_tokens import ForcedTokens
 from trl_realloc.trainer.policy.mismatch import EngineMismatch
 from trl_realloc.trainer.run.mismatch_gate import MismatchError
 
@@ -190,3 +194,68 @@ def test_a_loss_that_cannot_be_corrected_is_not(caplog: pytest.LogCaptureFixture
     ends = trainer_of(mismatch_action="end")
     with pytest.raises(MismatchError, match="in update 5"):
         generated(ends, TRAINER - 0.3)
+
+
+# --- over the same tokens -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_engine_and_trainer_compute_over_the_tokens_that_sampling_keeps(tmp_path: Path, full: bool) -> None:
+    """Over the whole vocabulary, as TRL's, a completion's log-probability is smaller."""
+    gaps: list[Tensor] = []
+
+    class Compared(RLOOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            made = super()._generate_and_score_completions(inputs)
+            drawn = torch.stack([of_one.sum() for of_one in self.vllm_generation.logprobs])
+            gaps.append(made["old_logps"] - drawn)
+            return made
+
+    args = RLOOConfig(
+        str(tmp_path),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        use_vllm=False,
+        bf16=False,
+        disable_tqdm=True,
+        top_p=0.8,
+        top_k=20,
+        beta=0.1,
+        full_vocabulary_logprobs=full,
+    )
+    rows = Dataset.from_dict({"prompt": ["w1 w2", "w3"] * 4})
+    made = Compared(
+        tiny.policy(),
+        lambda completions, **_: [*range(len(completions))],
+        args,
+        rows,
+        processing_class=tiny.tokenizer(),
+    )
+    made.train()
+    made.close()
+    gap = torch.cat(gaps)
+    assert len(gap) == 8 and bool((gap < -1).all() if full else (gap.abs() < 1e-4).all())
+    assert made.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_forced_tokens_have_neither_log_probability_nor_gradient() -> None:
+    logprobs = TRAINER.clone().requires_grad_()
+    told: Any = [[0.0, -2.0, None], torch.tensor([-0.5, 0.0])]
+    forced = ForcedTokens(Sampling(8, 1.0, regex="a+"), full_vocabulary=False)
+    forced.begin_generation(told)
+    forced.zeroed(logprobs).sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]
+    with forced.of_loss({"sampling_per_token_logps": torch.tensor([[-1.0, 0.0, -1.0, 0.0]])}):
+        assert forced.zeroed(TRAINER[:1]).tolist() == [[-1.0, 0.0, -3.0, 0.0]]
+    forced.end_generation()
+    assert forced.zeroed(TRAINER) is TRAINER
+    for of in (
+        ForcedTokens(Sampling(8, 1.0), full_vocabulary=False),
+        ForcedTokens(Sampling(8, 1.0, top_k=3), full_vocabulary=True),
+    ):
+        of.begin_generation(told)
+        assert of.zeroed(TRAINER) is TRAINER, "nothing excludes tokens, or TRL's log-probabilities are wanted"
