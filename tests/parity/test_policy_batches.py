@@ -188,9 +188,6 @@ def test_rloo_is_trls(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert any(row["grad_norm"] > 0 for row in made.logs[:-1])
 
 
-STATISTICS = ("min", "mean", "max")
-
-
 class FromTheDrawingPolicy(trl.RLOOTrainer):
     """TRL's loss, told the log-probabilities of `responses` as those of the policy before the update."""
 
@@ -235,8 +232,6 @@ def test_rloos_ratio_may_be_to_the_policy_that_drew_a_completion(tmp_path: Path,
         torch.manual_seed(0)
         trainer.train()
     made, expected = result(planned), result(by_trl)
-    ratios = [[row.pop(f"sampling/importance_sampling_ratio/{name}", 0.0) for row in made.logs] for name in STATISTICS]
-    assert all(0 <= least <= mean <= most for least, mean, most in zip(*ratios, strict=True)) and max(ratios[0]) > 0
     check_equal(made, expected)
     moved = (torch.equal(weight, made.weights[name]) for name, weight in result(plain).weights.items())
     assert not all(moved), "it makes a difference"
