@@ -20,15 +20,13 @@ import pytest
 from packaging.requirements import Requirement
 
 import trl_realloc
+from trl_realloc.plan.timeline import Span, Timeline
 
 
 ROOT = Path(__file__).parent.parent
 UNTRACKED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-# What `show`, `plan`, `report` and `compare` need of the package's requirements
-LIGHT = (
-    *("annotated-types", "click", "matplotlib", "numba", "numpy", "psutil", "pydantic", "pyyaml", "rich", "scipy"),
-    *("tqdm", "typing-extensions"),
-)
+INSTALL = re.search(r"^pip install (click .*)$", (ROOT / "docs" / "index.md").read_text("utf-8"), re.MULTILINE)
+LIGHT = INSTALL[1].split() if INSTALL else []  # of the command for `show`, `plan`, `report` and `compare` alone
 
 
 def run(command: Sequence[str | Path], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -142,17 +140,50 @@ def changelog() -> str:
         (["--help"], "report"),
         (["show", ROOT / "recipes" / "plans" / "tensor-pipeline-4.yaml"], "actor.train"),
         (["plan", "interleave", "--devices", "8"], "cluster:"),
-        (["plan", ROOT / "recipes" / "demo" / "ppo.yaml", "--cluster", "h100:1x2"], "actor.generate"),
-        (["plan", "recipes/llama-8b/grpo.yaml", "--cluster", "h100:1x8"], "actor.generate"),  # in no checkout
-        (["show", "llama-8b/plan.yaml"], "critic.train"),
+        (["plan", "llama-8b/grpo.yaml", "--clusters", "h100:1x8,h200:1x8", "--time-limit", "0.2"], "colocated"),
+        (["report", "run"], "actor.train"),
+        (["compare", "run", "run"], "1.00x"),
     ],
 )
 def test_the_installed_command_works_without_torch(
     environment: Path, tmp_path: Path, command: list[str | Path], printed: str
 ) -> None:
+    (tmp_path / "run").mkdir()
+    Timeline(Span("actor.train", 0, 2.0 * n, 2.0 * n + 1, n) for n in range(3)).save(tmp_path / "run" / "timeline.json")
     ended = run([environment / "bin" / "trl-realloc", *command], tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert printed in ended.stdout
+
+
+def test_the_installed_recipes_are_planned_and_their_plans_shown_without_torch(
+    environment: Path, tmp_path: Path
+) -> None:
+    """Those of models whose config is in the package: `grpo/` and `smollm2/` name models of the Hub."""
+    plans = [f"{path.parent.name}/{path.name}" for path in (ROOT / "recipes").glob("*/*plan.yaml")]
+    plans += [f"plans/{path.name}" for path in (ROOT / "recipes" / "plans").glob("*.yaml")]
+    recipes = [f"{folder}/{name}.yaml" for folder in ("demo", "llama-8b") for name in ("ppo", "grpo")]
+    recipes += ["demo/rloo.yaml", "llama-8b/rloo-lora.yaml", "qwen-32b/ppo.yaml", "llama-70b/ppo.yaml"]
+    (tmp_path / "all.py").write_text(
+        "import sys\n"
+        "from trl_realloc.cli.main import main\n"
+        f"for plan in {plans}: assert main(['show', plan]) == 0, plan\n"
+        f"for name in {recipes}:\n"
+        "    assert main(['plan', name, '--cluster', 'h200:4x8', '--time-limit', '0.2']) == 0, name\n"
+    )
+    ended = run([environment / "bin" / "python", "all.py"], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert len(plans) == 18 and len(list(tmp_path.glob("plan*.png"))) == 2 * len(recipes)
+
+
+@pytest.mark.parametrize(
+    "command", [["grpo", "--config", "llama-8b/grpo.yaml"], ["profile", "demo/ppo.yaml"], ["plan", "demo/ppo.yaml"]]
+)
+def test_work_for_torch_is_refused_in_a_sentence_where_torch_is_missing(
+    environment: Path, tmp_path: Path, command: list[str | Path]
+) -> None:
+    ended = run([environment / "bin" / "trl-realloc", *command], tmp_path)
+    assert ended.returncode == 2 and "needs torch, which is not installed here" in ended.stderr
+    assert "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
 def test_without_torch_the_package_is_the_wheels_and_misses_a_library_by_name(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -23,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from stories import right_end
 
-from trl_realloc.trainer.report.logged_updates import load_metrics
+from trl_realloc.trainer.report.run_files import RunFiles
 from trl_realloc.trainer.report.run_report import print_summary, report_run
+from trl_realloc.trainer.report.run_tables import reward_summary
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,18 +128,18 @@ def main() -> int:
     )
     console = Console()
     console.rule("what happened")
-    rows = load_metrics(folder / "metrics.jsonl")
-    summary = print_summary(rows)
-    completions = json.loads((folder / "completions.json").read_text(encoding="utf-8"))
-    before, after = completions["before"], completions["after"]
+    run = RunFiles.load(folder)
+    print_summary(run)
+    summary = reward_summary(run.rows)
+    before, after = run.completions["before"], run.completions["after"]
     console.print(stories_table(name, before, after))
     metric, of = KL[algorithm]
     was, is_now = share_right(before), share_right(after)
     console.print(
         f"right ends of {len(after)} held-out stories: {was:.0%} before {name}, {is_now:.0%} after; "
-        f"KL to the policy before {name}: {rows[-1][metric]:.2f} nats per {of}"
+        f"KL to the policy before {name}: {run.rows[-1][metric]:.2f} nats per {of}"
     )
-    report = report_run(folder)
+    report = report_run(run)
     print(f"\nin {folder}/: report.md (with reward.png and timeline.png), plan.yaml, metrics.jsonl, completions.json,")
     print("timeline.json, trace.json for ui.perfetto.dev, and the")
     print(f"trained policy: AutoModelForCausalLM.from_pretrained({str(folder)!r})")

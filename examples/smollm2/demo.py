@@ -5,7 +5,6 @@ Exits with 1 if the policy does not answer clearly more held-out rows rightly th
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -21,7 +20,7 @@ sys.path.append(str(ROOT / "examples" / "demo"))
 
 from run import run_to_the_end, step  # noqa: E402
 
-from trl_realloc.trainer.report.logged_updates import load_metrics  # noqa: E402
+from trl_realloc.trainer.report.run_files import RunFiles  # noqa: E402
 from trl_realloc.trainer.report.run_report import print_summary, report_run  # noqa: E402
 
 
@@ -36,16 +35,16 @@ def main() -> int:
     step("GRPO on one process", sys.executable, "examples/smollm2/train_grpo.py", "--config", RECIPE)
     console = Console()
     console.rule("what happened")
-    print_summary(load_metrics(FOLDER / "metrics.jsonl"))
-    completions = json.loads((FOLDER / "completions.json").read_text(encoding="utf-8"))
-    before, after = ([row["score"] for row in completions[when]] for when in ("before", "after"))
+    run = RunFiles.load(FOLDER)
+    print_summary(run)
+    before, after = ([row["score"] for row in run.completions[when]] for when in ("before", "after"))
     gains = [new - old for old, new in zip(before, after, strict=True)]
     gain, error = fmean(gains), stdev(gains) / math.sqrt(len(gains))
     console.print(
         f"right answers to {len(after)} held-out questions: {fmean(before):.0%} before GRPO, {fmean(after):.0%} after "
         f"({100 * gain:+.0f} ± {100 * error:.0f} points)"
     )
-    print(f"read {report_run(FOLDER)}; {time.monotonic() - start:.0f} s in all")
+    print(f"read {report_run(run)}; {time.monotonic() - start:.0f} s in all")
     if gain < CLEAR * error:
         print(f"the policy does not clearly answer more questions rightly: {100 * gain:+.0f} points", file=sys.stderr)
         return 1

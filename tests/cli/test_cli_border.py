@@ -27,7 +27,7 @@ from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.cost.hardware import Sharing
 from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 from trl_realloc.planner.recipe.recipe import read_recipe
-from trl_realloc.trainer.report.run_report import SCORES
+from trl_realloc.trainer.report.logged_updates import SCORES
 
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo"
@@ -259,10 +259,10 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
         _written("plan.yaml", "\n".join(f"k{n}: 1" for n in range(9000))),
         "8,990 more keys",
     ),
-    "metrics without a rate": (
+    "metrics without a step": (
         "run/metrics.jsonl",
-        _written("run/metrics.jsonl", json.dumps({"step": 1, SCORES: 1.0, "time/step": 1.0})),
-        "line 1: there is no 'tokens/s'",
+        _written("run/metrics.jsonl", json.dumps({SCORES: 1.0, "time/step": 1.0})),
+        "line 1: there is no 'step'",
     ),
     "metrics of text": (
         "run/metrics.jsonl",
@@ -351,7 +351,7 @@ def test_the_files_as_they_are_here_are_taken(folder: Path, name: str, capsys: p
         ("profile ppo.yaml --devices -1", "give a number from 1"),
         ("profile ppo.yaml policy reward", "not 3 arguments"),
         ("profile nowhere", "neither a recipe nor a folder with a model's config.json"),
-        ("report policy", "holds no metrics.jsonl"),
+        ("report policy", "holds no timeline.json"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_measured(

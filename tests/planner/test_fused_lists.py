@@ -105,4 +105,4 @@ def test_measured_seconds_of_a_fused_run_are_put_together_by_its_plan() -> None:
     spans = [Span(name, d, at, at + 1.0, 0) for d in range(4) for at, name in enumerate(calls)]
     spans += [Span(name, d, 4.0, 7.0, 0) for d in range(4) for name in PAIR]
     timeline = Timeline(spans)
-    assert simulated_seconds(plan().to_yaml(), timeline.joined(PAIR)) == pytest.approx(7.0)
+    assert simulated_seconds(plan(), timeline.joined(PAIR)) == pytest.approx(7.0)

@@ -28,8 +28,10 @@ from trl_realloc.plan.timeline import LOOP, Span, Timeline, loop_spans
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.trainer.report.callbacks import MetricsWriter
 from trl_realloc.trainer.report.logged_updates import load_metrics, logged_updates
+from trl_realloc.trainer.report.run_files import RunFiles
 from trl_realloc.trainer.report.run_record import save_record
-from trl_realloc.trainer.report.run_report import call_times, report_run, reward_summary, two_updates, write_report
+from trl_realloc.trainer.report.run_report import report_run, two_updates
+from trl_realloc.trainer.report.run_tables import call_times, reward_summary
 
 
 ROOT = Path(__file__).parents[2]
@@ -70,25 +72,51 @@ def test_the_summary_is_of_the_first_and_last_updates(scores: list[float]) -> No
 def test_the_halves_of_a_short_run_are_compared_and_no_rise_of_it_is_called_clear(tmp_path: Path, updates: int) -> None:
     summary = reward_summary(rows([float(at) for at in range(updates)]))
     assert summary.window == updates // 2 and summary.rise > 0 and not summary.rose_clearly
-    text = write_report(tmp_path, rows([float(at) for at in range(updates)]), "").read_text()
+    text = report_run(RunFiles(tmp_path, rows([float(at) for at in range(updates)]))).read_text()
     assert "too few updates to tell" in text and "nan" not in text
 
 
-def test_one_update_is_refused_and_leaves_no_files(tmp_path: Path) -> None:
-    made = [{"step": 1, "objective/scores": 1.0, "time/step": 1.0, "tokens/s": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    Timeline([Span("actor.train", 0, 0, 0.0, 1.0)]).save(tmp_path / "timeline.json")
-    before = set(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="of which the log has 1;"):
+@pytest.mark.parametrize("logs", [0, 1])
+def test_a_run_with_a_timeline_and_fewer_than_two_logs_is_reported_without_a_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logs: int
+) -> None:
+    plan = flatten(Cluster(1, 1))
+    spans = [
+        Span(call, 0, 10.0 * step + at, 10.0 * step + at + 1, step)
+        for step in range(3)
+        for at, call in enumerate(plan.order)
+    ]
+    spans += [
+        Span(f"{plan.order[-1]} -> {plan.order[0]}", d, 10.0 * n + 6, 10.0 * n + 8, n, bytes=5_000_000)
+        for n in range(3)
+        for d in (0, 1)
+    ]
+    save_record(plan, Timeline(spans), None, tmp_path, facts={"algorithm": "PPO"})
+    assert {"report.md", "timeline.png"} <= {path.name for path in tmp_path.iterdir()}, "without the command"
+    if logs:
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(rows([0.5])[0]))
+    assert main(["report", str(tmp_path)]) == 0
+    printed, text = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.md").read_text()
+    for sentence in ("curve of the reward and metrics of the first and the last updates are left out", "5.0"):
+        assert sentence in text and sentence in printed
+    assert "3 updates." in text and "| algorithm | PPO |" in text and "| actor.train | 1.000 |" in text
+    assert "| actor.generate | 5.0 | 2.000 |" in text and "# Waits" in text and "name: flatten" in text
+    assert "timeline.png" in text and "## Reward" not in text and not (tmp_path / "reward.png").exists()
+
+
+def test_one_log_without_a_timeline_is_refused_and_leaves_no_files(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(rows([0.5])[0]))
+    with pytest.raises(PlanError, match="1 log of an update, where a report compares 2; train longer"):
         report_run(tmp_path)
-    assert set(tmp_path.iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_the_report_has_the_reward_the_times_the_plan_and_completions(tmp_path: Path) -> None:
     made = rows([at / 10 for at in range(20)])
     before = [{"query": "a | b", "model response": "x<eos>", "score": 1.0}]
-    path = write_report(tmp_path, made, "name: flatten\n", before, before)
-    text = path.read_text()
+    text = report_run(
+        RunFiles(tmp_path, made, None, "name: flatten\n", {}, {"before": before, "after": before})
+    ).read_text()
     assert "![" in text and (tmp_path / "reward.png").stat().st_size > 5000
     assert "| actor.train | 2.000 | 50% |" in text and "name: flatten" in text and "a \\| b" in text
     assert call_times(made) == {"actor.generate": (1.0, 0.25), "actor.train": (2.0, 0.5)}
@@ -106,14 +134,8 @@ def test_times_that_first_appear_after_a_change_of_the_plan_are_in_the_table() -
 
 def test_the_report_says_how_many_tokens_were_not_computed_again(tmp_path: Path) -> None:
     shared = {"shared_tokens/actor.train": 41_000.0}
-    text = write_report(tmp_path, [{**row, **shared} for row in rows([0.1] * 10)], "name: flatten\n").read_text()
+    text = report_run(RunFiles(tmp_path, [{**row, **shared} for row in rows([0.1] * 10)])).read_text()
     assert "| actor.train | 2.000 | 50% | 41,000 |" in text and "| actor.generate | 1.000 | 25% |  |" in text
-
-
-def test_the_report_says_what_was_reallocated(tmp_path: Path) -> None:
-    moved = {"realloc/bytes/critic.forward": 2.5e6, "realloc/seconds/critic.forward": 0.25}
-    text = write_report(tmp_path, [{**row, **moved} for row in rows([0.1] * 10)], "name: apart\n").read_text()
-    assert "| critic.forward | 2.5 | 0.250 |" in text
 
 
 def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +228,15 @@ def test_a_run_without_an_estimate_is_not_compared_with_that_of_an_earlier_run(t
     assert {path.name for path in tmp_path.iterdir()} == {"plan.yaml", "timeline.json"}
 
 
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.md").mkdir()
+    timeline = Timeline(Span("actor.generate", 0, 3.0 * n, 3.0 * n + 1, n) for n in range(3))
+    save_record(flatten(Cluster(1, 1)), timeline, None, tmp_path)
+    assert f"trl-realloc report {tmp_path} writes it again" in capsys.readouterr().err
+
+
 def test_the_picture_of_a_run_that_generates_ahead_shows_what_is_generated_for_later_updates() -> None:
     spans = [
         span
@@ -226,11 +257,9 @@ def test_the_picture_of_a_run_that_generates_ahead_shows_what_is_generated_for_l
     assert two_updates(Timeline(spans[:2]), versions=3).spans == tuple(spans[:2]), "a run as short as the staleness"
 
 
-def test_a_folder_without_metrics_is_refused_with_what_writes_them(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused_with_what_a_run_would_leave_in_it(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError,
-        match=r"holds no metrics.jsonl, and no trainer_state.json .* train with callbacks=.*"
-        r"from trl_realloc.trainer.report.callbacks import",
+        PlanError, match=r"holds no timeline.json.* no logs of updates: no metrics.jsonl, and no trainer_s"
     ):
         report_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
@@ -259,8 +288,7 @@ def test_a_run_without_a_metrics_file_is_reported_by_the_state_of_its_newest_che
     without_plan_first = [*rewards, *rows([0.1] * 12)[11:]]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 12, "log_history": without_plan_first}))
     assert len(logged_updates(tmp_path)) == 12
-    with pytest.raises(PlanError, match=r"holds no metrics.jsonl, and no trainer_state.json"):
-        logged_updates(tmp_path / "absent")
+    assert logged_updates(tmp_path / "absent") == []
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": 7}))
     assert main(["report", str(tmp_path)]) == 2
     assert "log_history is a list of logs, not 7" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The files that a command is given: a plan, a recipe, a file to write.
+"""The files that a command is given (a plan, a recipe, a file to write), and the environment that it needs.
 
 Mistakes are refused before anything is measured or searched.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..common.errors import PlanError, Problems, nearest, shown, suggest
@@ -73,6 +74,15 @@ def accelerate_trains(recipe: Recipe) -> str | None:
         f"In a run of {recipe.path} Accelerate trains, not the plan's engines: {'; '.join(reasons)}. "
         f"Of a plan it uses actor.generate alone."
     )
+
+
+def check_torch(work: str) -> None:
+    """Refuse work for which torch is missing, in an environment for planning alone. Raises `PlanError`."""
+    if find_spec("torch") is None:
+        raise PlanError(
+            f"{work} needs torch, which is not installed here: install trl_realloc with its dependencies. Without "
+            f"torch work plan with --cluster or --clusters, show, report and compare."
+        )
 
 
 def check_output(output: Path, what: str) -> None:

@@ -45,7 +45,7 @@ from ..planner.search.show import (
     schedule_table,
     waits_table,
 )
-from ..trainer.report.logged_updates import logged_updates
+from ..trainer.report.run_files import RunFiles
 from ..trainer.report.run_report import print_summary, report_run
 from .cluster_comparison import compare_clusters
 from .inputs import accelerate_trains, check_output, no_such_input, plan_file
@@ -389,13 +389,9 @@ for _algorithm in DEFAULTS_OF:
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def report(run_dir: Path) -> None:
     """Write the report of the run in RUN_DIR again: reward, time by call, a picture of two updates, a trace."""
-    try:
-        written = report_run(run_dir)
-        print_summary(logged_updates(run_dir), run_dir)
-    except PlanError:
-        raise
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    run = RunFiles.load(run_dir)
+    written = report_run(run)
+    print_summary(run)
     click.echo(f"written to {written}")
 
 

@@ -16,6 +16,7 @@ from ..common.errors import PlanError, shown
 from ..common.files import exists, read_yaml_mapping
 from ..planner.cost.profile import Profile
 from ..planner.recipe.recipe import Recipe
+from .inputs import check_torch
 
 
 def check_processes(devices: int | None) -> None:
@@ -40,8 +41,9 @@ def measured_profile(recipe: Recipe, devices: int, *how: str) -> Profile:
         how: `thorough`, to measure generation under tensor degrees too.
 
     Raises:
-        PlanError: the job failed; with its own sentence.
+        PlanError: torch is missing, or the job failed; with its own sentence.
     """
+    check_torch("measuring this machine")
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
         return _measured(recipe, devices, Path(folder) / "profile.json", how)
 

@@ -12,14 +12,16 @@ from pathlib import Path
 from ..common.errors import PlanError, shown
 from ..common.files import exists, or_packaged, read_yaml_mapping
 from ..planner.recipe.defaults import LAUNCH
+from .inputs import check_torch
 
 
 def training_command(algorithm: str, words: Sequence[str]) -> list[str]:
     """The command, as of `subprocess`, for `trl-realloc ALGORITHM WORDS`. The words take precedence over the recipe.
 
     Raises:
-        PlanError: no recipe is named, it cannot be read, or one of the settings `LAUNCH` is wrong.
+        PlanError: torch is missing, no recipe is named, it cannot be read, or one of the settings `LAUNCH` is wrong.
     """
+    check_torch("training")
     given, rest = _launch_words(words)
     if "--config" not in rest[:-1]:
         raise PlanError(f"name a recipe: trl-realloc {algorithm} --config recipe.yaml.")

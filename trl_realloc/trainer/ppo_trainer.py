@@ -278,7 +278,13 @@ class PPOTrainer(TrlSurface):
             expected, chosen = self.run.change.observer.end(lengths), self.run.change.observer.when_chosen(lengths)
             stages = self.metrics.stages
             facts = run_facts("PPO", self.plan.cluster.size, args.device)
-            save_record(self.plan, self.timeline, expected, folder, when_chosen=chosen, stages=stages, facts=facts)
+            save_record(
+                *(self.plan, self.timeline, expected, folder),
+                when_chosen=chosen,
+                stages=stages,
+                facts=facts,
+                state=self.state,
+            )
         loss = self.metrics.mean_loss()
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 

@@ -130,7 +130,13 @@ class PolicyRecord:
         folder = Path(config.output_dir)
         plan = run.placed.plan
         facts = run_facts(type(self.trainer).__name__.removesuffix("Trainer"), plan.cluster.size, config.device)
-        save_record(plan, self.timeline, expected, folder, when_chosen=chosen, of_update=of_update, facts=facts)
+        save_record(
+            *(plan, self.timeline, expected, folder),
+            when_chosen=chosen,
+            of_update=of_update,
+            facts=facts,
+            state=self.trainer.state,
+        )
 
     def _take_spans(self) -> tuple[Span, ...]:
         return () if self.trainer.run is None else self.trainer.calls.take_spans() + self.trainer.run.host.spans.take()

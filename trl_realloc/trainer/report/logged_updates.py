@@ -1,11 +1,12 @@
 """`logged_updates`: the metrics of a run's updates, from `metrics.jsonl` or from Trainer's `trainer_state.json`.
 
-`metrics.jsonl` is written by `callbacks.MetricsWriter`. The report of them is in `run_report`. Imports no torch.
+`metrics.jsonl` is written by `callbacks.MetricsWriter`, `trainer_state.json` with every checkpoint and at the end of a
+run. The report of them is in `run_report`. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +20,34 @@ LogRow = Mapping[str, Any]  # a row of `trainer_state.json`: numbers, and now an
 
 SCORES = "objective/scores"
 TRL_REWARD = "reward"  # what TRL's GRPO and RLOO log for it
-REPORTED = ("time/step", "tokens/s")  # what a report needs of every update under a plan, besides the score
 METRICS, STATE = "metrics.jsonl", "trainer_state.json"
-FACTS_FILE = "run.json"  # of `run_facts`
 
 
 def logged_updates(folder: str | Path) -> list[LogRow]:
-    """The rows of a run's log that belong to updates, sorted by step.
+    """The rows of a run's log that belong to updates, sorted by step; empty if nothing was logged.
 
     Reads `metrics.jsonl`, or if there is none `trainer_state.json`: of the folder, or of its newest checkpoint. Updates
-    in a `trainer_state.json` may have no times: those of a trainer without a plan.
+    of a trainer without a plan have no times.
 
     Raises:
-        PlanError: there is neither file, or a row is as `load_metrics` refuses it.
+        PlanError: a row is as `load_metrics` refuses it.
     """
     folder = Path(folder)
     if exists(folder / METRICS):
-        return load_metrics(folder / METRICS, REPORTED)
+        return load_metrics(folder / METRICS)
     state = _trainer_state(folder)
     if state is None:
-        raise PlanError(
-            f"{folder} holds no {METRICS}, and no {STATE} in it or in a checkpoint; train with "
-            f"callbacks=[MetricsWriter({str(folder / METRICS)!r})] (from trl_realloc.trainer.report.callbacks import "
-            f"MetricsWriter) and logging_steps=1."
-        )
+        return []
     history = read_json_mapping(state, "the trainer's state", MOST_RECORD_BYTES).get("log_history")
     if not isinstance(history, list):
         raise PlanError(f"{state}: log_history is a list of logs, not {shown(history)}.")
     numbered = ((f"{state}, log {number}", row) for number, row in enumerate(history, start=1))
-    return _updates(numbered, ())
+    return _updates(numbered)
 
 
 def _trainer_state(folder: Path) -> Path | None:
-    """The newest `trainer_state.json` of a run: in its newest checkpoint, or in its folder, where `save_state` has
-    written one, if that has gone on for longer."""
+    """The newest `trainer_state.json` of a run: in its newest checkpoint, or in its folder, where one is written at the
+    end, if that has gone on for longer."""
     # in this order a checkpoint comes after one of the same name that it replaces
     paths = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ()
     states = {step: path / STATE for path in paths if (step := step_of(path)) is not None and exists(path / STATE)}
@@ -64,21 +59,18 @@ def _trainer_state(folder: Path) -> Path | None:
     return states.get(newest)
 
 
-def load_metrics(path: str | Path, needed: Sequence[str] = ()) -> list[LogRow]:
+def load_metrics(path: str | Path) -> list[LogRow]:
     """The rows of a metrics file that belong to updates, sorted by step. GRPO's and RLOO's `reward` is their score.
 
-    Args:
-        needed: metrics that every update must have, besides the step and the score.
-
     Raises:
-        PlanError: a line is not a JSON object, or an update lacks one of the metrics.
+        PlanError: a line is not a JSON object, or an update has no step, or a metric that is no finite number.
     """
     lines = enumerate(read_text(path, "the metrics", MOST_RECORD_BYTES).splitlines(), start=1)
     places = ((f"{path}, line {number}", line) for number, line in lines)
-    return _updates(((where, parse_json(line, where)) for where, line in places), needed)
+    return _updates((where, parse_json(line, where)) for where, line in places)
 
 
-def _updates(logs: Iterable[tuple[str, object]], needed: Sequence[str]) -> list[LogRow]:
+def _updates(logs: Iterable[tuple[str, object]]) -> list[LogRow]:
     """The logs of updates among all, each with where it is written, sorted by step."""
     rows = []
     for where, row in logs:
@@ -87,16 +79,15 @@ def _updates(logs: Iterable[tuple[str, object]], needed: Sequence[str]) -> list[
         if TRL_REWARD in row:
             row.setdefault(SCORES, row[TRL_REWARD])
         if SCORES in row:
-            _check_update(row, ("step", SCORES, *needed), where)
+            _check_update(row, where)
             rows.append(row)
     return sorted(rows, key=lambda row: row["step"])
 
 
-def _check_update(row: LogRow, needed: Sequence[str], where: str) -> None:
-    """Raises `PlanError` for the first metric that is missing, or that is not a finite number."""
-    for name in needed:
-        if name not in row:
-            raise PlanError(f"{where}: there is no {name!r}; were these metrics written by MetricsWriter?")
+def _check_update(row: LogRow, where: str) -> None:
+    """Raises `PlanError` if the step is missing, or for the first metric that is not a finite number."""
+    if "step" not in row:
+        raise PlanError(f"{where}: there is no 'step'; were these metrics written by MetricsWriter?")
     for name, value in row.items():
         if name in ("step", "episode", SCORES, "tokens/s") or name.startswith(("time/", "realloc/", "staleness/")):
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30

@@ -1,4 +1,4 @@
-"""`save_record`: the files that a run leaves at its end, for its report. The report itself is in `run_report`."""
+"""`save_record`: the files that a run leaves at its end, and its report, which is in `run_report`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from transformers import TrainerState
 
+from ...common.notices import notice
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.stage_spans import MiniBatchStages, StageSpan
 from ...plan.timeline import Timeline
 from ...planner.search.priced_plan import PricedPlan
 from .estimate_part import AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE, LENGTHS_FACT, estimate_table
-from .logged_updates import FACTS_FILE
+from .logged_updates import STATE
+from .run_files import FACTS, PLAN, TIMELINE
+from .run_report import report_run
 from .stage_part import STAGES_FILE
+
+
+LEAST_UPDATES = 3  # of a report that is written by itself: the first update, which compiles, is in no mean then
 
 
 def save_record(
@@ -27,10 +34,12 @@ def save_record(
     of_update: bool = True,
     stages: Sequence[StageSpan] = (),
     facts: Mapping[str, str] | None = None,
+    state: TrainerState | None = None,
 ) -> None:
-    """Save what `run_report` reads: `plan.yaml`, `timeline.json`, `run.json` with the facts, and with an estimate
-    `estimate.json`; with one of a plan that has a staleness also `ages.json`; with stages of calls that train together
-    `stages.json`. Also prints the estimate next to the measured times. Does nothing if no call was run.
+    """Save what `run_files` reads: `plan.yaml`, `timeline.json`, `run.json` with the facts, `trainer_state.json` with
+    the logs, and with an estimate `estimate.json`; with one of a plan that has a staleness also `ages.json`; with
+    stages of calls that train together `stages.json`. Also prints the estimate next to the measured times, and writes
+    the report of three or more updates. Does nothing if no call was run.
 
     Args:
         expected: the plan's estimate, corrected by the run's own times.
@@ -39,18 +48,21 @@ def save_record(
             another library's loop has more or less than one update; the ages can.
         stages: of the last mini-batch, where the plan fuses two calls.
         facts: of `run_facts`.
+        state: the trainer's.
     """
     if not timeline.spans:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    plan.save(folder / "plan.yaml")
-    timeline.save(folder / "timeline.json")
-    for of_earlier_run in (FACTS_FILE, STAGES_FILE, AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
+    plan.save(folder / PLAN)
+    timeline.save(folder / TIMELINE)
+    for of_earlier_run in (FACTS, STAGES_FILE, AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
         (folder / of_earlier_run).unlink(missing_ok=True)
     if facts is not None:
         if expected is not None:
             facts = {**facts, LENGTHS_FACT: expected.space.pricing.workload.lengths_text}
-        (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    if state is not None:
+        state.save_to_json(str(folder / STATE))
     if stages and plan.fused:
         MiniBatchStages(stages).save(folder / STAGES_FILE)
     if expected is not None and expected.staleness.versions:
@@ -63,3 +75,9 @@ def save_record(
             first.save(folder / FIRST_ESTIMATE_FILE)
         lengths = expected.space.pricing.workload.lengths_text
         Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused), first, lengths))
+    if len(timeline.steps) < LEAST_UPDATES:
+        return
+    try:
+        report_run(folder)
+    except Exception as error:  # a picture that cannot be drawn must not fail a run that has trained
+        notice(f"the report was not written ({error}); trl-realloc report {folder} writes it again.")

@@ -1,0 +1,99 @@
+"""`RunFiles`: what a run has left in its folder, read for its report.
+
+The files are written by `run_record`, and completions by a script. The report is in `run_report`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import FiniteFloat
+from typing_extensions import TypedDict
+
+from ...common.errors import PlanError
+from ...common.files import MOST_RECORD_BYTES, exists, read_json, read_text
+from ...common.schema import checked
+from ...plan.execution_plan import ExecutionPlan
+from ...plan.timeline import Timeline
+from .logged_updates import METRICS, STATE, LogRow, logged_updates
+
+
+PLAN, TIMELINE, FACTS, COMPLETIONS = "plan.yaml", "timeline.json", "run.json", "completions.json"
+LEAST_LOGS = 2  # that can be compared
+
+Completion = TypedDict("Completion", {"query": str, "model response": str, "score": FiniteFloat})
+
+
+class Completions(TypedDict):
+    """The content of `completions.json`: completions of the same prompts before and after training."""
+
+    before: list[Completion]
+    after: list[Completion]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The content of a run's files. All but `rows` or `timeline` may be missing.
+
+    Args:
+        rows: logs of updates, from `logged_updates`; empty if there are fewer than two, which cannot be compared.
+        plan_text: of `plan.yaml`, which may be no plan.
+        facts: of `run_facts`.
+    """
+
+    folder: Path
+    rows: Sequence[LogRow] = ()
+    timeline: Timeline | None = None
+    plan_text: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    completions: Completions | None = None
+
+    @classmethod
+    def load(cls, folder: str | Path) -> RunFiles:
+        """Read the files of a folder.
+
+        Raises:
+            PlanError: there is no timeline and no two updates in a log, or a file cannot be read.
+        """
+        folder = Path(folder)
+        rows, timeline, completions, facts = logged_updates(folder), None, None, dict[str, str]()
+        if exists(folder / TIMELINE):
+            loaded = Timeline.load(folder / TIMELINE)
+            timeline = loaded if loaded.spans else None
+        if len(rows) < LEAST_LOGS:
+            if timeline is None:
+                raise PlanError(
+                    f"{folder} holds no {TIMELINE}, which a run under a plan writes when it ends, and {_logs(rows)}"
+                )
+            rows = []
+        if exists(folder / COMPLETIONS):
+            read = read_json(folder / COMPLETIONS, "the completions", MOST_RECORD_BYTES)
+            completions = checked(Completions, read, str(folder / COMPLETIONS))
+        if exists(folder / FACTS):
+            read = read_json(folder / FACTS, "the facts of the run", MOST_RECORD_BYTES)
+            facts = checked(dict[str, str], read, str(folder / FACTS))
+        plan = read_text(folder / PLAN, "the plan") if exists(folder / PLAN) else ""
+        return cls(folder, rows, timeline, plan, facts, completions)
+
+    @cached_property
+    def plan(self) -> ExecutionPlan | None:
+        """The plan; `None` if the text is none."""
+        try:
+            return ExecutionPlan.from_yaml(self.plan_text)
+        except PlanError:
+            return None
+
+    @property
+    def updates(self) -> int:
+        """Number of the last update."""
+        return self.rows[-1]["step"] if self.rows else self.timeline.steps[-1] + 1 if self.timeline else 0
+
+
+def _logs(rows: Sequence[LogRow]) -> str:
+    """What is missing of the logs, as the end of a sentence."""
+    if not rows:
+        return f"no logs of updates: no {METRICS}, and no {STATE} in it or in a checkpoint."
+    return f"{len(rows)} log of an update, where a report compares {LEAST_LOGS}; train longer, or with logging_steps=1."
