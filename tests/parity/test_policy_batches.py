@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import custom_loss
 import pytest
 import tiny
 import torch
@@ -295,7 +296,12 @@ def reinforced(trainer: type) -> type:
     return Reinforced
 
 
-@pytest.mark.parametrize("base", [penalized, reinforced])
+def geometric(trainer: type) -> type:
+    """The loss of `examples/custom_loss.py`."""
+    return type("Geometric", (recorded(trainer),), {"_compute_loss": custom_loss.GMPOTrainer._compute_loss})
+
+
+@pytest.mark.parametrize("base", [penalized, reinforced, geometric])
 def test_a_users_loss_trains_by_its_own_gradient(tmp_path: Path, base: Any) -> None:
     made = compare(tmp_path, base=base, num_iterations=2)
     assert made.logs[0]["grad_norm"] > 0

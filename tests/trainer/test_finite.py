@@ -157,6 +157,21 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted_where_a_setting_sa
     assert steps() == (4, 4)
 
 
+def test_an_update_with_a_sample_that_no_function_scores_is_left_out_where_a_setting_says_so(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def unsure(completions: list[str], **columns: Any) -> list[float | None]:
+        calls.append(len(completions))
+        return [None if len(calls) == 2 and at == 3 else 1.0 for at in range(len(completions))]
+
+    made = tiny.trainer(
+        tmp_path, given={"reward_model": unsure}, **{**SHORT, "max_steps": 3}, skip_nonfinite_updates=True
+    )
+    made.train()
+    skipped = [row["skipped_updates/policy"] for row in made.state.log_history if "skipped_updates/policy" in row]
+    assert [bool(count) for count in skipped] == [False, True, False]
+
+
 def test_one_optimizer_step_that_is_not_finite_is_left_out_of_an_update(tmp_path: Path) -> None:
     options = {**SHORT, "num_mini_batches": 2, "skip_nonfinite_updates": True}
     made = tiny.trainer(tmp_path, **options)

@@ -139,7 +139,7 @@ def test_a_model_with_a_tokenizer_of_its_own_reads_the_text(tmp_path: Path) -> N
     [
         (lambda n: [float("nan")] * n, "returned nan for sample 0"),
         (lambda n: [1.0] * (n - 1), "returned 7 scores for 8 completions"),
-        (lambda n: [None] * n, "returned None for sample 0"),
+        (lambda n: [None] * n, r"'odd' returned None for sample 0 of the batch \(prompt 'w.*skip_nonfinite_updates"),
         (lambda n: "good", "must return a list of numbers"),
         (lambda n: 1 / 0, "reward function 'odd' raised ZeroDivisionError: division by zero"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,14 @@ import tiny
 from test_grpo_trainer import PROMPTS, distinct, policy, settings
 from transformers import PreTrainedModel
 
-from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig
-from trl_realloc.trainer.checks.unfollowed_settings import GRPO_AND_RLOO, UNFOLLOWED, Then, unfollowed_settings
+from trl_realloc import GRPOConfig, GRPOTrainer, PPOConfig, RLOOConfig
+from trl_realloc.trainer.checks.unfollowed_settings import (
+    GRPO_AND_RLOO,
+    PPO,
+    UNFOLLOWED,
+    Then,
+    unfollowed_settings,
+)
 
 
 OF_ALL: list[tuple[dict[str, Any], str]] = [
@@ -49,13 +56,28 @@ def test_a_setting_that_grpo_and_rloo_do_not_use_is_named(
     assert said.startswith(words)
 
 
-def test_every_setting_that_the_engines_do_not_follow_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8")
-    ppo, policy = text.split("\n## GRPO and RLOO\n")
+def test_the_table_of_settings_in_the_documentation_is_made_of_the_rows() -> None:
+    """To make it anew, take the lines of this test's message."""
+    titles = {Then.LOG: "no effect", Then.ACCELERATE: "Accelerate trains, as in TRL", Then.REFUSE: "refused"}
+    lines = []
+    for then, title in titles.items():
+        cells = [
+            ", ".join(f"`{row.name}`" for row in UNFOLLOWED if row.then is then and trainer in row.trainers)
+            for trainer in (PPO, GRPO_AND_RLOO)
+        ]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    table = "\n".join(["| what happens | PPO | GRPO and RLOO |", "| --- | --- | --- |", *lines, ""])
+    assert table in (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8"), table
+
+
+def test_the_rows_name_settings_that_the_configurations_have() -> None:
+    """A setting that a release of TRL does not have is one of an older or a newer release."""
+    of_other_releases = {"use_transformers_paged", "use_transformers_continuous_batching", "vllm_model_impl"}
+    of_trainers = {PPO: {PPOConfig}, GRPO_AND_RLOO: {GRPOConfig, RLOOConfig}}
     for row in UNFOLLOWED:
-        names = [row.name, *(f"{row.name[:end]}*" for end in range(1, len(row.name)))]  # itself or its family
-        page = policy if GRPO_AND_RLOO in row.trainers else ppo
-        assert any(f"`{name}" in page for name in names), f"docs/differences.md does not name {row.name}"
+        for trainer in row.trainers:
+            fields = {field.name for config in of_trainers[trainer] for field in dataclasses.fields(config)}
+            assert row.name in fields | of_other_releases, f"{trainer} has no setting {row.name}"
 
 
 def test_defaults_are_not_named(tmp_path: Path) -> None:

@@ -332,14 +332,15 @@ def weighted_scores(
         models: run first, and also without samples, because the forward of a sharded model is a collective of all ranks
             of the call.
         weights: by the name of the scorer.
-        refuse: raise for a score that is not finite; otherwise the sample's sum is that score, and the score infinite.
+        refuse: raise for a score that is not finite, and if no scorer applies to a sample; otherwise the sample's sum
+            is that score, and the score infinite, or NaN.
 
     Returns:
         The weighted sum over the scorers that apply to a sample, (n,) float32; and the scores of each scorer by name,
         where NaN is a score that was not given.
 
     Raises:
-        RewardError: see `FunctionReward`; or no scorer applies to a sample.
+        RewardError: see `FunctionReward`, or as `refuse` says.
     """
     texts = functools.cache(texts)
     table: dict[str, Tensor] = {}  # `read_rewards` makes the names unique
@@ -363,12 +364,16 @@ def weighted_scores(
     if failure is not None and refuse:
         raise failure
     stacked = torch.stack(list(table.values()))
-    unscored = stacked.isnan().all(0).nonzero()
-    if len(unscored):
-        sample = int(samples.tensor("index")[int(unscored[0])])
-        raise RewardError(f"every reward function returned None for sample {sample} of the batch.")
+    unscored = stacked.isnan().all(0)
+    if unscored.any() and refuse:
+        first, decoded = int(unscored.nonzero()[0]), texts()
+        raise RewardError(
+            f"{' and '.join(map(repr, table))} returned None for sample {int(samples.tensor('index')[first])} of the "
+            f"batch ({quoted(decoded.prompts[first], decoded.completions[first])}). Nothing was trained on this batch; "
+            f"return a number, or set skip_nonfinite_updates: true, which leaves such updates out."
+        )
     factors = torch.tensor([weights[name] for name in table], dtype=torch.float32)
-    total = torch.nansum(stacked * factors[:, None], 0)
+    total = torch.nansum(stacked * factors[:, None], 0).masked_fill(unscored, math.nan)
     for scores in reversed(unusable):  # also where the weight of the score is 0
         total = torch.where(is_bad(scores), scores, total)
     return total, table
