@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -150,21 +152,38 @@ def test_the_shell_commands_for_several_machines_are_well_formed(text: str) -> N
         assert (ROOT / config).is_file()
 
 
+def test_the_judge_of_the_page_on_rewards_repeats_and_then_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    async def ask(prompt: str, completion: str) -> float:
+        tries.append(completion)
+        if completion == "lost" or tries.count(completion) < 3:
+            raise ConnectionError
+        return 1.0
+
+    async def at_once(seconds: float) -> None:
+        return None
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    names: dict[str, Any] = {"ask": ask}
+    exec(blocks(ROOT / "docs" / "rewards.md", "python")[0], names)
+    assert asyncio.run(names["judged"](["a", "b"], ["found", "lost"])) == [1.0, None]
+
+
 def test_the_report_of_getting_started_can_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = next(text for text in blocks(ROOT / "docs" / "index.md", "python") if "MetricsWriter(" in text)
     commands = [text for text in blocks(ROOT / "docs" / "index.md", "bash") if "trl-realloc report" in text]
     models(tmp_path / "path" / "to")
-    steps = snippet("GRPOTrainer").replace("num_train_epochs=1", "max_steps=10, logging_steps=1")
-    (tmp_path / "train.py").write_text(steps.replace("trainer.train()", f"{code}\ntrainer.train()"))
+    (tmp_path / "train.py").write_text(snippet("GRPOTrainer").replace("num_train_epochs=1", "max_steps=4"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRL_REALLOC_GENERATION_ENGINE", "transformers")
     tiny.forget_accelerate()
     runpy.run_path("train.py", run_name="__main__")
     tiny.forget_accelerate()
     capsys.readouterr()
+    written = {"report.md", "timeline.png", "trace.json"}
+    assert written <= {path.name for path in (tmp_path / "out").iterdir()}
     command, *words = shlex.split(commands[0].splitlines()[0].partition("  #")[0])
     assert command == "trl-realloc" and main(words) == 0
     assert "time by call" in capsys.readouterr().out
-    assert {"report.md", "timeline.png", "trace.json"} <= {path.name for path in (tmp_path / "out").iterdir()}

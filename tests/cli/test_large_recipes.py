@@ -39,7 +39,7 @@ def priced(recipe: Recipe, pricing: Pricing, plan: ExecutionPlan) -> PricedPlan:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_recipes_plan_fits_and_takes_what_its_page_says_and_no_longer_than_what_is_found_now(name: str) -> None:
-    check_figures(name, RECIPES / name / "ppo.yaml", RECIPES / name / "plan.yaml", CLUSTERS[name])
+    check_figures(f"{name}/ppo", RECIPES / name / "ppo.yaml", RECIPES / name / "plan.yaml", CLUSTERS[name])
 
 
 def test_the_recipe_of_grpo_has_the_figures_of_its_page_and_names_its_plan() -> None:
@@ -63,11 +63,9 @@ def check_figures(name: str, path: Path, plan_path: Path, cluster: str) -> None:
     assert plan.graph == recipe.graph
     shipped = priced(recipe, pricing, plan)
     assert shipped.fits
-    row = next(line for line in (RECIPES / "README.md").read_text().splitlines() if line.startswith(f"| `{name}` |"))
-    *calls, update, fullest = (float(number) for number in re.findall(r"([0-9.]+) (?:s|GB) \|", row))
-    expected = [round(shipped.costs[call].seconds, 1) for call in plan.order]
-    assert calls == expected
-    assert update == round(shipped.seconds, 1) and fullest == round(shipped.estimate.memory / 1e9, 1)
+    lines = (RECIPES / "README.md").read_text().splitlines()
+    row = next(line for line in lines if line.startswith(f"| `{name}` | {cluster} |"))
+    assert row.endswith(f"| {shipped.seconds:.1f} s | {shipped.estimate.memory / 1e9:.1f} GB |")
     found = choose(Space.of_run(recipe.specs(), pricing, graph=recipe.graph), time_limit_s=2.0).best
     assert shipped.seconds <= 1.05 * found.seconds
 
