@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -289,6 +290,12 @@ def test_a_run_without_a_metrics_file_is_reported_by_the_state_of_its_newest_che
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 12, "log_history": without_plan_first}))
     assert len(logged_updates(tmp_path)) == 12
     assert logged_updates(tmp_path / "absent") == []
+    of_earlier_run = tmp_path / "metrics.jsonl"
+    of_earlier_run.write_text(json.dumps(rows([0.1])[0]))
+    assert len(logged_updates(tmp_path)) == 1
+    os.utime(of_earlier_run, (0, 0))
+    assert len(logged_updates(tmp_path)) == 12
+    of_earlier_run.unlink()
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": 7}))
     assert main(["report", str(tmp_path)]) == 2
     assert "log_history is a list of logs, not 7" in capsys.readouterr().err

@@ -26,16 +26,16 @@ METRICS, STATE = "metrics.jsonl", "trainer_state.json"
 def logged_updates(folder: str | Path) -> list[LogRow]:
     """The rows of a run's log that belong to updates, sorted by step; empty if nothing was logged.
 
-    Reads `metrics.jsonl`, or if there is none `trainer_state.json`: of the folder, or of its newest checkpoint. Updates
-    of a trainer without a plan have no times.
+    Reads the newer of `metrics.jsonl` and `trainer_state.json`: the other may be of an earlier run. The state is of
+    the folder or of its newest checkpoint. Updates of a trainer without a plan have no times.
 
     Raises:
         PlanError: a row is as `load_metrics` refuses it.
     """
     folder = Path(folder)
-    if exists(folder / METRICS):
-        return load_metrics(folder / METRICS)
-    state = _trainer_state(folder)
+    metrics, state = folder / METRICS, _trainer_state(folder)
+    if exists(metrics) and (state is None or metrics.stat().st_mtime >= state.stat().st_mtime):
+        return load_metrics(metrics)
     if state is None:
         return []
     history = read_json_mapping(state, "the trainer's state", MOST_RECORD_BYTES).get("log_history")
