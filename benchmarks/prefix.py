@@ -6,7 +6,7 @@ A Llama with random weights in float32, one group of 8 completions, one engine o
 ratio is that of a prompt's tokens to a completion's. Both ways alternate on the same samples; seconds are medians of an
 optimizer step, and `saved_mb` are the bytes that the forward keeps for its backward, without the weights. `bound` is
 the number of tokens of one way over that of the other. `gradient_difference` is the largest difference of an element of
-the gradients, as a share of the largest gradient.
+the gradients, as a share of the largest gradient. `estimate_error` is that of the planner's formula.
 
 `cases`: the same difference, and that of the outputs, in random samples of few tokens, of which some begin alike,
 continue another or are equal, through small models of several families with each head. `--cases 0` leaves them out.
@@ -41,11 +41,12 @@ from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, Sc
 from trl_realloc.engines.training.packed_row import PackedRow  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
 from trl_realloc.plan.prefix_tree import PrefixTree  # noqa: E402
+from trl_realloc.planner.cost.measured_rates import dot, fit_unit_costs  # noqa: E402
 
 
 GROUP = 8
 RATIOS = {"4:1": (512, 128), "1:1": (512, 512), "1:8": (128, 1024)}  # tokens of the prompt and of a completion
-SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
+SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 BUDGET = 1 << 20  # tokens of a micro-batch
 
@@ -119,18 +120,32 @@ def measured(ratio: str, repeats: int) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - start)
     alone, shared = (statistics.median(seconds[name]) for name in ("alone", "shared"))
     tree = heads["shared"].tree(samples)
+    assert tree is not None, "the prompts are equal"
     kept = {name: kept_bytes(head, samples) for name, head in heads.items()}
     return {
         "ratio": ratio,
         "alone_s": alone,
         "shared_s": shared,
         "speedup": alone / shared,
-        "bound": samples.tokens / (samples.tokens if tree is None else tree.tokens),
+        "bound": samples.tokens / tree.tokens,
+        # what the planner's measured costs are fitted to: tokens, and the sum of the squared lengths
+        "counts": {
+            "alone": [samples.tokens, sum(n * n for n in tree.lengths)],
+            "shared": [tree.tokens, sum(n * n for n in tree.lengths) - sum(n * n for n in tree.shared)],
+        },
         "saved_mb": {name: size / 1e6 for name, size in kept.items()},
         "saved_ratio": kept["alone"] / kept["shared"],
         "gradient_difference": max(differences) / largest,
         "spread": {name: [min(times), max(times)] for name, times in seconds.items()},
     }
+
+
+def with_estimates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the errors of the planner's estimates of the steps that share prompts, by costs of a token and of a
+    squared length that are fitted to the steps that do not."""
+    alone = [row["counts"]["alone"] for row in rows]
+    costs = fit_unit_costs(alone, [row["alone_s"] for row in rows])
+    return [{**row, "estimate_error": dot(costs, row["counts"]["shared"]) / row["shared_s"] - 1} for row in rows]
 
 
 def random_samples(seed: int) -> Rollouts:
@@ -176,23 +191,25 @@ def differences_of_cases(cases: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--ratios", nargs="+", choices=RATIOS, default=list(RATIOS))
+    parser.add_argument("--ratios", nargs="*", choices=RATIOS, default=list(RATIOS), help="none: the cases alone")
     parser.add_argument("--repeats", type=int, default=3, help="optimizer steps of each way that count")
     parser.add_argument("--cases", type=int, default=200, help="random cases")
     args = parser.parse_args()
-    rows = [measured(ratio, args.repeats) for ratio in args.ratios]
-    result = {"rows": rows, "group": GROUP, "model": SIZES, **result_file.about()}
+    sections: dict[str, Any] = {}
+    if args.ratios:
+        sections = {"rows": with_estimates([measured(ratio, args.repeats) for ratio in args.ratios]), "model": SIZES}
     if args.cases:
-        result["cases"] = differences_of_cases(args.cases)
-    show(result)
+        sections["cases"] = differences_of_cases(args.cases)
+    show(sections)
     if args.json:
-        result_file.write(args.json, result)
+        result_file.merge(args.json, sections)
 
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the table."""
-    table = Table("prompt : completion", "alone, s", "shared, s", "speedup", "bound", "kept, MB", "ratio", "gradients")
-    for row in result["rows"]:
+    columns = ("alone, s", "shared, s", "speedup", "bound", "kept, MB", "ratio", "gradients", "estimate")
+    table = Table("prompt : completion", *columns)
+    for row in result.get("rows", ()):
         kept = row["saved_mb"]
         table.add_row(
             row["ratio"],
@@ -203,8 +220,9 @@ def show(result: Mapping[str, Any]) -> None:
             f"{kept['alone']:,.0f}, {kept['shared']:,.0f}",
             f"{row['saved_ratio']:.2f}x",
             f"{row['gradient_difference']:.0e}",
+            f"{row['estimate_error']:+.0%}",
         )
-    console = Console()
+    console = Console(width=160)
     console.print(table)
     if (cases := result.get("cases")) is not None:
         console.print(
