@@ -223,7 +223,8 @@ def show(result: Mapping[str, Any]) -> None:
             f"{row['estimate_error']:+.0%}",
         )
     console = Console(width=160)
-    console.print(table)
+    if table.rows:
+        console.print(table)
     if (cases := result.get("cases")) is not None:
         console.print(
             f"{cases['cases']} random cases of {len(cases['families'])} families: outputs differ by at most "
