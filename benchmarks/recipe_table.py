@@ -40,8 +40,6 @@ def rows(time_limit: float) -> Iterator[list[str]]:
         own = ExecutionPlan.load(RECIPES / PLANS.get(name, f"{Path(name).parent}/plan.yaml"))
         episodes = recipe.workload(parse_cluster(clusters[0])[0]).episodes
         for cluster in clusters:
-            if cluster != clusters[0]:  # the engine's share is the planner's choice too
-                recipe = replace(recipe, settings={**recipe.settings, "vllm_gpu_memory_utilization": None})
             shipped = own if cluster == clusters[0] else None
             answer = answer_for(recipe, cluster, IterationSize(episodes), None, shipped, time_limit)
             plan = answer.own or answer.best
