@@ -7,7 +7,6 @@ the ranks must have the same files. The check that replicas stay equal during tr
 
 from __future__ import annotations
 
-import functools
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from ..base import EngineError
 from ..buckets import in_buckets
 from ..device import group_device
 from ..mesh_group import COLLECTIVE_BYTES, MeshGroup
+from ..weight_digest import digest
 from .deepspeed_compat import is_partitioned
 from .weight_source import source_of
 
@@ -30,28 +30,6 @@ if TYPE_CHECKING:
 
 
 _ByteRange = tuple[int, int, int]  # number of a tensor, first byte, end
-DIGEST_SLICE = 1 << 19  # elements whose digest is taken at once: two working copies of 4 MiB
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit digest of a tensor's bits, 0-dimensional int64 on the tensor's device: the sum of the elements' bits as
-    integers, weighted by position, modulo 2^64. A sum of integers does not depend on the order, so equal bits give
-    equal digests on every device."""
-    flat = tensor.detach().reshape(-1)
-    flat = flat.view(_INTEGERS[flat.element_size()])
-    weights = _weights(tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, part in enumerate(flat.split(DIGEST_SLICE)):
-        total += (part.long() * weights[: len(part)]).sum() * (2 * number + 1)
-    return total
-
-
-@functools.cache
-def _weights(device: torch.device) -> Tensor:
-    """(slice,) int64: an odd weight for each position of a slice, mixed from all bits of the position."""
-    weights = torch.arange(1, DIGEST_SLICE + 1, device=device) * -7046029254386353131  # splitmix64's constant, signed
-    return (weights ^ (weights >> 29)) | 1
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 from ...engines.base import EngineError, ScoringEngine
 from ...engines.mesh_group import MeshGroup
-from ...engines.training.replica_sync import digest
+from ...engines.weight_digest import digest
 
 
 UPDATES_BETWEEN_CHECKS = 10  # a check reads the parameters once and gathers 24 bytes for each parameter and rank

@@ -1,0 +1,249 @@
+"""Digests of tensors by which copies of weights are compared: 64 bits that depend on every bit and on its position.
+
+A digest is a sum over elements modulo 2^64, so the digest of a tensor is the sum of those of its parts, on whichever
+devices they lie, and does not depend on the order of the additions. Which copies are compared is decided elsewhere.
+
+The flattened tensor is cut into rows of `row_width` elements, and a row into words of 8 bytes. A word x contributes
+(x + (x >> 32)) * C[its place in the row] * R[the row]. C and R are odd and mixed from all bits of the place. The added
+upper half keeps the topmost bits of a word from leaving the 64 bits of a product. The lower and the upper half of a
+word, and the elements in each half, contribute on their own, so that a part may begin or end within a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..realloc.layout import Box
+
+
+_WORD = 8  # bytes
+_FLAT_ROW = 1 << 16  # elements of a row of a tensor of one dimension
+_CPU_WORDS = 1 << 15  # words that are mixed at a time on a CPU: 256 KiB, twice, which a core's cache holds
+_DEVICE_WORDS = 1 << 22  # on an accelerator: working copies of 32 MiB
+_LEAST_OF_THREAD = 1 << 19  # words for which a thread is worth its start
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_COLUMN_SALT, _ROW_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344
+
+
+class UndigestedError(ValueError):
+    """A part whose elements are not at rows times columns of its tensor."""
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """The digest of a whole tensor, 0-dimensional int64 on the tensor's device."""
+    shape = tuple(tensor.shape)
+    return strided_digest(tensor, 0, _strides(shape), shape)
+
+
+def part_digest(part: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
+    """The digest that a part of a tensor contributes to that of the whole, 0-dimensional int64 on the part's device.
+
+    Args:
+        part: of the box's shape.
+        box: of the tensor.
+        shape: of the tensor.
+    """
+    strides = _strides(shape)
+    start = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
+    return strided_digest(part, start, strides, shape)
+
+
+def strided_digest(part: Tensor, start: int, strides: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """As `part_digest`, of a part whose element [i, j, ...] is element start + i * strides[0] + j * strides[1] + ... of
+    the flattened tensor.
+
+    Args:
+        shape: of the tensor.
+
+    Raises:
+        UndigestedError: the positions are not those of whole rows, or of some columns of some rows.
+    """
+    part = part.detach()
+    if not part.numel():
+        return torch.zeros((), dtype=torch.int64, device=part.device)
+    order = sorted((d for d in range(part.dim()) if part.shape[d] > 1), key=lambda d: -strides[d])
+    rest = [d for d in range(part.dim()) if part.shape[d] == 1]
+    part = part.permute(*order, *rest).reshape([part.shape[d] for d in order])
+    return _digest(part, start, [strides[d] for d in order], row_width(shape))
+
+
+def total(digests: Iterable[int]) -> int:
+    """The sum of digests, as a signed number of 64 bits."""
+    return (sum(digests) + 2**63) % 2**64 - 2**63
+
+
+def row_width(shape: Sequence[int]) -> int:
+    """The number of elements of a row."""
+    return shape[-1] if len(shape) > 1 else max(1, min(prod(shape), _FLAT_ROW))
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[at + 1 :]) for at in range(len(shape))]
+
+
+def _digest(part: Tensor, start: int, strides: Sequence[int], width: int) -> Tensor:
+    """As `strided_digest`, with falling strides and without dimensions of size 1."""
+    of_rows = sum(stride % width == 0 for stride in strides)
+    columns = list(zip(part.shape[of_rows:], strides[of_rows:], strict=True))
+    if any(stride % width for stride in strides[:of_rows]):
+        raise UndigestedError(f"strides {strides} in rows of {width}")
+    if start % width + sum((size - 1) * stride for size, stride in columns) >= width:
+        return _over_rows(part, start, strides, width, of_rows)
+    row_places = _places(start // width, part.shape[:of_rows], [stride // width for stride in strides[:of_rows]])
+    column_places = _places(start % width, part.shape[of_rows:], strides[of_rows:])
+    values = part.reshape(prod(part.shape[:of_rows]), prod(part.shape[of_rows:]))
+    values = values.view(_INTEGERS[values.element_size()])
+    sums = _row_sums(values, column_places)
+    return (sums * _at(_ROW_SALT, row_places, part.device)).sum()
+
+
+def _over_rows(part: Tensor, start: int, strides: Sequence[int], width: int, at: int) -> Tensor:
+    """As `_digest`, of a part whose dimension `at` goes on from row to row: up to the first row's end, whole rows, and
+    the rest."""
+    size, stride = part.shape[at], strides[at]
+    inner = sum((n - 1) * s for n, s in zip(part.shape[at + 1 :], strides[at + 1 :], strict=True))
+    if width % stride or start % stride + inner >= stride:
+        raise UndigestedError(f"strides {strides} in rows of {width}")
+    of_row = width // stride
+    head = min(size, -(start % width // stride) % of_row)
+    whole = (size - head) // of_row
+    found = torch.zeros((), dtype=torch.int64, device=part.device)
+    for begin, length in ((0, head), (head + whole * of_row, size - head - whole * of_row)):
+        if length:
+            found += _digest(part.narrow(at, begin, length), start + begin * stride, strides, width)
+    if whole:
+        rows = part.narrow(at, head, whole * of_row).unflatten(at, (whole, of_row))
+        found += _digest(rows, start + head * stride, [*strides[:at], width, *strides[at:]], width)
+    return found
+
+
+_Places = range | Tensor  # consecutive places, or an int64 tensor of them
+
+
+def _places(start: int, sizes: Sequence[int], strides: Sequence[int]) -> _Places:
+    """start + i * strides[0] + j * strides[1] + ..., for all i, j, ... in order."""
+    count = prod(sizes)
+    if all(stride == prod(sizes[at + 1 :]) for at, stride in enumerate(strides) if sizes[at] > 1):
+        return range(start, start + count)
+    places = torch.full((), start, dtype=torch.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        places = places[..., None] + torch.arange(size) * stride
+    return places.flatten()
+
+
+def _row_sums(values: Tensor, places: _Places) -> Tensor:
+    """(rows,) int64: the sum of each row's contributions, without the row's weight.
+
+    Args:
+        values: (rows, columns) integers.
+        places: of the columns, in the row.
+    """
+    size, device = values.element_size(), values.device
+    if isinstance(places, range) and places.start * size % _WORD == 0 and len(places) * size % _WORD == 0:
+        words = range(places.start * size // _WORD, places.stop * size // _WORD)
+        weights, as_words = _at(_COLUMN_SALT, words, device), True
+    else:  # elements
+        index = torch.arange(places.start, places.stop) if isinstance(places, range) else places
+        shift = index * size % _WORD * 8
+        lanes = (1 << shift) + torch.where(shift >= 32, 1 << (shift - 32).clamp(min=0), 0) if size < _WORD else 1
+        weights, as_words = _at(_COLUMN_SALT, index * size // _WORD, device) * lanes, size == _WORD
+        weights = weights.to(device)
+    sums = torch.empty(len(values), dtype=torch.int64, device=device)
+    of_chunk = _CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS
+    at_once = max(1, of_chunk // weights.numel())
+    add = _add_on_cpu if device.type == "cpu" else _add_on_device
+
+    def run(first: int, stop: int) -> None:
+        scratch = torch.empty(
+            min(stop - first, at_once) * min(weights.numel(), of_chunk), dtype=torch.int64, device=device
+        )
+        for begin in range(first, stop, at_once):
+            rows = slice(begin, min(stop, begin + at_once))
+            chunk = values[rows]
+            add(_words(chunk) if as_words and size < _WORD else chunk, weights, as_words, sums[rows], scratch)
+
+    _in_threads(run, len(values), weights.numel(), device)
+    return sums
+
+
+def _in_threads(run: Callable[[int, int], None], rows: int, width: int, device: torch.device) -> None:
+    """Call `run` for ranges of the rows. NumPy lets other threads run while it computes."""
+    threads = min(torch.get_num_threads(), rows, rows * width // _LEAST_OF_THREAD) if device.type == "cpu" else 1
+    if threads <= 1:
+        run(0, rows)
+        return
+    cuts = [rows * at // threads for at in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, cuts[:-1], cuts[1:]))
+
+
+def _words(values: Tensor) -> Tensor:
+    """A view of rows as words, or a copy where they do not lie at multiples of 8 bytes."""
+    size = values.element_size()
+    starts = (values.storage_offset() * size, *(stride * size for stride in values.stride()[:-1]))
+    if values.stride(-1) != 1 or any(start % _WORD for start in starts) or values.data_ptr() % _WORD:
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(torch.int64)
+
+
+def _add_on_cpu(values: Tensor, weights: Tensor, as_words: bool, sums: Tensor, scratch: Tensor) -> None:
+    """Write the sums of some rows. By NumPy, which is faster at this than torch, and whose threads do not wait for each
+    other (see `weight_buffers.WeightBuffers.fill`).
+
+    Args:
+        scratch: at least as many words as the rows have columns that are mixed at a time.
+    """
+    numbers = values.numpy().view(_UNSIGNED[values.element_size()])
+    factors, out = weights.numpy().view(np.uint64), sums.numpy().view(np.uint64)
+    for begin in range(0, len(factors), _CPU_WORDS):
+        part, of = numbers[:, begin : begin + _CPU_WORDS], factors[begin : begin + _CPU_WORDS]
+        mixed = scratch.numpy().view(np.uint64)[: part.size].reshape(part.shape)
+        if as_words:
+            np.right_shift(part, 32, out=mixed)
+            np.add(mixed, part, out=mixed)
+        else:
+            mixed[:] = part
+        if begin:
+            out += np.einsum("ij,j->i", mixed, of)
+        else:
+            np.einsum("ij,j->i", mixed, of, out=out)
+
+
+def _add_on_device(values: Tensor, weights: Tensor, as_words: bool, sums: Tensor, scratch: Tensor) -> None:
+    """As `_add_on_cpu`, by torch on an accelerator."""
+    unsigned = (1 << 8 * values.element_size()) - 1 if values.element_size() < _WORD else -1
+    sums.zero_()
+    for begin in range(0, len(weights), _DEVICE_WORDS):
+        part = values[:, begin : begin + _DEVICE_WORDS]
+        mixed = scratch[: part.numel()].view(part.shape)
+        if as_words:
+            torch.bitwise_right_shift(part, 32, out=mixed).bitwise_and_(0xFFFFFFFF).add_(part)
+        else:
+            mixed.copy_(part).bitwise_and_(unsigned)
+        sums += mixed.mul_(weights[begin : begin + _DEVICE_WORDS]).sum(1)
+
+
+def _at(salt: int, places: _Places, device: torch.device) -> Tensor:
+    """(n,) int64: the weights of places."""
+    if not len(places):
+        return torch.ones(0, dtype=torch.int64, device=device)
+    last = places.stop - 1 if isinstance(places, range) else int(places.max())
+    table = _weights(salt, 1 << max(12, last.bit_length()), device)
+    return table[places.start : places.stop] if isinstance(places, range) else table[places.to(device)]
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(salt: int, count: int, device: torch.device) -> Tensor:
+    """(count,) int64: an odd weight for each place, mixed from all bits of it as by splitmix64."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
