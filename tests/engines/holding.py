@@ -1,5 +1,5 @@
 """Engines that decode no further than a test allows: what it does in the middle of a generation does not depend on when
-it gets a core."""
+it gets a core. Their weights can be spoiled."""
 
 from __future__ import annotations
 
@@ -44,3 +44,14 @@ def held(engine: VLLMEngine, tokens: int) -> Iterator[Callable[[int], None]]:
         yield hold
     finally:
         _files[engine].unlink()
+
+
+@contextlib.contextmanager
+def spoiled(engine: VLLMEngine, parameter: str) -> Iterator[None]:
+    """Until the end of the context one bit of a parameter, by its name in vLLM, is another one after each load."""
+    file = _files[engine].with_suffix(".spoil")
+    file.write_text(parameter)
+    try:
+        yield
+    finally:
+        file.unlink()

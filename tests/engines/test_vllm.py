@@ -32,7 +32,7 @@ from generating import (
     tokens,
     worst_difference,
 )
-from holding import held
+from holding import held, spoiled
 from limits import patience
 from rescoring import TAKING, Models, assert_exact, wait_for
 from shared_memory import left, names
@@ -177,6 +177,25 @@ def test_weights_that_are_not_the_models_are_refused(
         loaded.load([change(list(model.named_parameters()))], 2)
     assert loaded.version == -1
     loaded.load(buckets(model), 3)
+    assert worst_difference(model, requests(4), samples(loaded, requests(4)), 0.7) < 1e-4
+
+
+def test_one_other_bit_in_the_engine_is_refused_with_both_digests(
+    loaded: VLLMEngine, model: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with spoiled(loaded, "model.norm.weight"), pytest.raises(EngineError) as error:
+        loaded.load(buckets(model), 4)
+    print(error.value)
+    assert re.fullmatch(
+        r"actor\.generate: vLLM could not load the weights of version 4: model\.norm\.weight does not lie in the "
+        r"engine as it was sent: its digest is ([0-9a-f]{16}) in the engine and (?!\1)[0-9a-f]{16} in the trainer "
+        r"\(1 of 21 tensors differ\)\.\n",
+        capsys.readouterr().out,
+    )
+    assert loaded.version == -1
+    with pytest.raises(EngineError, match="no complete weights"):
+        loaded.generate(requests(1), SAMPLING)
+    loaded.load(buckets(model), 5)
     assert worst_difference(model, requests(4), samples(loaded, requests(4)), 0.7) < 1e-4
 
 

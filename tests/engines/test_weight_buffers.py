@@ -162,7 +162,7 @@ def load_by_handle() -> dict[str, torch.Tensor]:
     made, handles = WeightBuffers(cuda_ipc=True), Handles()
     made.dtype, made.wider = torch.bfloat16, frozenset({"c"})
     with handles.patched():
-        size, tensors, handle = made.fill(0, bucket())
+        size, tensors, handle, _ = made.fill(0, bucket())
         again = [made.fill(0, bucket()).handle for _ in range(3)]
         assert again == [handle] * 3 and len(handles.memory) == 1, "torch wraps the storage anew for each handle"
         worker = worker_of(Model())
@@ -327,7 +327,7 @@ class Process:
             self.worker.finish_weight_update()
 
     def expect(self, word: str, *rest: Any, **named: Any) -> list[Any]:
-        return [self.free.pop(0)] if word == "free" else [self.worker.problem, 0.0]
+        return [self.free.pop(0)] if word == "free" else [self.worker.problem, 0.0, []]
 
 
 def handles_after_loads() -> list[int]:
@@ -336,7 +336,7 @@ def handles_after_loads() -> list[int]:
     large = [("d", torch.zeros(4000))]
     with handles.patched():
         for buckets in ([bucket()] * 5, [bucket()] * 5, [bucket(), bucket(), large, large, bucket()]):
-            assert send_weights(process, made, buckets, 0, lambda message: False) == (None, 0.0)
+            assert send_weights(process, made, buckets, 0, lambda message: False) == (None, 0.0, [])
     return handles.counts
 
 

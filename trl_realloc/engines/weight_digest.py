@@ -75,6 +75,20 @@ def strided_digest(part: Tensor, start: int, strides: Sequence[int], shape: Sequ
     return _digest(part, start, [strides[d] for d in order], row_width(shape))
 
 
+def has_digest(sizes: Sequence[int], start: int, strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """True if `strided_digest` takes a part of these sizes and positions."""
+    width = row_width(shape)
+    falling = sorted(((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1), reverse=True)
+    of_rows = sum(stride % width == 0 for stride, _ in falling)
+    columns = falling[of_rows:]
+    if any(stride % width for stride, _ in falling[:of_rows]):
+        return False
+    if start % width + sum((size - 1) * stride for stride, size in columns) < width:
+        return True
+    (stride, _), inner = columns[0], columns[1:]
+    return not width % stride and start % stride + sum((n - 1) * s for s, n in inner) < stride
+
+
 def total(digests: Iterable[int]) -> int:
     """The sum of digests, as a signed number of 64 bits."""
     return (sum(digests) + 2**63) % 2**64 - 2**63

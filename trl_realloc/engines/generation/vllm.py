@@ -95,6 +95,7 @@ class VLLMEngine:
         self.name = name
         self.limits = TimeLimits(start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s)
         self.version, self.stopped_s = -1, 0.0
+        self._unproven: list[str] = []
         vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
         self._checks = RequestChecks(name, max_model_len, vocabulary, tokenizer is not None)
         self._generation: BackgroundGeneration | None = None  # the latest
@@ -215,7 +216,8 @@ class VLLMEngine:
         the samples that finish meanwhile come out of its `poll`.
 
         Raises:
-            EngineError: a parameter was missing, unknown or of the wrong shape.
+            EngineError: a parameter was missing, unknown or of the wrong shape, or does not lie in the engine as it was
+                sent.
             EngineDied: the engine's process ended.
         """
         if self._generation is None or not self._generation.takes_updates:
@@ -223,7 +225,13 @@ class VLLMEngine:
         generation, self.version, self.stopped_s = self._generation, -1, 0.0
         take = (lambda message: False) if generation is None else generation.take
         try:
-            problem, self.stopped_s = send_weights(self._process, self._buffers, buckets, version, take)
+            problem, self.stopped_s, unproven = send_weights(self._process, self._buffers, buckets, version, take)
+            if unproven and not self._unproven:
+                logger.warning(
+                    f"{self.name}: vLLM's model has no copy of {', '.join(unproven[:4])} ({len(unproven)} in all), so "
+                    f"their values are compared up to the engine's process, and not in the model."
+                )
+            self._unproven = unproven
             if problem is not None:
                 raise EngineError(f"{self.name}: vLLM could not load the weights of version {version}: {problem}")
         except BaseException as error:

@@ -20,7 +20,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.executor import multiproc_executor, uniproc_executor
@@ -85,6 +87,26 @@ def copy_pending(model: nn.Module, memory: Tensor) -> None:
     for layer in model.modules():
         for _, call in get_layerwise_info(layer).loaded_weights:
             call.arguments.update({name: own(value) for name, value in call.arguments.items()})
+
+
+def processed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """During a reload, the layers, with their names, whose parameters vLLM changes after it has loaded them: it packs
+    or shuffles them for a kernel. On a CPU linear layers are then left without their weight."""
+    for name, layer in model.named_modules():
+        method, kept = getattr(layer, "quant_method", None), get_layerwise_info(layer).kernel_tensors
+        if not isinstance(method, QuantizeMethodBase) or not kept:
+            continue
+        now = dict(layer.named_parameters(recurse=False))
+        plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+        same = all(key in kept[0] and tensor.shape == kept[0][key].shape for key, tensor in now.items())
+        if not (plain and same):
+            yield name, layer
+
+
+def packed_products(model: nn.Module) -> dict[str, Any]:
+    """The products with packed copies of weights by which layers compute on a CPU, by the layers' names. Each time that
+    a layer's weights are packed, it gets a new one."""
+    return {name: layer.cpu_linear for name, layer in model.named_modules() if hasattr(layer, "cpu_linear")}
 
 
 def meet_in(folder: str) -> None:
@@ -262,7 +284,9 @@ __all__ = [
     "incomplete_layers",
     "initialize_layerwise_reload",
     "meet_in",
+    "packed_products",
     "process_dict_updates",
+    "processed_layers",
     "register_transfer",
     "replace_draw",
     "start_workers_in_turn",

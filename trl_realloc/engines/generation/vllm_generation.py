@@ -7,13 +7,12 @@ The process's main program is in `vllm_host`; the owner's side of a generation i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base import Updates
 from ..child_process import Message
 from .vllm_requests import CachedKeys, RunningRequests, Sample
-from .vllm_update import EngineChannel, take_buckets
+from .vllm_update import EngineChannel, WeightUpdates
 
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class RunningGeneration:
     """A generation from its first request to its end.
 
     Args:
-        slots: see `vllm_update.take_buckets`.
+        weights: takes new parameters.
         by_seed: whether tokens are drawn by `vllm_sampler`.
         keys: the keys and values that may be used. Those of earlier generations with the same parameters are among
             them: another turn of a conversation computes only what is new.
@@ -37,14 +36,14 @@ class RunningGeneration:
         self,
         llm: LLM,
         channel: EngineChannel,
-        slots: Sequence[int],
+        weights: WeightUpdates,
         by_seed: bool,
         keys: CachedKeys,
         sampling: dict[str, Any],
         updates: str,
         version: int,
     ) -> None:
-        self._llm, self._channel, self._slots, self._updates = llm, channel, slots, Updates(updates)
+        self._llm, self._channel, self._weights, self._updates = llm, channel, weights, Updates(updates)
         self._next_version, self._keys = version, keys
         self._requests = RunningRequests(llm, sampling, by_seed, version, keys)
 
@@ -96,7 +95,7 @@ class RunningGeneration:
         """
         decodes = bool(self._requests)
         self._send(self._requests.settle())
-        problem = take_buckets(self._llm, self._channel, self._slots, first)
+        problem = self._weights.take(first)
         self._keys.drop()
         if problem is None:
             self._requests.updated(self._next_version, keep=self._updates is Updates.KEEP)
@@ -104,7 +103,8 @@ class RunningGeneration:
                 self._recompute_keys()
         else:
             self._requests.end()
-        self._channel.send("loaded", problem, time.monotonic() - self._requests.step_ended if decodes else 0.0)
+        stopped_s = time.monotonic() - self._requests.step_ended if decodes else 0.0
+        self._channel.send("loaded", problem, stopped_s, self._weights.unproven)
         return problem is None
 
     def _recompute_keys(self) -> None:

@@ -11,7 +11,7 @@ Messages are tuples whose first element is a word:
 | --- | --- |
 | | `ready` (dtype, wider parameters) once; `failed` (why) at any time, and the end |
 | `load` (version), then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
-| `done` (whether that is all) after the last | `loaded` (problem or None, seconds without decoding) |
+| `done` (whether that is all, digests) after the last | `loaded` (problem or None, seconds without steps, unproven) |
 | `generate` (sampling, what a load does to it, version) | |
 | then `add` (requests)... | `samples` (list, time) and `progress`... while there are unfinished requests |
 | and `withdraw` (indices, least tokens)... | `withdrawn` (list) |
@@ -193,14 +193,15 @@ class Memory:
             self._llm.sleep(level=self._level)
             self._asleep = {*_PARTS}
 
-    def wake(self, *parts: str) -> None:
-        """Take the memory of these parts, `weights` or `kv_cache`, again."""
+    def wake(self, *parts: str) -> list[str]:
+        """Take the memory of these parts, `weights` or `kv_cache`, again. Returns those that had been given back."""
         missing = [part for part in parts if part in self._asleep]
         if missing:
             self._llm.wake_up(tags=missing)
             self._asleep -= set(missing)
             if self._level == 2 and "weights" in missing:
                 self._llm.collective_rpc("restore_plain_tensors")
+        return missing
 
 
 def ended_workers(workers: Sequence[BaseProcess], wait_s: float = 0.0) -> str:
@@ -251,9 +252,9 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
     from .vllm_compat import count_outputs
     from .vllm_generation import RunningGeneration
     from .vllm_requests import CachedKeys, why_not_sampled
-    from .vllm_update import take_buckets
+    from .vllm_update import WeightUpdates
 
-    memory, slots = Memory(llm, settings["sleep_level"]), settings["slots"]
+    memory, weights = Memory(llm, settings["sleep_level"]), WeightUpdates(llm, channel, settings["slots"])
     by_seed, keys = draws_by_seed(settings, current_platform.is_cpu()), CachedKeys()
     given_out: Callable[[], int] | None = None
     while True:
@@ -261,10 +262,11 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
         if word == "load":
             memory.wake("weights")  # the cache's memory is not needed yet
             keys.drop()
-            channel.send("loaded", take_buckets(llm, channel, slots, channel.connection.recv()), 0.0)
+            channel.send("loaded", weights.take(channel.connection.recv()), 0.0, weights.unproven)
         elif word == "generate":
-            memory.wake("weights", "kv_cache")
-            if RunningGeneration(llm, channel, slots, by_seed, keys, *arguments).run():
+            if "weights" in memory.wake("weights", "kv_cache"):
+                weights.prove_again()
+            if RunningGeneration(llm, channel, weights, by_seed, keys, *arguments).run():
                 return
         elif word == "check":
             channel.send("checked", why_not_sampled(llm, *arguments))

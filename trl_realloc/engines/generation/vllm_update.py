@@ -1,19 +1,23 @@
-"""Takes the parameters that the trainer sends into vLLM, bucket by bucket. When that happens is decided in `vllm_host`
-and, during a generation, in `vllm_generation`; what a worker does with a bucket is in `vllm_worker`."""
+"""Takes the parameters that the trainer sends into vLLM, bucket by bucket, and proves that they lie there. When that
+happens is decided in `vllm_host` and, during a generation, in `vllm_generation`; what a worker does with a bucket is in
+`vllm_worker`, what it knows of the weights that lie in it in `weight_proof`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..child_process import Message
+from ..weight_digest import total
 
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from vllm import LLM
+
+    from .weight_proof import PartKey, WorkerAnswer
 
 
 class EngineChannel(Protocol):
@@ -25,26 +29,94 @@ class EngineChannel(Protocol):
     def progress(self) -> None: ...
 
 
-def take_buckets(llm: LLM, channel: EngineChannel, slots: Sequence[int], first: Message) -> str | None:
-    """Load buckets as they arrive, through vLLM's weight-transfer interface. No decode step may be under way.
+class WeightUpdates:
+    """The updates of an engine's weights, and the proof that the latest one lies in its workers.
 
     Args:
         slots: the file descriptors of the shared memory.
-        first: the first message: `bucket` or `done`.
 
-    Returns:
-        Why the engine does not have all parameters; `None` if it has.
+    Attributes:
+        unproven: the tensors of the latest update of which the model has no part, or only values that it computes.
     """
-    llm.start_weight_update()
-    word, *arguments = first
-    while word == "bucket":
-        slot, size, tensors, handle = arguments
-        path = f"/proc/{os.getpid()}/fd/{slots[slot]}"
-        llm.update_weights({"update_info": {"path": path, "size": size, "tensors": tensors, "handle": handle}})
-        channel.send("free", slot)
-        word, *arguments = channel.connection.recv()
-    llm.finish_weight_update()  # also after an incomplete update: vLLM needs it before the next one
-    problems = [problem for problem in llm.collective_rpc("weight_problem") if problem]
-    if problems or (word == "done" and arguments[0]):
-        return problems[0] if problems else None
-    return "the sender stopped before the last bucket"
+
+    def __init__(self, llm: LLM, channel: EngineChannel, slots: Sequence[int]) -> None:
+        self._llm, self._channel, self._slots = llm, channel, slots
+        self._sent: dict[str, int] | None = None  # digests of the latest update; None if it is incomplete
+        self.unproven: list[str] = []
+
+    def take(self, first: Message) -> str | None:
+        """Load buckets as they arrive, through vLLM's weight-transfer interface. No decode step may be under way.
+
+        Args:
+            first: the first message: `bucket` or `done`.
+
+        Returns:
+            Why the engine does not have all parameters as they were sent; `None` if it has.
+        """
+        self._sent, received = None, set[str]()
+        self._llm.start_weight_update()
+        word, *arguments = first
+        while word == "bucket":
+            slot, size, tensors, handle = arguments
+            path = f"/proc/{os.getpid()}/fd/{self._slots[slot]}"
+            received |= {name for name, *_ in tensors}
+            bucket = {"path": path, "size": size, "tensors": tensors, "handle": handle}
+            self._llm.update_weights({"update_info": bucket})
+            self._channel.send("free", slot)
+            word, *arguments = self._channel.connection.recv()
+        self._llm.finish_weight_update()  # also after an incomplete update: vLLM needs it before the next one
+        complete, sent = arguments if word == "done" else (False, {})
+        answers: list[WorkerAnswer] = self._llm.collective_rpc("loaded_weights")
+        problem = next((answer.problem for answer in answers if answer.problem is not None), None)
+        if problem is None and not complete:
+            problem = "the sender stopped before the last bucket"
+        if problem is None and (lost := sorted(sent.keys() - received)):
+            problem = f"{', '.join(lost[:8])} ({len(lost)} in all) did not arrive."
+        problem = problem or difference(sent, answers)
+        if problem is None:
+            self._sent = sent
+            self.unproven = sorted(set.intersection(*(set(answer.unproven) for answer in answers)))
+        return problem
+
+    def prove_again(self) -> None:
+        """Compare what lies in the workers with what was sent last, after their memory was given back and taken again.
+
+        Raises:
+            RuntimeError: the weights are other ones.
+        """
+        if self._sent is None:
+            raise RuntimeError("the engine woke without weights, and got none")
+        answers: list[WorkerAnswer] = self._llm.collective_rpc("loaded_weights")
+        problem = next((answer.problem for answer in answers if answer.problem is not None), None)
+        if problem := problem or difference(self._sent, answers):
+            raise RuntimeError(f"the engine woke with other weights than it slept with: {problem}")
+
+
+def difference(sent: Mapping[str, int], answers: Sequence[WorkerAnswer]) -> str | None:
+    """How what lies in the workers differs from what was sent, as a sentence; `None` if it does not.
+
+    Args:
+        sent: the digests of whole tensors.
+        answers: of all workers of the engine. A part that several workers hold must be the same in each.
+    """
+    wrong: dict[str, str] = {}
+    for name, digest in sent.items():
+        parts: dict[PartKey, set[int]] = {}
+        for answer in answers:
+            for key, number in answer.digests.get(name, ()):
+                parts.setdefault(key, set()).add(number)
+        if len(parts) > 1:  # of a worker without a part of it, which has seen it arrive
+            parts.pop((), None)
+        if any(len(numbers) > 1 for numbers in parts.values()):
+            differing = next(numbers for numbers in parts.values() if len(numbers) > 1)
+            wrong[name] = f"copies of one part of it have the digests {', '.join(map(_hex, sorted(differing)))}"
+        elif (lies := total(number for (number,) in parts.values())) != digest:
+            wrong[name] = f"its digest is {_hex(lies)} in the engine and {_hex(digest)} in the trainer"
+    if not wrong:
+        return None
+    name, how = next(iter(wrong.items()))
+    return f"{name} does not lie in the engine as it was sent: {how} ({len(wrong)} of {len(sent)} tensors differ)."
+
+
+def _hex(digest: int) -> str:
+    return f"{digest % 2**64:016x}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from .vllm_compat import (
 )
 from .vllm_sampler import SeededDraw, SeededRows
 from .weight_buffers import Handle, open_handle
+from .weight_proof import LoadedWeights, Sent, WorkerAnswer
 
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryBucket
     problem: str | None = None
+    weights: LoadedWeights | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         pass
@@ -83,7 +84,9 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         self._loaded: set[str] = set()
         self._opened: dict[str, tuple[Handle, Tensor]] = {}  # path of a slot on the GPU -> its handle, its memory
         before = self._names()  # tied parameters once
+        self.weights = self.weights or LoadedWeights(self.model)
         initialize_layerwise_reload(self.model)
+        self.weights.begin()
         self._expected = before & self._names()  # without those that vLLM computes from others, which are gone now
 
     def receive_weights(self, update_info: SharedMemoryBucket) -> None:
@@ -91,9 +94,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
             return
         try:
             memory = self._memory(update_info)
-            loaded = self.model.load_weights(
-                (name, _view(memory, dtype, shape, offset)) for name, dtype, shape, offset in update_info.tensors
-            )
+            assert self.weights is not None, "an update has begun"
+            loaded = self.weights.load([_sent(*tensor) for tensor in update_info.tensors], memory)
             self._loaded |= self._expected if loaded is None else loaded  # some models do not say
             copy_pending(self.model, memory)  # the next bucket overwrites the memory
             if update_info.handle is not None:
@@ -134,6 +136,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         except Exception:
             self.problem = self.problem or traceback.format_exc()
         finally:
+            if self.weights is not None:
+                self.weights.end()
             self._opened.clear()  # the sender frees its slots
             if self.device.type == "cuda":  # the trainer may need it
                 torch.cuda.empty_cache()
@@ -172,14 +176,8 @@ def _tied_layers(model: nn.Module) -> list[Any]:
     return tied
 
 
-def _view(memory: Tensor, dtype_name: str, shape: tuple[int, ...], offset: int) -> Tensor:
-    dtype = _dtype(dtype_name)
-    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def _sent(name: str, dtype: str, shape: tuple[int, ...], offset: int) -> tuple[Sent, int]:
+    return Sent(name, getattr(torch, dtype), tuple(shape)), offset
 
 
 register_transfer(BACKEND, SharedMemoryWeightTransfer)
@@ -230,7 +228,13 @@ class RolloutWorker:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def weight_problem(self) -> str | None:
-        """The error of the last weight update on this worker; `None` if it succeeded."""
-        problem: str | None = self.weight_transfer_engine.problem
-        return problem
+    def loaded_weights(self) -> WorkerAnswer:
+        """Whether the last weight update succeeded on this worker, and the digests of what lies in its memory now."""
+        transfer = self.weight_transfer_engine
+        if transfer.problem is not None or transfer.weights is None:
+            return WorkerAnswer(transfer.problem, {}, [])
+        try:
+            answer: WorkerAnswer = transfer.weights.answer()
+        except Exception:
+            return WorkerAnswer(traceback.format_exc(), {}, [])
+        return answer

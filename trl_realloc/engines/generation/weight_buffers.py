@@ -17,6 +17,7 @@ from torch import Tensor
 from ..base import Bucket
 from ..device import is_accelerator
 from ..pinned_memory import pin
+from ..weight_digest import digest
 
 
 _ALIGNMENT = 64  # bytes; the offsets of tensors in a slot are multiples of it
@@ -31,11 +32,13 @@ class Filled(NamedTuple):
         tensors: for each tensor its checkpoint name, the name of its torch dtype, its shape and its offset in bytes.
         handle: for a slot on the GPU, the GPU's UUID and the arguments of torch's `rebuild_cuda_tensor`; `None` for
             shared memory.
+        digests: of the tensors as they are sent. They go their own way, not with the bucket.
     """
 
     size: int
     tensors: list[tuple[str, str, tuple[int, ...], int]]
     handle: Handle | None = None
+    digests: tuple[int, ...] = ()
 
 
 def by_cuda_ipc(on_gpu: bool, tensor_parallel_size: int, environment: Mapping[str, str] = os.environ) -> bool:
@@ -60,7 +63,8 @@ class WeightBuffers:
     Attributes:
         cuda_ipc: keep GPU tensors on the GPU, where the engine's process on the same GPU opens them. This project's
             tests, which have no GPU, do not run it; `benchmarks/check_gpu.py` does.
-        dtype: wider floating-point tensors are cast to it, unless their name is in `wider`; `None` to cast nothing.
+        dtype: floating-point tensors that are not narrower are cast to it, unless their name is in `wider`; `None` to
+            cast nothing.
         wider: names of tensors that the engine holds in a wider dtype.
     """
 
@@ -85,9 +89,10 @@ class WeightBuffers:
             placed.append((name, str(dtype).removeprefix("torch."), tuple(tensor.shape), size))
             size += -(-tensor.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if on_gpu:
-            return Filled(size, placed, self._on_the_gpu(slot, Filled(size, placed), bucket))
+            return self._on_the_gpu(slot, Filled(size, placed), bucket)
         if size > len(self._mapped.get(slot, ())):
             self._map(slot, size, pinned=any(tensor.is_cuda for _, tensor in bucket))
+        digests = []
         for (name, _, _, offset), (_, tensor) in zip(placed, bucket, strict=True):
             dtype = self._wire_dtype(name, tensor)
             target = self._mapped[slot][offset : offset + tensor.numel() * dtype.itemsize]
@@ -96,7 +101,8 @@ class WeightBuffers:
                 target.view(dtype).view(source.shape).copy_(source)
             else:  # by NumPy: torch's threads wait for each other, for seconds while two vLLM workers spin on two cores
                 target.numpy()[:] = source.contiguous().view(-1).view(torch.uint8).numpy()
-        return Filled(size, placed)
+            digests.append(digest(source))
+        return Filled(size, placed, digests=tuple(map(int, digests)))
 
     def _map(self, slot: int, size: int, *, pinned: bool) -> None:
         """Make a slot of host memory larger, and with `pinned` let GPUs copy there at the speed of their bus."""
@@ -115,7 +121,10 @@ class WeightBuffers:
         """The dtype in which a tensor is sent."""
         if self.dtype is None or not tensor.dtype.is_floating_point or name in self.wider:
             return tensor.dtype
-        return self.dtype if self.dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
+        narrower = (
+            self.dtype.itemsize <= tensor.dtype.itemsize
+        )  # of one size: neither dtype has all values of the other
+        return self.dtype if narrower else tensor.dtype
 
     def probe(self, device: torch.device) -> Handle:
         """The handle of a byte on the GPU, by which the engine tries whether it can open this process's memory.
@@ -124,7 +133,7 @@ class WeightBuffers:
         torch.cuda.synchronize(device)
         return _handle(self._probed)
 
-    def _on_the_gpu(self, slot: int, filled: Filled, bucket: Bucket) -> Handle:
+    def _on_the_gpu(self, slot: int, filled: Filled, bucket: Bucket) -> Filled:
         device = bucket[0][1].device
         if slot not in self._on_gpu or filled.size > len(self._on_gpu[slot][0]):
             self._on_gpu.pop(slot, None)
@@ -133,12 +142,15 @@ class WeightBuffers:
             # each handle, and frees it by as deep a recursion.
             self._on_gpu[slot] = memory, _handle(memory)
         memory, handle = self._on_gpu[slot]
+        digests = []
         for (name, _, _, offset), (_, tensor) in zip(filled.tensors, bucket, strict=True):
             dtype = self._wire_dtype(name, tensor)
-            target = memory[offset : offset + tensor.numel() * dtype.itemsize]
-            target.view(dtype).view(tensor.shape).copy_(tensor.detach())
+            target = memory[offset : offset + tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape)
+            target.copy_(tensor.detach())
+            digests.append(digest(tensor if tensor.dtype == dtype else target))
+        numbers = torch.stack(digests).tolist()
         torch.cuda.synchronize(device)
-        return handle
+        return filled._replace(handle=handle, digests=tuple(numbers))
 
     def release_gpu(self) -> None:
         """Free the slots on the GPU, and the byte of `probe`. The engine has let go of them

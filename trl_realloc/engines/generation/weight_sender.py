@@ -17,17 +17,20 @@ def send_weights(
     buckets: Iterable[Bucket],
     version: int,
     take: Callable[[Message], bool],
-) -> tuple[str | None, float]:
-    """Send all buckets. While one is loaded the next one is filled. Slots on the GPU are freed afterwards.
+) -> tuple[str | None, float, list[str]]:
+    """Send all buckets, and at the end the digests of what was sent. While one bucket is loaded the next one is filled.
+    Slots on the GPU are freed afterwards.
 
     Args:
         take: see `EngineProcess.expect`; takes what a generation sends meanwhile.
 
     Returns:
-        Why the engine could not load them, or `None`, and for how many seconds it stopped decoding.
+        Why the engine does not have them as they were sent, or `None`; for how many seconds it stopped decoding; the
+        tensors of which its model has no part, or only values that it computes.
     """
     process.send("load", version)
     limit_s, free, complete = process.limits.load, [0, 1], False
+    digests: dict[str, int] = {}
     try:
         for bucket in buckets:
             if not free:
@@ -35,15 +38,16 @@ def send_weights(
             slot = free.pop(0)
             filled = buffers.fill(slot, bucket)
             if filled.tensors:
-                process.send("bucket", slot, *filled)
+                digests |= {name: number for (name, *_), number in zip(filled.tensors, filled.digests, strict=True)}
+                process.send("bucket", slot, filled.size, filled.tensors, filled.handle)
             else:
                 free.append(slot)
         complete = True
     finally:
         try:
             if process.is_running:
-                process.send("done", complete)
-                problem, stopped_s = process.expect("loaded", "loading weights", limit_s, ("free",), take)
+                process.send("done", complete, digests)
+                problem, stopped_s, unproven = process.expect("loaded", "loading weights", limit_s, ("free",), take)
         finally:
             buffers.release_gpu()
-    return problem, stopped_s
+    return problem, stopped_s, unproven
