@@ -91,7 +91,8 @@ class PartsSink:
         return {name: [box for box, _ in self._parts.get(name, ())] for name in shapes}
 
     def narrower(self, dtypes: Mapping[str, torch.dtype]) -> Mapping[str, torch.dtype]:
-        return {}
+        own = {name: self._parts[name][0][1].dtype for name in dtypes if self._parts.get(name)}
+        return {name: dtype for name, dtype in own.items() if dtype.itemsize < dtypes[name].itemsize}
 
     def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
         return {name: self._parts[name] for name in names if name in self._parts}

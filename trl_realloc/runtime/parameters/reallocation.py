@@ -21,6 +21,7 @@ from ...realloc.schedule import TransferSchedule, make_schedule
 from ...realloc.transfer import Parts, Transfer, TransferError, TransferOptions
 from ..messages import GlooMessages, combined
 from ..process_groups import ReallocationGroups
+from .copy_digests import CopyDigests, DigestSums
 from .layout_agreement import HeldParts, agree_on_parts
 from .parameter_sinks import STALE, Holder, Sink
 
@@ -53,13 +54,16 @@ class _Versions(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """Result of a transfer on some ranks: why it was not accepted, and the bytes that they sent."""
+    """Result of a transfer on some ranks: why it was not accepted, the bytes that they sent, and the digests of what
+    they hold."""
 
     problems: tuple[str, ...]
     sent_bytes: int
+    digests: DigestSums
 
     def plus(self, other: _Outcome) -> _Outcome:
-        return _Outcome(self.problems + other.problems, self.sent_bytes + other.sent_bytes)
+        digests = self.digests.plus(other.digests)
+        return _Outcome(self.problems + other.problems, self.sent_bytes + other.sent_bytes, digests)
 
 
 class Reallocation:
@@ -89,7 +93,9 @@ class Reallocation:
         self.holder, self.sink = holder, sink
         self.version = STALE  # the one that all ranks have agreed on
         self._is_complete = False  # whether this rank has sent and received everything of the latest transfer
+        self._is_proven = True  # whether all copies were equal to the source after the latest transfer
         self.schedule, self._dtypes = self._agree_on_layouts(cluster)
+        self._digests = CopyDigests(self.schedule.source, self.schedule.target, rank, self._dtypes)
         self.transfer = Transfer(self.name, self.schedule, rank, groups.tensors, groups.device, self._dtypes, options)
 
     @property
@@ -102,7 +108,8 @@ class Reallocation:
 
         Raises:
             TransferError: a message of the transfer failed, or ranks of the source hold different versions.
-            EngineError: a rank's engine did not accept its parameters; on every rank, with that rank's reason.
+            EngineError: a rank's engine did not accept its parameters, or a copy differs from the source; on every
+                rank, with the reason.
                 After either error the target holds no version, and nothing can be generated or scored with it.
         """
         wanted, current = self._agree_on_versions()
@@ -112,6 +119,7 @@ class Reallocation:
         start, problem = time.time(), ""
         self._is_complete = False
         stream = self._stream()
+        digests = self._digests.of_source(self.holder.parts()) if self.holder else DigestSums()
         try:
             if self.sink is None:
                 for _ in stream:
@@ -124,16 +132,22 @@ class Reallocation:
                 raise
             # sent to all ranks below: none may use an update that not all have accepted
             problem = f"rank {self.rank}: {error}"
-        outcome = self._combined(_Outcome((problem,) if problem else (), self.transfer.sent_bytes), _Outcome.plus)
-        if outcome.problems:
+        digests = digests.plus(self._digests.of_target())
+        own = _Outcome((problem,) if problem else (), self.transfer.sent_bytes, digests)
+        outcome = self._combined(own, _Outcome.plus)
+        difference = None if outcome.problems else self._digests.difference(outcome.digests)
+        self._is_proven = difference is None
+        if outcome.problems or difference is not None:
             self.version = STALE
-            reasons = "; ".join(outcome.problems)
+            reasons = difference or "; ".join(outcome.problems)
             raise EngineError(f"{self.name}: the update to version {wanted} was not taken: {reasons}")
         return Moved(self.name, outcome.sent_bytes, start, time.time())
 
     def _stream(self) -> Iterator[Parts]:
         """The transfer's buckets. Sets `_is_complete` when this rank has sent and received everything."""
-        yield from self.transfer.run(self.holder.parts() if self.holder else {}, self._target_parts)
+        for parts in self.transfer.run(self.holder.parts() if self.holder else {}, self._target_parts):
+            self._digests.add_target(parts)
+            yield parts
         self._is_complete = True
 
     def check(self) -> None:
@@ -152,7 +166,8 @@ class Reallocation:
     def _agree_on_versions(self) -> tuple[int, int]:
         """(the source's version, the target's): the latter `STALE` where any rank's differs from the source's."""
         own = _Versions(
-            {self.holder.version: self.rank} if self.holder else {}, {self.sink.version} if self.sink else set()
+            {self.holder.version: self.rank} if self.holder else {},
+            {self.sink.version if self._is_proven else STALE} if self.sink else set(),
         )
         versions = self._combined(own, _Versions.plus)
         if len(versions.of_source) != 1:
