@@ -126,7 +126,7 @@ class LoadedWeights:
             memory: (bytes,) uint8.
         """
         self._received |= dict.fromkeys(sent for sent, _ in bucket)
-        self._bucket, self._current = (bucket, memory), bucket[0][0] if bucket else None
+        self._bucket = bucket, memory
         known = all(sent in self._parts and sent not in self._computed for sent, _ in bucket)
         with contextlib.nullcontext() if known else _Copies(self._note):
             for sent, _ in () if known else bucket:
@@ -141,7 +141,7 @@ class LoadedWeights:
         """Called when the update has ended, whole or not."""
         self._watching.close()
         self._memory = {}
-        self._bucket = None
+        self._bucket = (), torch.empty(0)
 
     def answer(self) -> WorkerAnswer:
         """The digests of what lies in the model now."""
@@ -182,7 +182,7 @@ class LoadedWeights:
         return None
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        bucket, memory = self._bucket or ((), None)
+        bucket, memory = self._bucket
         for sent, offset in bucket:
             self._current = sent
             yield sent.name, in_memory(memory, sent, offset)
@@ -198,11 +198,11 @@ class LoadedWeights:
         """Note a copy into a tensor of the model. During an update the parameters of most layers have no memory (they
         are on the meta device); when a layer has all of its weights, vLLM repeats the copies into new memory."""
         name, whole = self._memory.get(_storage(target), (None, target))
-        if name is None or self._current is None:
+        if name is None:
             return
         dims = [d for d, size in enumerate(target.shape) if size > 1]
         sizes, strides = tuple(target.shape[d] for d in dims), tuple(target.stride(d) for d in dims)
-        place = _Place(name, target.storage_offset() - whole.storage_offset(), sizes, strides)
+        place = _Place(name, int(target.storage_offset() - whole.storage_offset()), sizes, strides)
         part = self._part(source, target.dtype, place)
         if part is not None and part.sent not in self._computed:
             self._parts[part.sent] += [part] if part not in self._parts[part.sent] else []
@@ -220,7 +220,7 @@ class LoadedWeights:
     def _part(self, source: Tensor, dtype: torch.dtype, place: _Place) -> _Part | None:
         """The part of a sent tensor that a copy has as its source; `None` if the source is something else, or the model
         has a dtype that does not hold all values of the sent one."""
-        bucket, memory = self._bucket or ((), torch.empty(0))
+        bucket, memory = self._bucket
         if source.is_meta or _storage(source) != _storage(memory):
             return None
         at = source.data_ptr() - memory.data_ptr()
@@ -238,7 +238,7 @@ class LoadedWeights:
         return None
 
     def _source(self, part: _Part) -> Tensor:
-        bucket, memory = self._bucket or ((), torch.empty(0))
+        bucket, memory = self._bucket
         tensor = in_memory(memory, part.sent, dict(bucket)[part.sent])
         return tensor.as_strided(part.place.sizes, part.strides, tensor.storage_offset() + part.start)
 

@@ -28,12 +28,15 @@ class DigestSums:
     copies: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def plus(self, other: DigestSums) -> DigestSums:
-        both = [sums for sums in (self.source, other.source) if sums is not None]
-        numbers = {**self.copies, **other.copies}.keys()
+        numbers = {**self.copies, **other.copies}
+        copies = {number: _plus(self.copies.get(number), other.copies.get(number)) for number in numbers}
         return DigestSums(
-            sum(both[1:], both[0]) if both else None,
-            {n: sum((side.copies[n] for side in (self, other) if n in side.copies), np.int64(0)) for n in numbers},
+            _plus(self.source, other.source), {number: sums for number, sums in copies.items() if sums is not None}
         )
+
+
+def _plus(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    return other if one is None else one if other is None else one + other
 
 
 class CopyDigests:
