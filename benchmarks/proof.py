@@ -308,10 +308,11 @@ def of_generations(running: Running) -> Iterator[dict[str, Any]]:
             said = refusal(running.load)
         yield row(LOST, "vLLM, while it generates", said)
     running.load()
-    with running.engine.start(REQUESTS, sampling, Updates.KEEP) as generation:  # and without a fault
-        generation.poll(0.05)
-        running.change()
-        running.load()
+    generation = running.engine.start(REQUESTS, sampling, Updates.KEEP)  # and without a fault
+    generation.poll(0.05)
+    running.change()
+    running.load()
+    generation.close()
 
 
 def of_wakings(kind: str, folder: Path) -> Iterator[dict[str, Any]]:

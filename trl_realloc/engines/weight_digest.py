@@ -88,6 +88,11 @@ def has_digest(sizes: Sequence[int], start: int, strides: Sequence[int], shape: 
     return not width % stride and start % stride + sum((n - 1) * s for s, n in inner) < stride
 
 
+def numbers(digests: Sequence[Tensor]) -> list[int]:
+    """Digests as numbers, with one wait for a device. They may lie on several."""
+    return torch.stack([digest.to(digests[0].device) for digest in digests]).tolist() if digests else []
+
+
 def total(digests: Iterable[int]) -> int:
     """The sum of digests, as a signed number of 64 bits."""
     return (sum(digests) + 2**63) % 2**64 - 2**63

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base import Bucket
 from ..device import is_accelerator
 from ..pinned_memory import pin
-from ..weight_digest import digest
+from ..weight_digest import digest, numbers
 
 
 _ALIGNMENT = 64  # bytes; the offsets of tensors in a slot are multiples of it
@@ -102,7 +102,7 @@ class WeightBuffers:
             else:  # by NumPy: torch's threads wait for each other, for seconds while two vLLM workers spin on two cores
                 target.numpy()[:] = source.contiguous().view(-1).view(torch.uint8).numpy()
             digests.append(digest(source))
-        return Filled(size, placed, digests=tuple(map(int, digests)))
+        return Filled(size, placed, digests=tuple(numbers(digests)))
 
     def _map(self, slot: int, size: int, *, pinned: bool) -> None:
         """Make a slot of host memory larger, and with `pinned` let GPUs copy there at the speed of their bus."""
@@ -148,9 +148,9 @@ class WeightBuffers:
             target = memory[offset : offset + tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape)
             target.copy_(tensor.detach())
             digests.append(digest(tensor if tensor.dtype == dtype else target))
-        numbers = torch.stack(digests).tolist()
+        found = tuple(numbers(digests))
         torch.cuda.synchronize(device)
-        return filled._replace(handle=handle, digests=tuple(numbers))
+        return filled._replace(handle=handle, digests=found)
 
     def release_gpu(self) -> None:
         """Free the slots on the GPU, and the byte of `probe`. The engine has let go of them

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..weight_digest import digest, has_digest, strided_digest
+from ..weight_digest import digest, has_digest, numbers, strided_digest
 from .vllm_compat import packed_products, processed_layers
 
 
@@ -155,9 +155,8 @@ class LoadedWeights:
                     else [part.digest_in(memory) for memory in self._lying(part.place, live)]
                 )
                 parts += [(sent.name, part.key, value) for value in values if value is not None]
-        numbers = torch.stack([value for _, _, value in parts]).tolist() if parts else []
         digests: Digests = {}
-        for (name, key, _), number in zip(parts, numbers, strict=True):
+        for (name, key, _), number in zip(parts, numbers([value for _, _, value in parts]), strict=True):
             digests.setdefault(name, []).append((key, number))
         without = [s.name for s in self._received if not self._parts[s] and s not in self._computed]
         return WorkerAnswer(self._local_problem(live), digests, without)

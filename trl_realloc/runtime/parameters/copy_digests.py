@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engines.weight_digest import part_digest
+from ...engines.weight_digest import numbers, part_digest
 from ...realloc.layout import Box, Layout
 from ...realloc.transfer import Parts
 
@@ -111,12 +111,9 @@ class CopyDigests:
         return part_digest(tensor.detach().to(self._dtypes[name]), box, self._shapes[name])
 
     def _sums(self, found: Sequence[tuple[int, str, Tensor]]) -> dict[int, np.ndarray]:
-        if not found:
-            return {}
         rows = {name: at for at, name in enumerate(self._shapes)}
-        numbers = torch.stack([digest for _, _, digest in found]).cpu().numpy()
         sums: dict[int, np.ndarray] = {}
-        for (copy, name, _), number in zip(found, numbers, strict=True):
+        for (copy, name, _), number in zip(found, numbers([digest for _, _, digest in found]), strict=True):
             row = rows[name]
             sums.setdefault(copy, np.zeros(len(rows), np.int64))[row : row + 1] += number  # a scalar's sum would warn
         return sums
