@@ -98,3 +98,10 @@ def test_a_digest_sees_every_row_of_a_large_tensor() -> None:
         other[place] = 1.0
         seen.add(int(digest(other)))
     assert len(seen) == 6
+
+
+def test_memory_can_be_freed_after_its_digest_was_taken() -> None:
+    """As `residency.DroppedCopy` does between the uses of a copy."""
+    tensor = torch.randn(8, 8)
+    assert digest(tensor) == digest(tensor.clone())
+    tensor.untyped_storage().resize_(0)

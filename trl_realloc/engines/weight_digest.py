@@ -208,7 +208,8 @@ def _products(words: Tensor, weights: Tensor) -> Tensor:
     times as many as it copies; torch takes 2 with two threads, which wait for each other."""
     if words.device.type != "cpu":
         return (words * weights).sum(1)
-    return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), weights.numpy()))
+    # not by `Tensor.numpy`, after which torch neither grows nor frees a storage (`residency.DroppedCopy`)
+    return torch.from_numpy(np.einsum("ij,j->i", np.from_dlpack(words), np.from_dlpack(weights)))
 
 
 def _at(salt: int, places: _Places, device: torch.device) -> Tensor:
