@@ -93,7 +93,7 @@ class WeightUpdates:
 
 
 def difference(sent: Mapping[str, int], answers: Sequence[WorkerAnswer]) -> str | None:
-    """How what lies in the workers differs from what was sent, as a sentence; `None` if it does not.
+    """A sentence that says how the workers' weights differ from what was sent; `None` if they do not.
 
     Args:
         sent: the digests of whole tensors.

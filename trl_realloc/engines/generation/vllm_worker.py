@@ -229,7 +229,7 @@ class RolloutWorker:
         return None
 
     def loaded_weights(self) -> WorkerAnswer:
-        """Whether the last weight update succeeded on this worker, and the digests of what lies in its memory now."""
+        """The outcome of the last weight update on this worker, and the digests of what lies in its memory now."""
         transfer = self.weight_transfer_engine
         if transfer.problem is not None or transfer.weights is None:
             return WorkerAnswer(transfer.problem, {}, [])

@@ -84,7 +84,7 @@ class CopyDigests:
         return DigestSums(None, self._sums(found))
 
     def difference(self, sums: DigestSums) -> str | None:
-        """How a copy differs from the source, as a sentence; `None` if none does.
+        """A sentence that says how a copy differs from the source; `None` if none does.
 
         Args:
             sums: of all ranks.
