@@ -35,6 +35,7 @@ from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups  # noqa: E402
 from trl_realloc.engines.training import packed_attention, sliced_head  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
+from trl_realloc.engines.training.packed_row import PackedRow  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402
 from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
@@ -206,6 +207,25 @@ def test_a_head_gives_the_hosts_numbers_without_reading_the_device(name: str, pa
         assert torch.allclose(on_host(outputs[output].values), column.values, atol=1e-5), output
 
 
+def of_one_prompt(count: int) -> Rollouts:
+    return rollouts(count).plus(prompts=Ragged.of([torch.arange(3, 23)] * count, torch.long))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_computes_a_common_prompt_once_without_reading_the_device(name: str) -> None:
+    here, there = heads(name, padded=False)
+    samples = of_one_prompt(5)
+    tree = here.tree(samples)
+    assert tree is not None and tree.tokens == samples.tokens - 4 * 20
+    expected, micro = here(samples), samples.to(SIM)
+    there(micro, PackedRow.of(tree))  # Transformers' first forward of a model reads its rotary frequencies
+    with DEVICE.counting() as counted:
+        outputs = there(micro, PackedRow.of(tree))
+    assert counted[0].reads == 0, counted
+    for output, column in expected.items():
+        assert torch.allclose(on_host(outputs[output].values), column.values, atol=1e-5), output
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, samples = 4000, rollouts(8)
@@ -240,12 +260,15 @@ def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, m
 
 
 @of_cuda
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("most", [1 << 40, 0], ids=["whole", "in slices"])
 def test_packed_rows_by_variable_length_attention_give_the_hosts_numbers(
-    most: int, monkeypatch: pytest.MonkeyPatch
+    most: int, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 on the GPU, against float32 on the host."""
-    samples, here = rollouts(4), PolicyHead(tiny.policy(head_dim=64), 1.0)
+    samples, here = of_one_prompt(4) if shares else rollouts(4), PolicyHead(tiny.policy(head_dim=64), 1.0)
+    tree = here.tree(samples)
+    assert (tree is not None) is shares
     expected = here(samples)["logprobs"].values
     expected.sum().backward()
     there, calls = PolicyHead(tiny.policy(head_dim=64), 1.0).to(SIM), list[int]()
@@ -259,7 +282,8 @@ def test_packed_rows_by_variable_length_attention_give_the_hosts_numbers(
     monkeypatch.setattr(sliced_head, "MOST_LOGITS", most)
     monkeypatch.setattr(sliced_head, "LOGITS_SLICE", 16 * tiny.VOCABULARY)
     with torch.autocast("cuda", torch.bfloat16):
-        found = there(samples.to(SIM))["logprobs"].values
+        row = None if tree is None else PackedRow.of(tree)
+        found = there(samples.to(SIM), row)["logprobs"].values
     found.sum().backward()
     assert calls, "torch's variable-length attention is used"
     assert torch.allclose(on_host(found).float(), expected.detach(), rtol=5e-2, atol=5e-2)
