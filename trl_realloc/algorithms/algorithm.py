@@ -29,7 +29,8 @@ class TokenLoss(Protocol):
 
         Returns:
             A scalar to differentiate: a weighted sum over samples, whose weights do not depend on the micro-batch. And
-            sums over the tokens of each sample by name, (n,) each, without gradients.
+            by name, without gradients, sums over the tokens of each sample, (n,), or values of response tokens,
+            (tokens,).
         """
 
 

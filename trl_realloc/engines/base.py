@@ -388,14 +388,24 @@ class TrainingEngine(ScoringEngine, Protocol):
             micro_batch_tokens: most tokens of one forward.
 
         Returns:
-            Each statistic (n,) float32 on the CPU, in the order of the samples.
+            Each statistic float32 on the CPU, in the order of the samples: (n,), or of response tokens (tokens,).
 
         Raises:
             NonFiniteError: the gradients are not finite; on every rank of the mesh. The step was not taken.
         """
 
+    def add_gradients(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> Mapping[str, Tensor]:
+        """Compute gradients of the mini-batch that the next `train` steps on, which adds those of its own samples.
+
+        Args:
+            samples, loss, micro_batch_tokens: as of `train`.
+
+        Returns:
+            What `train` returns.
+        """
+
     def drop(self) -> None:
-        """Forget the gradients that an interrupted `train` has left. Not collective."""
+        """Forget the gradients that `add_gradients` or an interrupted `train` has left. Collective over the mesh."""
 
     def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
         """The parameters for files: each element once on the mesh's first rank, tensor by tensor or a few at a time;

@@ -284,14 +284,16 @@ class Executor:
             sizes: how many samples each rank has.
 
         Returns:
-            The call's outputs for this rank's samples, in their order. For a call that trains: a row with the norm of
-            each step's gradient before clipping, on every rank; none for a step that was skipped.
+            The call's outputs for this rank's samples, in their order; of a call that adds gradients (`Step.loss`), its
+            loss's values of each response token. For a call that trains: a row with the norm of each step's gradient
+            before clipping, on every rank; none for a step that was skipped.
 
         Raises:
             JobFailed, NonFiniteError: as `perform`.
         """
         self.cancel_early()
         call = self.plan.graph.call(name)
+        trains = self._now.step.trains(call)
         self.exchange.forget(name)
         self._now = self.runner.begin(self._now.step, self.exchange)
         self._now.inputs.reports = self.rank == self.plan.mesh(name).leader
@@ -304,10 +306,10 @@ class Executor:
             try:
                 output = self._now.inputs.collect(name)
                 self._performed += output.spans
-                outcome = of_steps(output.samples) if call.trains else output.samples
+                outcome = of_steps(output.samples) if trains else output.samples
             except CallsFailed as failed:
-                outcome = refusal(failed) if call.trains else failed.of_job()
-        if call.trains:
+                outcome = refusal(failed) if trains else failed.of_job()
+        if trains:
             of_all: Rollouts = self._from_results(outcome)
             return of_all
         self.alarm.at(f"waiting for the results of {self._now.step.name}")

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from ..algorithms.algorithm import TokenLoss
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import whole_texts
 from ..algorithms.rollout import Ragged, Rollouts, token_keys
@@ -68,6 +69,7 @@ class HostCalls:
         self._finished: FinishedSamples | None = None
         # by call that has run with the generation, and by reward model where texts were scored
         self._streamed: dict[tuple[str, str], KnownOutputs] = defaultdict(KnownOutputs)
+        self._has_gradients = False  # of an optimizer step that has not been taken
         self._all_finished = False  # all ranks take part in a generation without a wish to generate more
 
     def at(self, update: int, *, evaluates: bool = False) -> None:
@@ -260,10 +262,34 @@ class HostCalls:
         """
         (name,) = [call.name for call in self.executor.plan.graph.calls if call.trains]
         role = self.executor.plan.graph.call(name).role
+        continues, self._has_gradients = self._has_gradients, False
         for (call, _), known in self._streamed.items():
             if self.executor.plan.graph.call(call).role == role:
                 known.forget()
-        return self._perform(name, samples, {role: rate})
+        return self._perform(name, samples, {role: rate}, continues=continues)
+
+    def add_gradients(self, samples: Rollouts, loss: TokenLoss) -> Rollouts:
+        """Add the gradients of a loss of the samples of all ranks to those of the optimizer step that `train` takes.
+
+        Args:
+            samples: of this rank, with `prompts` and `responses`.
+            loss: on every rank; of samples whose `index` counts those of all ranks, in the order of the ranks.
+
+        Returns:
+            What the loss returns of this rank's response tokens.
+
+        Raises:
+            JobFailed: the call failed on some rank.
+        """
+        (name,) = [call.name for call in self.executor.plan.graph.calls if call.trains]
+        continues, self._has_gradients = self._has_gradients, False
+        outputs = self._perform(name, samples, loss=loss, continues=continues)
+        self._has_gradients = True
+        return outputs
+
+    def forget_gradients(self) -> None:
+        """Forget what `add_gradients` has added: the optimizer step will not be taken."""
+        self._has_gradients = False
 
     def take_ages(self) -> dict[str, float]:
         """Ages of the latest generation's tokens (`results.ages`), on every rank; empty if none was generated ahead
@@ -286,6 +312,8 @@ class HostCalls:
         model: str = "",
         ended: Callable[[int, Rollouts], None] | None = None,
         sampling: Sampling | None = None,
+        loss: TokenLoss | None = None,
+        continues: bool = False,
     ) -> Rollouts:
         """Run a call on all ranks' samples; the outputs for this rank's samples, or the statistics of a training."""
         call, executor = self.executor.plan.graph.call(name), self.executor
@@ -309,6 +337,8 @@ class HostCalls:
                     draw=self._rounds[self._evaluates],
                     model=model,
                     finished=None if followed is None else followed.add,
+                    loss=loss,
+                    continues=continues,
                 )
             )
             run: Run = executor.perform_own
@@ -392,6 +422,10 @@ class KnownOutputs:
         missing = list({key: at for at, key in enumerate(keys) if key not in self._at}.values())
         self._keep([keys[at] for at in missing], compute(samples.select(missing)))
         return self._outputs.select([self._at[key] for key in keys]) if keys else Rollouts()
+
+    def has(self, samples: Rollouts) -> bool:
+        """True if the outputs for all of these samples are known."""
+        return all(key in self._at for key in token_keys(samples))
 
     def forget(self) -> None:
         """Forget all of them: the parameters that computed them have changed, or nobody will ask for them again."""

@@ -165,12 +165,12 @@ class MegatronEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
-        statistics = self._backward(samples, loss, micro_batch_tokens)
+        statistics = self.add_gradients(samples, loss, micro_batch_tokens)
         self.step(samples, statistics, learning_rate)
         return statistics
 
-    def _backward(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
-        """Add the gradients of samples. Returns their statistics."""
+    def add_gradients(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
+        """See `base.TrainingEngine`."""
         assert self.masters is not None, "a frozen role cannot be trained"
         self.head.train()
         if self.pipeline is None:
@@ -204,7 +204,8 @@ class MegatronEngine:
         """The statistics that `train` returns, for a mini-batch that has run through the stages. Collective over the
         pipeline."""
         parts = [batch.statistics[at] for at in range(len(batch.statistics))]
-        return self._from_last_stage(statistics_in_order(parts, batch.batches))
+        lengths = [micro.ragged("responses").lengths for micro in batch.micros]
+        return self._from_last_stage(statistics_in_order(parts, batch.batches, lengths))
 
     def step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
         """Take an optimizer step with the gradients that are there. Collective over the mesh.

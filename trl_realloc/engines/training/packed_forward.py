@@ -255,7 +255,7 @@ def cut(
     return batches + [[] for _ in range(group.max(len(batches)) - len(batches))] if in_step else batches
 
 
-def _placeholder() -> Rollouts:
+def placeholder() -> Rollouts:
     """One sample of one token, for a forward that the mesh's collectives need on a rank without samples."""
     one = Ragged(torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
     return Rollouts(index=torch.zeros(1, dtype=torch.long), prompts=one, responses=one)
@@ -290,7 +290,7 @@ def run_forward(
     parts: list[Mapping[str, Ragged]] = []
     with torch.no_grad():
         for batch in batches:
-            micro = inputs.select(batch) if batch else _placeholder()
+            micro = inputs.select(batch) if batch else placeholder()
             row = row_of(tree, batch)
             out = head(micro.to(device), row) if kept is None else kept.run(head, micro, row, device)
             if batch:
@@ -311,14 +311,26 @@ def in_order(parts: Sequence[Mapping[str, Ragged]], batches: Sequence[Sequence[i
     return {name: Ragged.cat([part[name] for part in parts]).to("cpu").select(order) for name in parts[0]}
 
 
-def statistics_in_order(parts: Sequence[Mapping[str, Tensor]], batches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """The statistics of micro-batches, (n,) float32 on the CPU, in the samples' order. All of them are copied there at
-    once. The arguments are those of `in_order`."""
+def statistics_in_order(
+    parts: Sequence[Mapping[str, Tensor]], batches: Sequence[Sequence[int]], lengths: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """The statistics of micro-batches, float32 on the CPU, in the samples' order: (n,), or of response tokens
+    (tokens,). All of them are copied there at once.
+
+    Args:
+        parts, batches: as of `in_order`.
+        lengths: of the responses of each micro-batch that has samples, (its samples,) int64 on the CPU.
+    """
     if not parts or not parts[0]:
         return {}
     order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-    rows = [torch.cat([part[name] for part in parts]).float() for name in parts[0]]
-    return dict(zip(parts[0], torch.stack(rows).cpu()[:, order], strict=True))
+    columns = [torch.cat([part[name] for part in parts]).float() for name in parts[0]]
+    on_host = torch.cat(columns).cpu().split([len(column) for column in columns])
+    of_tokens = torch.cat(list(lengths))
+    return {
+        name: column[order] if len(column) == len(order) else Ragged(column, of_tokens).select(order).values
+        for name, column in zip(parts[0], on_host, strict=True)
+    }
 
 
 def run_training(
@@ -343,7 +355,7 @@ def run_training(
         tree: of the samples, where they share tokens.
 
     Returns:
-        Each statistic (n,) float32 on the CPU, in the samples' order.
+        The statistics, as `base.TrainingEngine.train` returns them.
     """
     begun = [] if kept is None else kept.take(samples)
     done = {position for positions, _ in begun for position in positions}
@@ -351,16 +363,17 @@ def run_training(
     of_rest = tree.select(rest) if tree is not None and begun else tree
     cuts = cut(samples.select(rest) if begun else samples, budget, group, in_step, of_rest)
     batches = [positions for positions, _ in begun] + [[rest[at] for at in batch] for batch in cuts]
-    parts: list[dict[str, Tensor]] = []
+    parts, lengths = list[dict[str, Tensor]](), list[Tensor]()
     for at, batch in enumerate(batches):
         is_last = at == len(batches) - 1
         if batch:
             micro = samples.select(batch).to(device)
             value, statistics = loss(begun.pop(0)[1] if begun else head(micro, row_of(tree, batch)), micro)
             parts.append({name: sums.detach() for name, sums in statistics.items()})
+            lengths.append(micro.ragged("responses").lengths)
         else:  # the mesh's collectives need this rank's backward; its gradients are zero
-            out = head(_placeholder().to(device), None)
+            out = head(placeholder().to(device), None)
             differentiable = [column.values.sum() for column in out.values() if column.values.requires_grad]
             value = 0.0 * torch.stack(differentiable).sum()
         backward(guarded(value), is_last)
-    return statistics_in_order(parts, batches)
+    return statistics_in_order(parts, batches, lengths)

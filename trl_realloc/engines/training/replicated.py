@@ -116,9 +116,21 @@ class ReplicatedEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
+        statistics = self.add_gradients(samples, loss, micro_batch_tokens, kept=self._kept)
+        self._step(samples, statistics, learning_rate)
+        return statistics
+
+    def add_gradients(
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, *, kept: KeptForward | None = None
+    ) -> dict[str, Tensor]:
+        """See `base.TrainingEngine`.
+
+        Args:
+            kept: as of `run_training`.
+        """
         assert self.optimizer is not None, "a frozen role cannot be trained"
         self.head.train()
-        statistics = run_training(
+        return run_training(
             self._call,
             samples,
             loss,
@@ -126,11 +138,9 @@ class ReplicatedEngine:
             self.group,
             self.device,
             lambda value, is_last: self.scaler.scale(value).backward(),
-            kept=self._kept,
+            kept=kept,
             tree=self.head.tree(samples),
         )
-        self._step(samples, statistics, learning_rate)
-        return statistics
 
     def _step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
         """Take an optimizer step with the gradients that are there."""
@@ -152,7 +162,9 @@ class ReplicatedEngine:
 
     def drop(self) -> None:
         """See `base.TrainingEngine`."""
-        self._clear()
+        assert self.optimizer is not None, "a frozen role has no gradients"
+        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_others()
 
     def _not_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
         """The trainable parameters that an optimizer does not step."""
@@ -166,10 +178,8 @@ class ReplicatedEngine:
         return self.masters
 
     def _clear(self) -> None:
-        """Forget all gradients."""
-        assert self.optimizer is not None, "a frozen role has no gradients"
-        self.optimizer.zero_grad(set_to_none=True)
-        self._clear_others()
+        """Forget all gradients and graphs."""
+        self.drop()
         self._kept.forget()
 
     def _clear_others(self) -> None:

@@ -39,7 +39,7 @@ from .compiled_ops import clear_stale_locks, compiles
 from .group_settings import GroupSettings
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
-from .packed_forward import RoleHead, run_forward, run_training
+from .packed_forward import RoleHead, placeholder, run_forward, run_training
 from .packed_row import PackedRow
 from .replicated import whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
@@ -119,7 +119,7 @@ class ZeroEngine:
         check_gradients(self.engine.optimizer)
         self._settings = None if self.frozen else GroupSettings(self.engine.optimizer.optimizer)
         self._gradients = GradientMemory(self.engine.optimizer)
-        self._is_within_step = False
+        self._is_within_step = self._has_gradients = False
         self.version, self.grad_norm = 0, math.nan
 
     @property
@@ -144,17 +144,34 @@ class ZeroEngine:
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
-        with self._within_step(learning_rate):
-            statistics = self._backward(samples, loss, micro_batch_tokens)
+        with self._within_step() as settings:
+            settings.give(learning_rate)
+            statistics = self._backward(samples, loss, micro_batch_tokens, steps=True)
         self._end_step(samples, statistics)
         return statistics
 
+    def add_gradients(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
+        """See `base.TrainingEngine`."""
+        with self._within_step():
+            self._has_gradients = True
+            return self._backward(samples, loss, micro_batch_tokens, steps=False)
+
     def drop(self) -> None:
-        """See `base.TrainingEngine`. DeepSpeed cannot forget a part of a step: `_within_step` refuses the next one."""
+        """See `base.TrainingEngine`. DeepSpeed forgets gradients in a step alone, and skips the step if they are not
+        finite. It cannot forget a part of them: `_within_step` refuses the next step."""
+        if self._has_gradients and not self._is_within_step:
+            with self._within_step():
+                self._backward(placeholder(), _nan, 1, steps=True)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._gradients.free()
+        self._has_gradients = False
 
     @contextlib.contextmanager
-    def _within_step(self, learning_rate: Rate) -> Iterator[None]:
-        """Context of one optimizer step, which has to be done whole.
+    def _within_step(self) -> Iterator[GroupSettings]:
+        """Context of forwards and backwards of one optimizer step, which have to be done whole. Yields the optimizer's
+        settings.
 
         Raises:
             EngineError: another one was not.
@@ -166,19 +183,20 @@ class ZeroEngine:
                 "gradients; save the model, and make a new trainer to train it."
             )
         self._is_within_step = True
-        self._settings.give(learning_rate)
         try:
-            yield
+            yield self._settings
         except BaseException:
             self._gradients.free()
             raise
         self._is_within_step = False
 
-    def _backward(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
-        """Compute the gradients of a mini-batch, and take the optimizer step."""
+    def _backward(
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, *, steps: bool
+    ) -> dict[str, Tensor]:
+        """Compute the gradients of samples of a mini-batch, and take the optimizer step if `steps`."""
 
         def backward(value: Tensor, is_last: bool) -> None:
-            self.engine.set_gradient_accumulation_boundary(is_last)
+            self.engine.set_gradient_accumulation_boundary(is_last and steps)
             # DeepSpeed averages gradients over the mesh, but the loss needs their sum
             self.engine.backward(value * self.group.size)
             self.engine.step()
@@ -205,7 +223,7 @@ class ZeroEngine:
         Raises:
             NonFiniteError: the step was skipped.
         """
-        self._gradients.free()
+        self._forget()
         # DeepSpeed computes the norm in every step, to find gradients that are not finite (`zero_setup`)
         self.grad_norm = float(self.engine.get_global_grad_norm())
         if getattr(self.engine.optimizer, "overflow", False):
@@ -323,6 +341,11 @@ class ZeroEngine:
         """The optimizer's 0-dimensional tensors, such as `step`."""
         values = {key: value for state in self._flat_states() for key, value in state.items()}
         return {key: value for key, value in values.items() if torch.is_tensor(value) and value.dim() == 0}
+
+
+def _nan(outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss whose gradients are not finite."""
+    return torch.nan * torch.stack([column.values.sum() for column in outputs.values()]).sum(), {}
 
 
 if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols

@@ -19,7 +19,7 @@ from ..failures.alarm import Alarm
 from ..samples.exchange import CallFailure, CallOutput, CallsFailed, Exchange
 from ..samples.routes import RESULTS, columns_read, is_divided_by_each, replica
 from ..samples.shares import AnsweredPrompts, Share, shares_of_samples, shares_of_training
-from .generate_and_score import CallSettings
+from .generate_and_score import CallSettings, Step
 
 
 logger = logging.get_logger(__name__)
@@ -29,8 +29,6 @@ class CallInputs:
     """The inputs of one rank's calls in one iteration.
 
     Args:
-        step: the number of the iteration.
-        name: of the iteration in messages.
         answered: by call that generates, the prompts of its latest use, on the leader of its mesh.
         shares_tokens: by the name of a call whose mesh this rank is in, as of `shares_of_samples`.
     """
@@ -41,14 +39,13 @@ class CallInputs:
         algorithm: Algorithm,
         settings: CallSettings,
         alarm: Alarm,
-        step: int,
-        name: str,
+        step: Step,
         answered: Mapping[str, AnsweredPrompts],
         shares_tokens: Callable[[str], bool],
     ) -> None:
         self.exchange, self.algorithm, self.settings, self.alarm = exchange, algorithm, settings, alarm
         self.plan, self.rank = exchange.plan, exchange.rank
-        self.step, self.name, self._answered, self._shares_tokens = step, name, answered, shares_tokens
+        self.step, self._answered, self._shares_tokens = step, answered, shares_tokens
         self.reports = self.rank == RESULTS  # a batch that is skipped
         self._prepared: Rollouts | None = None
         # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
@@ -64,7 +61,7 @@ class CallInputs:
             own = replica(self.plan, call.name, self.rank)
             return shares_of_samples(self.plan, call, batch, [own])[0]
         if self.rank != self.plan.mesh(call.name).leader:
-            self.alarm.at(f"waiting for its samples of {call.name} of {self.name}")
+            self.alarm.at(f"waiting for its samples of {call.name} of {self.step.name}")
             try:
                 return self.exchange.receive_share(call.name).with_columns_of(batch)
             except CallsFailed as failed:
@@ -123,7 +120,7 @@ class CallInputs:
     def collect(self, producer: str) -> CallOutput:
         """A call's outputs from all ranks. Raises `CallsFailed` where there are none."""
         if not self.exchange.has(producer):
-            self.alarm.at(f"waiting for the samples of {producer} of {self.name}")
+            self.alarm.at(f"waiting for the samples of {producer} of {self.step.name}")
         return self.exchange.collect(producer)
 
     def divide(self, call: Call, samples: Rollouts, replicas: Collection[int] | None = None) -> list[Share]:
@@ -138,7 +135,7 @@ class CallInputs:
         """
         attention_at = self.settings.attention_at.get(call.role, math.inf)
         shares_tokens = self._shares_tokens(call.name)
-        if not call.trains:
+        if not self.step.trains(call):
             # each rank that divides by itself would have to know of all prompts before
             answered = self._answered.get(call.name) if replicas is None else None
             return shares_of_samples(
@@ -159,7 +156,7 @@ class CallInputs:
             call,
             self.algorithm,
             prepared,
-            self.step,
+            self.step.number,
             replicas,
             attention_at=attention_at,
             shares_tokens=shares_tokens,

@@ -63,8 +63,7 @@ class CallRunner:
             self.algorithm,
             self.settings,
             self.alarm,
-            step.number,
-            step.name,
+            step,
             self._answered,
             lambda call: self.placement.shares_tokens(call),
         )
@@ -181,6 +180,8 @@ class CallRunner:
                 return calls.generate(placement, settings, call, share.samples, step, self.alarm.check, begun)
             case CallKind.FORWARD:
                 return calls.forward(placement, settings, call, share.samples, step)
+            case CallKind.TRAIN if not step.trains(call):
+                return training_calls.add_gradients(placement, call, share.samples, step)
             case CallKind.TRAIN:
                 loss = self.algorithm.loss(call.name).of_tokens
                 return training_calls.train(placement, settings, loss, call, share.mini_batches(), step)

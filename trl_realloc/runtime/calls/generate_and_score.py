@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ...algorithms.rollout import Ragged, Rollouts
 from ...engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, ScoringEngine, Unfinished
@@ -82,6 +83,8 @@ class Step:
         model: the reward model that is run; empty for all.
         first: the place of the batch's first sample in the data set of an evaluation, which seeds its draws.
         finished: called on the rank that generates, with samples as they end and the columns generated of them.
+        loss: a call that trains adds the gradients of this loss, and takes no optimizer step.
+        continues: a call that trains adds to the gradients that are there; otherwise it forgets them first.
     """
 
     number: int
@@ -92,6 +95,12 @@ class Step:
     model: str = ""
     first: int = 0
     finished: Callable[[Rollouts], None] | None = None
+    loss: TokenLoss | None = None
+    continues: bool = False
+
+    def trains(self, call: Call) -> bool:
+        """True if a call takes optimizer steps."""
+        return call.trains and self.loss is None
 
     @property
     def name(self) -> str:

@@ -1,5 +1,5 @@
 """One rank's part of calls that train, `train` for one call and `train_together` for two that the plan fuses, and the
-checks of trained weights.
+checks of trained weights. `add_gradients` is the part of one optimizer step that a loss is computed in.
 
 Other kinds of call are in `generate_and_score`, the division of the samples in `shares`. Only the engines communicate
 here.
@@ -52,6 +52,8 @@ def train(
     """
     engine, log = placement.trained(call.role), _TrainingLog(placement, settings, call, step)
     assert engine is not None, "only the ranks of a call's mesh run it"
+    if not step.continues:
+        engine.drop()
     for update, samples in enumerate(mini_batches):
         try:
             statistics = engine.train(samples, loss, placement.budget(call.name), step.learning_rates[call.role])
@@ -60,6 +62,26 @@ def train(
         else:
             log.add(update, samples, statistics)
     return log.end()
+
+
+def add_gradients(placement: Placement, call: Call, samples: Rollouts, step: Step) -> Rollouts:
+    """Add the gradients of `step.loss` to those of the next optimizer step of a role.
+
+    Args:
+        samples: this rank's share.
+
+    Returns:
+        `index`, and the values that the loss returns of each response token.
+    """
+    engine = placement.trained(call.role)
+    assert engine is not None and step.loss is not None, "the ranks of a call's mesh compute a loss"
+    if not step.continues:
+        engine.drop()
+    columns = engine.add_gradients(samples, step.loss, placement.budget(call.name))
+    if not columns:
+        return Rollouts()
+    responses = samples.ragged("responses")
+    return Rollouts(index=samples.tensor("index"), **{name: responses.like(c) for name, c in columns.items()})
 
 
 def train_together(

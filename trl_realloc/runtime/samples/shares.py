@@ -75,18 +75,18 @@ def shares_of_samples(
     shares_tokens: bool = False,
     answered: AnsweredPrompts | None = None,
 ) -> list[Share]:
-    """The share of each replica of a call that does not train: prompts in turn, samples with responses so that their
+    """The share of each replica of a call that takes no optimizer step: prompts in turn, samples with responses so that their
     work is balanced.
 
     Args:
-        samples: the global batch with the columns that the call reads.
+        samples: the global batch with the columns that the call reads, as far as they are there.
         replicas: whose shares are wanted; by default all.
         attention_at: of the call's model, as of `work`.
         shares_tokens: the call's engines compute the tokens that samples have in common at their beginnings once.
         answered: of a call that generates: which engine has the beginning of a prompt. It learns of these prompts.
     """
     dp = plan[call.name].strategy.dp
-    read = samples.only(("index", *call.inputs))
+    read = samples.only(name for name in ("index", *call.inputs) if name in samples)
     if call.kind is CallKind.GENERATE:
         prompts = samples.ragged(call.inputs[0])
         positions = deal(prompts, dp, [] if answered is None else answered.homes(prompts))

@@ -6,7 +6,7 @@ Generation can be planned in both cases. What planned generation itself refuses 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -63,7 +63,12 @@ _LIBRARIES = ("trl.", "transformers.", __name__.partition(".")[0] + ".")
 
 def own_optimizer(kind: type) -> str | None:
     """The method by which a user's subclass makes the optimizer, which no engine calls; `None` if there is none."""
-    for name in _OPTIMIZER_METHODS:
+    return users_method(kind, _OPTIMIZER_METHODS)
+
+
+def users_method(kind: type, names: Iterable[str]) -> str | None:
+    """The first of these methods that a user's subclass of a trainer has replaced; `None` if there is none."""
+    for name in names:
         owner = next(base for base in kind.__mro__ if name in vars(base))
         if not owner.__module__.startswith(_LIBRARIES):
             return f"{owner.__name__}.{name}"

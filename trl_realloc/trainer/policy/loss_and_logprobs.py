@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from ...algorithms.algorithm import TokenLoss
 from ...algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
 from ...algorithms.rollout import Ragged, Rollouts
+from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import GRAD_NORM
 from ...runtime.host_calls import HostCalls, KnownOutputs
+from ...runtime.process_groups import from_every_rank
 from ..checks.config_checks import ConfigError
+from .loss_in_engine import LossInEngine, MicroBatch, has_entropy_term, is_computed_in_engines, moving_rows
 
 
 if TYPE_CHECKING:
@@ -49,33 +53,30 @@ class EngineLoss:
         self.window = Window(calls, trainer.accelerator.device)
         self.untrained = 0
         self._leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
-        self._following: tuple[Rows, ...] = ()  # micro-batches of the same optimizer step after it
+        # its inputs, and those of the micro-batches of the same optimizer step after it
+        self._inputs: tuple[Mapping[str, Any], ...] = ()
 
     @contextlib.contextmanager
     def of_micro_batch(self, inputs: Any) -> Iterator[None]:
         """Around TRL's loss of a micro-batch; of the training, where gradients are enabled."""
         if torch.is_grad_enabled():
-            self._following = tuple(self._rows_after(inputs))
+            self._inputs = (inputs, *self._inputs_after(inputs))
         try:
             yield
         finally:
-            self._following = ()
+            self._inputs = ()
             if not torch.is_grad_enabled() and not self.trainer.model.training:
                 self.window.forget_logprobs()  # of an evaluation, which asks for each sample once
 
-    def _rows_after(self, inputs: Any) -> Iterator[Rows]:
-        """The micro-batches of the same optimizer step that have been generated already; none where a forward for an
+    def _inputs_after(self, inputs: Any) -> Sequence[Mapping[str, Any]]:
+        """The inputs of the micro-batches of the same optimizer step that have been generated already; none where a forward for an
         earlier one had them."""
         buffer = self.trainer._buffered_inputs or ()
         at = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
         if at and len(self.window):
-            return
+            return ()
         left = self.trainer.current_gradient_accumulation_steps - len(self.window) - 1
-        for part in buffer[at + 1 : at + 1 + left]:
-            ids, masks = (
-                torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
-            )
-            yield Rows.of(ids, masks, part["completion_ids"].size(1))
+        return tuple(buffer[at + 1 : at + 1 + left])
 
     def logps_and_entropies(
         self,
@@ -94,12 +95,20 @@ class EngineLoss:
         rows = Rows.of(input_ids, attention_mask, logits_to_keep)
         if isinstance(model, ReferenceInEngine):
             return self.window.of_reference(rows), None, None
-        logprobs, entropies = self.window.of_policy(rows, self._following)
-        if torch.is_grad_enabled():
-            if self._leaves is not None and self.trainer.is_in_train:
-                raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
-            entropies.requires_grad_(getattr(self.trainer, "_entropy_bonus_enabled", False))
-            self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies)
+        if not torch.is_grad_enabled():
+            logprobs, entropies = self.window.of_policy(rows)
+            return logprobs, entropies if compute_entropy else None, None
+        if self._leaves is not None and self.trainer.is_in_train:
+            raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
+        all_rows = [rows, *map(Rows.of_inputs, self._inputs[1:])]
+        used = Rollouts()
+        if self.trainer.is_in_train and is_computed_in_engines(self.trainer):
+            used = self.window.in_one_pass(self.trainer, self._inputs, all_rows)
+            logprobs, entropies = self.window.padded(rows, used)
+        else:
+            logprobs, entropies = self.window.of_policy(rows, all_rows[1:])
+        entropies.requires_grad_(has_entropy_term(self.trainer))
+        self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies, used)
         return logprobs, entropies if compute_entropy else None, None
 
     def backward(self, loss: Tensor) -> None:
@@ -139,6 +148,7 @@ class EngineLoss:
         """Forget the slopes and log-probabilities of an optimizer step."""
         self._leaves = None
         self.window.forget()
+        self.calls.forget_gradients()
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ class Rows:
     Args:
         samples: `prompts` and `responses` of the rows that have a response, int64 on the CPU.
         mask: (rows, width) bool on the CPU: the tokens of the responses in TRL's tensor.
-        spare: the first row with one token of its response, whether it is left out or not.
+        spare: a token of the first prompt and one of its response, whether it is left out or not.
     """
 
     samples: Rollouts
@@ -172,8 +182,22 @@ class Rows:
         ragged = {name: Ragged(part[kept], kept.sum(1)) for name, (part, kept) in columns.items()}
         has_response = ragged["responses"].lengths.nonzero()[:, 0]
         one = Ragged(ids[:1, -width], torch.ones(1, dtype=torch.long))
-        spare = Rollouts(prompts=ragged["prompts"].select([0]), responses=one)
+        prompt = ragged["prompts"].select([0])
+        spare = Rollouts(prompts=prompt.crop(prompt.lengths.clamp(max=1)), responses=one)
         return Rows(Rollouts(**ragged).select(has_response), mask[:, -width:], spare)
+
+    @staticmethod
+    def of_inputs(inputs: Mapping[str, Any]) -> Rows:
+        """The rows of the inputs of TRL's loss."""
+        ids, masks = (
+            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+        )
+        return Rows.of(ids, masks, inputs["completion_ids"].size(1))
+
+    @property
+    def numbers(self) -> Tensor:
+        """(samples,) int64: the row of each sample."""
+        return self.mask.any(1).nonzero()[:, 0]
 
     def padded(self, column: Ragged, device: torch.device) -> Tensor:
         """(rows, width): a value per response token, 0 elsewhere."""
@@ -194,11 +218,13 @@ class Leaves:
     Args:
         logprobs: (rows, width) float32; a leaf that gets a gradient.
         entropies: (rows, width) float32; a leaf too where the loss has an entropy term.
+        used: the slopes by which the engines have added gradients already, if they have.
     """
 
     rows: Rows
     logprobs: Tensor
     entropies: Tensor
+    used: Rollouts = field(default_factory=Rollouts)
 
 
 class Window:
@@ -212,6 +238,8 @@ class Window:
     def __init__(self, calls: HostCalls, device: torch.device) -> None:
         self.calls, self.device = calls, device
         self._known = KnownOutputs()  # log-probabilities and entropies under the policy as it is
+        # by the identity of a micro-batch's inputs: these, and the outputs of the pass that has added its gradients
+        self._passed: dict[int, tuple[Mapping[str, Any], Rollouts]] = {}
         self._slopes: list[Rollouts] = []
         self._spare = Rollouts()
 
@@ -229,13 +257,68 @@ class Window:
         """
         samples = Rollouts.cat([part.samples for part in (rows, *following)])
         known = self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
+        return self.padded(rows, known.select(range(len(rows.samples))))
+
+    def padded(self, rows: Rows, outputs: Rollouts) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, (rows, width) float32 each, of the outputs for the rows' samples."""
         if not len(rows.samples):
             nothing = rows.padded(Ragged.of([], torch.float32), self.device)
             return nothing, nothing.clone()
-        known = known.select(range(len(rows.samples)))
-        columns = (known.ragged(name) for name in ("policy_logprobs", "entropies"))
+        columns = (outputs.ragged(name) for name in (POLICY_LOGPROBS, ENTROPIES))
         logprobs, entropies = (rows.padded(column, self.device) for column in columns)
         return logprobs, entropies
+
+    def in_one_pass(self, trainer: Trainer, inputs: Sequence[Mapping[str, Any]], rows: Sequence[Rows]) -> Rollouts:
+        """Log-probabilities and entropies of the samples of a micro-batch of the training, and where these are not
+        known, the slopes by which the engines have added its gradients in the same pass. All ranks together.
+
+        Args:
+            inputs: of TRL's loss: of the micro-batch, and of those that will be asked for before the policy changes,
+                which are in the same pass.
+            rows: of each of them.
+        """
+        is_known = id(inputs[0]) in self._passed or self._known.has(Rollouts.cat([each.samples for each in rows]))
+        own = [] if is_known else list(zip(inputs, rows, strict=True))
+        moving = [moving_rows(trainer, given)[each.numbers] for given, each in own]
+        control = self.calls.executor.placement.control
+        micro_batches = [
+            MicroBatch.of(given, each.numbers[moves].tolist(), is_sent=control is not None)
+            for (given, each), moves in zip(own, moving, strict=True)
+        ]
+        of_all = [micro for of_rank in from_every_rank(micro_batches, control) for micro in of_rank]
+        if of_all:
+            self._pass(own, moving, LossInEngine(trainer, of_all), any(micro.rows for micro in of_all))
+        if id(inputs[0]) in self._passed:
+            return self._passed[id(inputs[0])][1]
+        return self._known.complete(rows[0].samples, lambda nothing: Rollouts())
+
+    def _pass(
+        self, own: Sequence[tuple[Mapping[str, Any], Rows]], moving: Sequence[Tensor], loss: TokenLoss, moves_any: bool
+    ) -> None:
+        """Compute the outputs of micro-batches, and add the gradients of those of their samples that have some.
+
+        Args:
+            moving: of each micro-batch (samples,) bool: those that may have a gradient.
+            moves_any: there is such a sample on some rank.
+        """
+        still, moved = (
+            Rollouts.cat([rows.samples.select((moves == of_moving).nonzero()[:, 0]) for (_, rows), moves in parts])
+            for of_moving in (False, True)
+            for parts in [list(zip(own, moving, strict=True))]
+        )
+        outputs = self.calls.forward(FORWARD, still)
+        if len(outputs):
+            column = outputs.ragged(POLICY_LOGPROBS)
+            outputs = outputs.plus(**{LOGPROB_SLOPES: column.like(torch.zeros_like(column.values))})
+        made = self.calls.add_gradients(moved, loss) if moves_any else Rollouts()
+        outputs = Rollouts.cat([outputs, made])
+        at = {True: len(still), False: 0}
+        for (inputs, _), moves in zip(own, moving, strict=True):
+            places = []
+            for moved_one in moves.tolist():
+                places.append(at[moved_one])
+                at[moved_one] += 1
+            self._passed[id(inputs)] = inputs, outputs.select(places)
 
     def of_reference(self, rows: Rows) -> Tensor:
         """Log-probabilities of the rows' responses under the reference, (rows, width) float32. All ranks together."""
@@ -256,24 +339,29 @@ class Window:
             name: rows.unpadded(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale)
             for name, leaf in tensors.items()
         }
+        for name in columns.keys() & set(leaves.used):
+            columns[name] = columns[name].like(columns[name].values - leaves.used.ragged(name).values)
         self._slopes.append(rows.samples.plus(**columns))
         zero = Ragged(torch.zeros(1), torch.ones(1, dtype=torch.long))
         self._spare = rows.spare.plus(**dict.fromkeys(tensors, zero))
 
     def take(self) -> Rollouts:
-        """The samples of the optimizer step with their slopes. What is known of the policy is forgotten.
+        """The samples of the optimizer step with their slopes, without those by which the engines have added gradients.
+        What is known of the policy is forgotten.
 
-        If all responses are left out, there is one sample whose slopes are 0: the optimizer still makes its step, which
-        changes weights by momentum and weight decay.
+        If no slope is left, there is one sample whose slopes are 0: the optimizer still makes its step, with the
+        gradients that are there, and changes weights by momentum and weight decay.
         """
         samples = Rollouts.cat(self._slopes)
-        samples = samples if len(samples) else self._spare
+        names = [name for name in (LOGPROB_SLOPES, ENTROPY_SLOPES) if name in samples]
+        has_slopes = any(bool((samples.ragged(name).values != 0).any()) for name in names)
+        samples = samples if has_slopes else self._spare
         self.forget()
         return samples
 
     def forget(self) -> None:
         """Forget slopes and log-probabilities: the policy has changed, or a step was abandoned."""
-        self._slopes = []
+        self._slopes, self._passed = [], {}
         self.forget_logprobs()
 
     def forget_logprobs(self) -> None:

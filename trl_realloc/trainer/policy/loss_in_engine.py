@@ -1,0 +1,170 @@
+"""`LossInEngine`: TRL's loss of the micro-batches of an optimizer step as a loss of the engines, which so compute log-
+probabilities and gradients in one pass.
+
+TRL's loss of some rows of a micro-batch is computed on leaf tensors that are 0 in the other rows. Its slopes there are
+those of the whole micro-batch where the loss is a sum over rows, as all of TRL's are, with the weights that it makes
+from the masks of all rows. The trainer computes the loss once more from the log-probabilities of all rows, and trains
+what the slopes differ by (`loss_and_logprobs`). So a loss that is no such sum costs time alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES, LinearLoss
+from ...algorithms.rollout import Ragged, Rollouts, on_device
+from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
+from ..checks.trainable import users_method
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+_METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
+
+
+def is_computed_in_engines(trainer: Trainer) -> bool:
+    """True if the engines compute the loss. A user's loss would run more often than its author expects, and a threshold
+    over the entropies of all processes (`top_entropy_quantile`) is not known from some rows."""
+    return users_method(type(trainer), _METHODS) is None and getattr(trainer, "top_entropy_quantile", 1.0) == 1.0
+
+
+def has_entropy_term(trainer: Trainer) -> bool:
+    """True if the loss depends on the entropies."""
+    return bool(getattr(trainer, "_entropy_bonus_enabled", False))
+
+
+def moving_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor:
+    """(rows,) bool on the CPU: the rows of a micro-batch that may have a gradient. The others have no advantage, and
+    the loss no other term."""
+    advantages = inputs["advantages"].cpu()
+    if trainer.beta or has_entropy_term(trainer):
+        return torch.ones(len(advantages), dtype=torch.bool)
+    moves: Tensor = (advantages.reshape(len(advantages), -1) != 0).any(1)
+    return moves
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of one rank's trainer, as its loss reads it.
+
+    Args:
+        inputs: TRL's tensors, with `completion_mask` in the place of the token ids, which the loss does not read.
+        mask: (rows, width) bool on the CPU: the tokens of the responses.
+        rows: those whose samples the engines get, ascending.
+    """
+
+    inputs: Mapping[str, Tensor]
+    mask: Tensor
+    rows: Sequence[int]
+
+    @staticmethod
+    def of(inputs: Mapping[str, Any], rows: Sequence[int], *, is_sent: bool) -> MicroBatch:
+        """Of TRL's inputs.
+
+        Args:
+            is_sent: to other ranks, in host memory.
+        """
+        mask = inputs["completion_mask"]
+        read = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        read |= {"prompt_ids": mask[:, :0], "prompt_mask": mask[:, :0], "completion_ids": mask}
+        if is_sent:  # copies, because a view is sent with all that it is a view of
+            read = {name: value.detach().to("cpu", copy=True) for name, value in read.items()}
+        return MicroBatch(read, mask.cpu().bool(), rows)
+
+
+class LossInEngine:
+    """A `TokenLoss`. Its statistics are values of response tokens: log-probabilities, entropies and slopes.
+
+    Args:
+        trainer: of this rank; its settings are those of all ranks.
+        micro_batches: of all ranks, in the order of the ranks. `index` counts their rows.
+    """
+
+    def __init__(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
+        self._trainer, self._micro_batches = _apart(trainer), micro_batches
+        self._places = [(at, row) for at, micro in enumerate(micro_batches) for row in micro.rows]
+        self._scale = 1 / trainer.accelerator.num_processes
+
+    def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        known = {POLICY_LOGPROBS: outputs["logprobs"].values.detach(), ENTROPIES: outputs["entropy"].values.detach()}
+        lengths = outputs["logprobs"].lengths
+        columns = [Ragged(values, lengths) for values in known.values()]
+        positions = defaultdict[int, list[tuple[int, int]]](list)
+        for position, number in enumerate(samples.tensor("index").tolist()):
+            at, row = self._places[number]
+            positions[at].append((row, position))
+        slopes = [[torch.empty(0)] * len(samples) for _ in self._names]
+        for at, of_batch in sorted(positions.items()):
+            rows, places = zip(*sorted(of_batch), strict=True)
+            found = self._slopes(self._micro_batches[at], rows, [column.select(places).values for column in columns])
+            for parts, values in zip(slopes, found, strict=True):
+                for place, part in zip(places, values.split(lengths[list(places)].tolist()), strict=True):
+                    parts[place] = part
+        made = {name: torch.cat(parts) for name, parts in zip(self._names, slopes, strict=True)}
+        linear = samples.plus(**{name: Ragged(values, lengths) for name, values in made.items()})
+        return LinearLoss()(outputs, linear)[0], known | made
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return (LOGPROB_SLOPES, ENTROPY_SLOPES) if has_entropy_term(self._trainer) else (LOGPROB_SLOPES,)
+
+    def _slopes(self, micro: MicroBatch, rows: Iterable[int], values: Sequence[Tensor]) -> list[Tensor]:
+        """The slopes of the tokens of some rows, one after the other, (tokens,) for each of `_names`.
+
+        Args:
+            rows: ascending.
+            values: of these tokens: log-probabilities and entropies.
+        """
+        chosen = torch.zeros_like(micro.mask)
+        chosen[list(rows)] = micro.mask[list(rows)]
+        device = values[0].device
+        at = on_device(chosen.flatten().nonzero()[:, 0], device)
+        leaves = [torch.zeros(micro.mask.numel(), dtype=part.dtype, device=device) for part in values]
+        for leaf, part in zip(leaves, values, strict=True):
+            leaf[at] = part
+        logprobs, entropies = (leaf.view(micro.mask.shape) for leaf in leaves)
+        needed = [logprobs.requires_grad_(), entropies][: len(self._names)]
+        self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropies, None)
+        with torch.enable_grad():
+            needed[-1].requires_grad_()
+            loss = self._trainer._trl._compute_loss(
+                self._trainer, self._trainer.model, {name: value.to(device) for name, value in micro.inputs.items()}
+            )
+            if self._trainer.compute_loss_func is None:  # as Trainer does
+                loss = loss / self._trainer.current_gradient_accumulation_steps
+            gradients = torch.autograd.grad(loss, needed, allow_unused=True, materialize_grads=True)
+        return [gradient.flatten()[at] * self._scale for gradient in gradients]
+
+
+class _AloneAccelerator:
+    """Stands for a trainer's accelerator in a loss that only this rank computes: it has no other ranks' numbers, and
+    the optimizer step goes on."""
+
+    sync_gradients = False
+
+    def __init__(self, accelerator: Any) -> None:
+        self.num_processes, self.device = accelerator.num_processes, accelerator.device
+
+    def gather(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor
+
+    gather_for_metrics = reduce = pad_across_processes = gather
+
+
+def _apart(trainer: Trainer) -> Any:
+    """A trainer with the same settings, whose loss changes nothing of the trainer's and asks no other rank."""
+    apart: Any = copy.copy(trainer)
+    apart.accelerator = _AloneAccelerator(trainer.accelerator)
+    apart._metrics = defaultdict(lambda: defaultdict(list))
+    apart.model = SimpleNamespace(training=True)
+    return apart
