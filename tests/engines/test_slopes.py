@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_realloc.algorithms.algorithm import TokenLoss
 from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_slopes
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.packed_forward import PolicyHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
@@ -60,6 +61,28 @@ def test_steps_by_the_slopes_of_a_loss_are_the_steps_of_the_loss(
         assert by_slopes.grad_norm == pytest.approx(direct.grad_norm, rel=1e-10) and direct.grad_norm > 0.05
     assert furthest(state(direct), before) > 1e-2, "nothing was learned"
     assert furthest(state(by_slopes), state(direct)) < 1e-10
+
+
+def test_gradients_that_are_added_before_a_step_are_of_the_step() -> None:
+    whole, added = engine(), engine()
+    samples = with_slopes(samples_of(whole), bonus, whole)
+    added.add_gradients(samples, LinearLoss(), 30)
+    added.drop()
+    parts = [added.add_gradients(samples.select(part), told, 17) for part in ([5, 2], [7, 0, 1])]
+    added.train(samples.select([3, 4, 6]), LinearLoss(), 30, 0.5)
+    whole.train(samples, LinearLoss(), 30, 0.5)
+    assert added.grad_norm == pytest.approx(whole.grad_norm, rel=1e-10)
+    assert furthest(state(added), state(whole)) < 1e-10
+    for part, made in zip(([5, 2], [7, 0, 1]), parts, strict=True):
+        of_tokens = samples.ragged("logprob_slopes").select(part).values
+        torch.testing.assert_close(made["slopes"], of_tokens.float())
+        assert made["lengths"].tolist() == samples.lengths[part].tolist()
+
+
+def told(outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+    """The linear loss, with statistics of response tokens and of samples."""
+    of_tokens = {"slopes": samples.ragged("logprob_slopes").values, "lengths": samples.lengths}
+    return LinearLoss()(outputs, samples)[0], of_tokens
 
 
 @pytest.mark.parametrize("keeps", ["some", "none"])

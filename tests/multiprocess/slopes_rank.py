@@ -63,7 +63,13 @@ def run(case: dict[str, Any], alone: Any) -> dict[str, Any]:
         linear = without_zero_slopes(with_slopes(batch, loss, whole))
         own = deal(linear, dp, rank // (tp * pp), {})
         whole.train(batch, loss, 60, 1e-3)
-        engine.train(own, LinearLoss(), 25, 1e-3)
+        # gradients that are dropped, then those of the step in two parts, with a forward between
+        engine.add_gradients(own, LinearLoss(), 25)
+        engine.drop()
+        half = len(own) // 2
+        engine.add_gradients(own.select(range(half)), LinearLoss(), 25)
+        engine.forward(own, 25)
+        engine.train(own.select(range(half, len(own))), LinearLoss(), 25, 1e-3)
         counts.append(len(linear))
         norms.append(abs(engine.grad_norm - whole.grad_norm) / max(whole.grad_norm, 1e-12))
     weights: dict[str, torch.Tensor] = {}

@@ -31,6 +31,7 @@ from recorded_rollouts import (
 
 import trl_realloc
 from trl_realloc.algorithms import host_loss
+from trl_realloc.trainer.policy import loss_and_logprobs
 
 
 @pytest.mark.parametrize(
@@ -307,23 +308,45 @@ def test_a_users_loss_trains_by_its_own_gradient(tmp_path: Path, base: Any) -> N
     assert made.logs[0]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("base", [recorded, penalized])
 def test_samples_without_a_gradient_are_left_out_and_it_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beta: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Any
 ) -> None:
-    made = make(trl_realloc, tmp_path / "without", beta=beta)
-    samples = []
-    train = made.calls.train
+    """By a loss in the engines, and by a user's."""
+    made = make(trl_realloc, tmp_path / "without", base=base)
+    counts, add, train = list[int](), made.calls.add_gradients, made.calls.train
 
-    def counted(given: Any, rate: Any) -> Any:
-        samples.append((len(given), len(host_loss.without_zero_slopes(given))))
+    def adding(given: Any, loss: Any) -> Any:
+        counts.append(len(given))
+        return add(given, loss)
+
+    def training(given: Any, rate: Any) -> Any:
+        counts.append(len(host_loss.without_zero_slopes(given)))
         return train(given, rate)
 
-    made.calls.train = counted
+    made.calls.add_gradients, made.calls.train = adding, training
     made.train()
-    assert any(left < all_of_them for all_of_them, left in samples)
+    assert any(1 < count < 8 for count in counts)
     monkeypatch.setattr(host_loss, "without_zero_slopes", lambda given: given)
-    check_equal(result(made), run(trl_realloc, tmp_path / "with", beta=beta), tolerance=1e-7)
+    monkeypatch.setattr(loss_and_logprobs, "moving_rows", lambda *given: torch.ones(4, dtype=torch.bool))
+    check_equal(result(made), run(trl_realloc, tmp_path / "with", base=base), tolerance=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_an_optimizer_step_runs_each_sample_through_the_model_once(tmp_path: Path, kind: str) -> None:
+    made = make(trl_realloc, tmp_path, kind=kind, num_iterations=2, max_steps=2)
+    tokens = [0, 0]
+
+    def count(head: Any, given: Any, output: Any) -> None:
+        tokens[made.state.global_step] += given[0].tokens
+
+    made.run.placed.start()
+    made.placement.engine("actor.train").head.register_forward_hook(count)
+    made.train()
+    samples = sum(
+        int(micro[f"{part}_mask"].sum()) for micro in made._buffered_inputs for part in ("prompt", "completion")
+    )
+    assert tokens[1] == samples + 2, "and a sample of two tokens for the step"
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

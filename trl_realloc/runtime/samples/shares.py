@@ -75,8 +75,8 @@ def shares_of_samples(
     shares_tokens: bool = False,
     answered: AnsweredPrompts | None = None,
 ) -> list[Share]:
-    """The share of each replica of a call that takes no optimizer step: prompts in turn, samples with responses so that their
-    work is balanced.
+    """The share of each replica of a call that takes no optimizer step: prompts in turn, samples with responses so that
+    their work is balanced.
 
     Args:
         samples: the global batch with the columns that the call reads, as far as they are there.

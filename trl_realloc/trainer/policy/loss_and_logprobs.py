@@ -69,8 +69,8 @@ class EngineLoss:
                 self.window.forget_logprobs()  # of an evaluation, which asks for each sample once
 
     def _inputs_after(self, inputs: Any) -> Sequence[Mapping[str, Any]]:
-        """The inputs of the micro-batches of the same optimizer step that have been generated already; none where a forward for an
-        earlier one had them."""
+        """The inputs of the micro-batches of the same optimizer step that have been generated already; none where a
+        forward for an earlier one had them."""
         buffer = self.trainer._buffered_inputs or ()
         at = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
         if at and len(self.window):

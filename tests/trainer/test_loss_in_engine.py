@@ -1,0 +1,160 @@
+"""`LossInEngine`: from any rows of TRL's micro-batches, the slopes of these rows in TRL's loss of all rows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded_rollouts import make
+from torch import Tensor
+
+import trl_realloc
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.trainer.policy.loss_in_engine import (
+    LossInEngine,
+    MicroBatch,
+    has_entropy_term,
+    is_computed_in_engines,
+    moving_rows,
+)
+
+
+pytestmark = pytest.mark.newest
+
+ROWS, WIDTH = 5, 7
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kl": {"beta": 0.04, "use_bias_correction_kl": True},
+    "entropy bonus": {"entropy_coef": 0.3},
+    "entropy controller": {"entropy_coef": 0.1, "use_adaptive_entropy": True, "beta": 0.1},
+    "two-sided, off-policy mask": {"delta": 1.01, "off_policy_mask_threshold": 0.01},
+}
+
+
+def batch(draw: torch.Generator, kind: str, *, tells_old: bool, per_token: bool, tools: bool) -> dict[str, Any]:
+    """A micro-batch as TRL's loss reads it, with a row whose tokens are all left out and one without an advantage."""
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw)
+
+    lengths = torch.randint(1, WIDTH + 1, (ROWS, 1), generator=draw)
+    lengths[1] = 0
+    mask = (torch.arange(WIDTH)[None] < lengths).long()
+    advantages = normal(ROWS)
+    advantages[2] = 0.0
+    inputs = {
+        "prompt_ids": torch.ones(ROWS, 3, dtype=torch.long),
+        "prompt_mask": torch.ones(ROWS, 3, dtype=torch.long),
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": advantages,
+        "num_items_in_batch": torch.tensor(40),
+    }
+    if kind == "RLOO":
+        return {**inputs, "old_logps": -4.0 * mask.sum(1) + 0.05 * normal(ROWS)}
+    inputs["ref_per_token_logps"] = -4.0 + 0.1 * normal(ROWS, WIDTH)
+    inputs["importance_sampling_ratio"] = (0.2 * normal(ROWS, WIDTH if per_token else 1)).exp()
+    if tells_old:
+        inputs["old_per_token_logps"] = -4.0 + 0.3 * normal(ROWS, WIDTH)
+    if tools:
+        inputs["tool_mask"] = (torch.rand(ROWS, WIDTH, generator=draw) < 0.7).long()
+    return inputs
+
+
+def slopes(trainer: Any, inputs: dict[str, Any], logprobs: Tensor, entropies: Tensor) -> list[Tensor]:
+    """Of TRL's loss of all rows, as Trainer differentiates it."""
+    leaves = [logprobs.clone().requires_grad_(), entropies.clone().requires_grad_(has_entropy_term(trainer))]
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (*leaves, None)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    if trainer.compute_loss_func is None:
+        loss = loss / trainer.current_gradient_accumulation_steps
+    return list(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad]))
+
+
+def check(trainer: Any, micro_batches: Sequence[dict[str, Any]], seed: int) -> None:
+    draw, shuffled = torch.Generator().manual_seed(seed), random.Random(seed)
+    columns = [(-4.0 + 0.3 * torch.randn(2, ROWS, WIDTH, generator=draw)).unbind() for _ in micro_batches]
+    expected = [slopes(trainer, *given) for given in zip(micro_batches, *zip(*columns, strict=True), strict=True)]
+    masks = [inputs["completion_mask"].bool() for inputs in micro_batches]
+    rows = [mask.any(1).nonzero()[:, 0].tolist() for mask in masks]
+    sent = [MicroBatch.of(inputs, own, is_sent=True) for inputs, own in zip(micro_batches, rows, strict=True)]
+    loss = LossInEngine(trainer, sent)
+    places = [(at, row) for at, own in enumerate(rows) for row in own]
+    order = shuffled.sample(range(len(places)), len(places))
+    for begin in range(0, len(order), 3):  # a micro-batch of the engine
+        numbers = order[begin : begin + 3]
+        own = [places[number] for number in numbers]
+        parts = ([columns[at][which][row][masks[at][row]] for at, row in own] for which in (0, 1))
+        logprobs, entropies = (Ragged.of(part, torch.float32) for part in parts)
+        leaves = [column.values.requires_grad_() for column in (logprobs, entropies)]
+        samples = Rollouts(index=torch.tensor(numbers), prompts=logprobs, responses=logprobs)
+        value, made = loss({"logprobs": logprobs, "entropy": entropies}, samples)
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+        names = ("logprob_slopes", "entropy_slopes")[: 1 + has_entropy_term(trainer)]
+        for which, name in enumerate(names):
+            wanted = torch.cat([expected[at][which][row][masks[at][row]] for at, row in own])
+            assert torch.equal(made[name], wanted), "what differs would be trained a second time"
+            torch.testing.assert_close(gradients[which], wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_slopes_of_some_rows_are_those_of_the_micro_batch(tmp_path: Path, settings: str) -> None:
+    trainer = ready(make(trl_realloc, tmp_path, epsilon=0.05, **SETTINGS[settings]))
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    for seed, (loss, level, _) in enumerate(itertools.product(LOSSES, ("token", "sequence"), range(3))):
+        trainer.loss_type, trainer.importance_sampling_level = loss, level
+        draw, chosen = torch.Generator().manual_seed(seed), random.Random(seed)
+        columns = {name: chosen.random() < 0.5 for name in ("tells_old", "per_token", "tools")}
+        check(trainer, [batch(draw, "GRPO", **columns) for _ in range(3)], seed)
+
+
+def ready(trainer: Any) -> Any:
+    """The trainer as in the middle of a training."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 3
+    trainer.accelerator.gradient_state._set_sync_gradients(False)
+    return trainer
+
+
+def test_slopes_of_some_rows_are_those_of_rloos_micro_batch(tmp_path: Path) -> None:
+    trainer = ready(make(trl_realloc, tmp_path, kind="RLOO", epsilon=0.05))
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        check(trainer, [batch(draw, "RLOO", tells_old=True, per_token=True, tools=False) for _ in range(2)], seed)
+
+
+def test_a_loss_in_an_engine_leaves_the_trainer_alone(tmp_path: Path) -> None:
+    trainer = ready(make(trl_realloc, tmp_path, entropy_coef=0.1, use_adaptive_entropy=True))
+    inputs = batch(torch.Generator().manual_seed(0), "GRPO", tells_old=True, per_token=True, tools=False)
+    rows = inputs["completion_mask"].any(1).nonzero()[:, 0].tolist()
+    column = Ragged(torch.zeros(int(inputs["completion_mask"].sum())), inputs["completion_mask"].sum(1)[rows])
+    before = dict(vars(trainer))
+    LossInEngine(trainer, [MicroBatch.of(inputs, rows, is_sent=False)])(
+        {"logprobs": column, "entropy": column}, Rollouts(index=torch.arange(len(rows)), responses=column)
+    )
+    assert vars(trainer) == before and not trainer._metrics["train"]
+
+
+def test_rows_without_an_advantage_move_where_the_loss_has_another_term(tmp_path: Path) -> None:
+    trainer = make(trl_realloc, tmp_path)
+    inputs = {"advantages": torch.tensor([0.0, 1.0, 0.0])}
+    assert moving_rows(trainer, inputs).tolist() == [False, True, False]
+    assert moving_rows(trainer, {"advantages": torch.eye(2)[[0, 1, 0]] * 0.0}).tolist() == [False] * 3
+    trainer.beta = 0.1
+    assert moving_rows(trainer, inputs).tolist() == [True] * 3
+
+
+def test_a_users_loss_and_a_threshold_over_all_processes_are_computed_by_the_trainer(tmp_path: Path) -> None:
+    class OfUser(trl_realloc.GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            return super()._compute_loss(model, inputs)
+
+    assert is_computed_in_engines(make(trl_realloc, tmp_path))
+    assert not is_computed_in_engines(make(trl_realloc, tmp_path, base=lambda trainer: OfUser))
+    assert not is_computed_in_engines(make(trl_realloc, tmp_path, top_entropy_quantile=0.5))
