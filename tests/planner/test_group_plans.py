@@ -16,8 +16,7 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import DataflowGraph
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.prefix_tree import PrefixTree
-from trl_realloc.plan.presets import PRESETS, separate
-from trl_realloc.plan.streams import Streams
+from trl_realloc.plan.presets import PRESETS
 from trl_realloc.planner.cost.workload import Workload
 from trl_realloc.planner.iteration.simulate import Overlap
 from trl_realloc.planner.search.choose import choose
@@ -156,17 +155,6 @@ def test_what_a_staleness_is_worth_is_said_in_generations_and_not_without_a_corr
         assert ("the loss is not corrected" in said) != corrects
 
 
-def test_passes_of_the_policy_after_the_streams_take_their_time() -> None:
-    """Of three passes over the responses one is streamed."""
-    graph = grpo_graph(reference=False, reward_models=False)
-    plan, seconds, forwards = separate(Cluster(1, 2), graph=graph), [], []
-    for passes in (1.0, 3.0):
-        priced = estimate_plan(plan, specs(1, 1, graph), pricing(1, 2, work(policy_forwards=passes)))
-        seconds.append(priced.with_streams(Streams()).seconds)
-        forwards.append(priced.costs["actor.forward"].seconds)
-    assert seconds[1] - seconds[0] == pytest.approx(forwards[1] - forwards[0], rel=0.1)
-
-
 def test_models_that_fit_nowhere_are_refused_with_the_cluster_that_would_do() -> None:
     graph = FORMS[-1]
     prices = replace(pricing(1, 1, groups(1, 1)), vllm_share=0.4)  # a 13B has 26 GB
@@ -175,20 +163,18 @@ def test_models_that_fit_nowhere_are_refused_with_the_cluster_that_would_do() ->
 
 
 @pytest.mark.parametrize(
-    ("steps", "accumulated", "iterations", "updates", "forwards"),
+    ("steps", "accumulated", "iterations", "updates"),
     [
-        (8, 8, 1, 1.0, 1.0),  # one step on each generation, whose old log-probabilities are those of the step
-        (8, 2, 1, 4.0, 1.75),  # those of the last three quarters are computed again
-        (8, 8, 3, 3.0, 3.0),
-        (8, 4, 2, 4.0, 2.5),
-        (2, 4, 1, 0.5, 1.0),  # a step on two generations
+        (8, 8, 1, 1.0),
+        (8, 2, 1, 4.0),
+        (8, 8, 3, 3.0),
+        (8, 4, 2, 4.0),
+        (2, 4, 1, 0.5),  # a step on two generations
     ],
 )
-def test_optimizer_steps_and_forwards_of_a_generation(
-    steps: int, accumulated: int, iterations: int, updates: float, forwards: float
-) -> None:
+def test_optimizer_steps_of_a_generation(steps: int, accumulated: int, iterations: int, updates: float) -> None:
     made = groups(steps, accumulated, iterations)
-    assert (made.updates, made.policy_forwards, made.epochs) == (updates, forwards, iterations)
+    assert (made.updates, made.epochs) == (updates, iterations)
 
 
 def test_a_step_on_two_generations_costs_half_a_step_for_each() -> None:
@@ -202,23 +188,9 @@ def test_a_step_on_two_generations_costs_half_a_step_for_each() -> None:
     assert half.parts["optimizer"] == pytest.approx(one.parts["optimizer"] / 2)
 
 
-def test_each_further_step_computes_its_log_probabilities() -> None:
-    graph = FORMS[-1]
-    here = Assignment(DeviceMesh(0, 8), ParallelStrategy(8), "zero")
-    works = (groups(8, 8), groups(8, 8, 3))
-    forward = graph.call("actor.forward")
-    once, again = (pricing(1, 8, made).work(forward, [llama(7)], here) for made in works)
-    assert again.seconds == pytest.approx(3 * once.seconds) and again.static == once.static
-    reference = grpo_graph().call("reference.forward")
-    one, other = (pricing(1, 8, made).work(reference, [llama(7)], here) for made in works)
-    assert one == other, "the reference does not change"
-
-
 def test_a_workload_with_no_optimizer_steps_is_refused() -> None:
     with pytest.raises(PlanError, match=r"mini_batches is above 0, not 0"):
         replace(work(), mini_batches=0)
-    with pytest.raises(PlanError, match=r"policy_forwards is 1 or more, not 0.5"):
-        replace(work(), policy_forwards=0.5)
 
 
 def test_a_plan_of_every_form_is_estimated_on_two_nodes() -> None:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ...plan.assignment import MEMORY_SHARE, MOST_SLOTS, Assignment, ParallelStrategy, sleeps
 from ...plan.cluster import Cluster
-from ...plan.dataflow import Call, CallKind, Role
+from ...plan.dataflow import Call, CallKind
 from ...plan.model_spec import ModelSpec
 from ...realloc.memory import MOMENTS, gradient_bytes, state_bytes
 from .activation_memory import kept_casts, working_bytes
@@ -124,11 +124,7 @@ class Pricing:
                 case CallKind.GENERATE:
                     total += self._generate(spec, assignment)
                 case CallKind.FORWARD:
-                    cost = self._sharing(call.kind, assignment)._forward(spec, assignment)
-                    if call.role is Role.ACTOR:
-                        times = self.workload.policy_forwards
-                        cost = replace(cost, parts={name: times * part for name, part in cost.parts.items()})
-                    total += cost
+                    total += self._sharing(call.kind, assignment)._forward(spec, assignment)
                 case CallKind.TRAIN:
                     total += self._sharing(call.kind, assignment)._train(spec, assignment)
         return self.shared(total, assignment.mesh.size, assignment.strategy.pp)

@@ -37,7 +37,6 @@ class Workload:
         mini_batches: optimizer steps in one training pass over the batch. Below 1 where a step trains on several
             batches: 0.5 where it trains on two.
         epochs: training passes over the batch.
-        policy_forwards: how often `actor.forward` computes the whole batch.
         recompute: whether training computes every forward again in its backward (activation checkpointing).
         forward_tokens: largest number of tokens of one scoring forward if a plan sets no `micro_batch_tokens`.
         train_tokens: the same for one training forward.
@@ -55,7 +54,6 @@ class Workload:
     response_tokens: tuple[int, ...]
     mini_batches: float = 1
     epochs: int = 4
-    policy_forwards: float = 1.0
     recompute: bool = False
     forward_tokens: int = 65_536
     train_tokens: int = 8_192
@@ -64,8 +62,7 @@ class Workload:
     together: float = 1.0
 
     def __post_init__(self) -> None:
-        numbers = ["episodes", "prompt_tokens", "epochs", "policy_forwards", "forward_tokens", "train_tokens"]
-        numbers += ["completions", "together"]
+        numbers = ["episodes", "prompt_tokens", "epochs", "forward_tokens", "train_tokens", "completions", "together"]
         problems = Problems(
             f"a workload's {name} is 1 or more, not {getattr(self, name)!r}."
             for name in numbers
@@ -82,22 +79,19 @@ class Workload:
     def of_groups(
         *, steps_per_generation: int, gradient_accumulation_steps: int, num_iterations: int, **sizes: Any
     ) -> Workload:
-        """The work of one generation of GRPO or RLOO. An iteration is a generation. The host computes the loss from the
-        log-probabilities of the weights that a step trains, so each step but the first, for which those of the whole
-        batch are computed, needs another `actor.forward` of its samples.
+        """The work of one generation of GRPO or RLOO. An iteration is a generation.
 
         Args:
             steps_per_generation, gradient_accumulation_steps, num_iterations: TRL's settings.
             sizes: the other fields, except `epochs`.
         """
         per_pass = steps_per_generation / gradient_accumulation_steps
-        forwards = 1 + max(0.0, num_iterations - 1 / per_pass)
-        return Workload(mini_batches=per_pass, epochs=num_iterations, policy_forwards=forwards, **sizes)
+        return Workload(mini_batches=per_pass, epochs=num_iterations, **sizes)
 
     def once(self, episodes: int, response_tokens: int) -> Workload:
         """The same work on so many samples of one length, each of a prompt of its own, trained on once and in one
         optimizer step."""
-        once: dict[str, Any] = {"epochs": 1, "mini_batches": 1, "policy_forwards": 1.0, "completions": 1}
+        once: dict[str, Any] = {"epochs": 1, "mini_batches": 1, "completions": 1}
         return replace(self, episodes=episodes, response_tokens=(response_tokens,), **once)
 
     @staticmethod

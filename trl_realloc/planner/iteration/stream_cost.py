@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...plan.assignment import Assignment, runs_in_step, sleeps
-from ...plan.dataflow import Call, CallKind, Role
+from ...plan.dataflow import Call
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.model_spec import ModelSpec
 from ..cost.call_cost import CallCost
@@ -137,12 +137,6 @@ class StreamPrices:
         return (
             seconds + self._functions(scoring, self.weight * len(slowest)) + self._handover(self.plan[scoring]) / SHARES
         )
-
-    def again(self, name: str, seconds: float) -> float:
-        """Seconds of a call's further passes over the batch, after the streams, of `seconds` of all passes."""
-        call = self._call(name)
-        repeats = call.kind is CallKind.FORWARD and call.role is Role.ACTOR
-        return seconds * (1 - 1 / self.pricing.workload.policy_forwards) if repeats else 0.0
 
     def load(self, scoring: str) -> float:
         """Seconds in which the parameters of a call that the plan offloads come back from host memory."""

@@ -51,8 +51,7 @@ def simulate_streams(
     """An iteration of a plan that has streams.
 
     Args:
-        seconds: of each call that does not stream, on its mesh; and of a streamed call that has further passes over the
-            batch after the streams.
+        seconds: of each call that does not stream, on its mesh.
         moves: seconds of each reallocation, by the call that receives the parameters.
 
     Raises:
@@ -115,10 +114,7 @@ class _Simulation:
         """
         plan, streamed = self.plan, set(self.plan.streamed)
         tasks = tasks_of(plan, {**seconds, **dict.fromkeys(streamed, 0.0)}, moves)
-        rest: dict[int, Work] = {}  # by number of the task; of a streamed call its further passes
-        for at, task in enumerate(tasks):
-            if task.name in streamed and (again := self.prices.again(task.name, seconds.get(task.name, 0.0))):
-                rest[at] = self._give(task, again, (), self.rest_spans)
+        rest: dict[int, Work] = {}  # by number of the task
         for at, task in enumerate(tasks):
             if not task.calls & streamed:
                 needs = [rest[other] for other in task.after if other in rest]
