@@ -184,7 +184,8 @@ def test_a_run_that_failed_between_two_plans_has_lost_its_state_and_says_so(tmp_
 def test_deepspeed_does_not_train_on_after_a_step_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It adds gradients to those of the step before, in memory of its own."""
     engine: Any = object.__new__(zero.ZeroEngine)
-    vars(engine).update(_is_within_step=False, _has_gradients=False, head=None, group=None, device=torch.device("cpu"))
+    head, cpu = SimpleNamespace(tree=lambda samples: None), torch.device("cpu")
+    vars(engine).update(_is_within_step=False, _has_gradients=False, head=head, group=None, device=cpu)
     engine.engine = SimpleNamespace(train=lambda: None, optimizer=SimpleNamespace(param_groups=[]))
     engine._settings = SimpleNamespace(give=lambda rate: None)
     engine._linear, engine._gradients = (

@@ -204,7 +204,7 @@ class MegatronEngine:
         """The statistics that `train` returns, for a mini-batch that has run through the stages. Collective over the
         pipeline."""
         parts = [batch.statistics[at] for at in range(len(batch.statistics))]
-        lengths = [micro.ragged("responses").lengths for micro in batch.micros]
+        lengths = [micro.samples.ragged("responses").lengths for micro in batch.micros]
         return self._from_last_stage(statistics_in_order(parts, batch.batches, lengths))
 
     def step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
