@@ -133,13 +133,15 @@ class LossInEngine:
         for leaf, part in zip(leaves, values, strict=True):
             leaf[at] = part
         logprobs, entropies = (leaf.view(micro.mask.shape) for leaf in leaves)
-        needed = [logprobs.requires_grad_(), entropies][: len(self._names)]
-        self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropies, None)
-        with torch.enable_grad():
-            needed[-1].requires_grad_()
-            loss = self._trainer._trl._compute_loss(
-                self._trainer, self._trainer.model, {name: value.to(device) for name, value in micro.inputs.items()}
-            )
+        needed = [logprobs, entropies][: len(self._names)]
+        inputs = {name: value.to(device) for name, value in micro.inputs.items()}
+        forced = self._trainer.run.host.forced
+        with torch.enable_grad(), forced.of_loss(inputs):
+            for leaf in needed:
+                leaf.requires_grad_()
+            read = forced.zeroed(logprobs), forced.zeroed(entropies), None
+            self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: read
+            loss = self._trainer._trl._compute_loss(self._trainer, self._trainer.model, inputs)
             if self._trainer.compute_loss_func is None:  # as Trainer does
                 loss = loss / self._trainer.current_gradient_accumulation_steps
             gradients = torch.autograd.grad(loss, needed, allow_unused=True, materialize_grads=True)
