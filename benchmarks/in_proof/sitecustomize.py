@@ -27,6 +27,7 @@ def seed_faults() -> None:
 
     transfer = vllm_worker.SharedMemoryWeightTransfer
     old: dict[str, torch.Tensor] = {}  # what lay in the model before the update
+    tied: list[torch.Tensor] = []  # a head before it got a weight of its own
 
     # --- where weights lie, after vLLM has loaded them ------------------------------------------------------------
 
@@ -39,6 +40,7 @@ def seed_faults() -> None:
         return tensor.data.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).view(-1)
 
     def own_old_head(model: Any) -> None:
+        tied.append(model.lm_head.weight)
         model.lm_head.weight = torch.nn.Parameter(old["model.embed_tokens.weight"].clone(), requires_grad=False)
 
     def roll(tensor: Any) -> None:
@@ -47,8 +49,10 @@ def seed_faults() -> None:
     def rounded(tensor: Any) -> None:
         tensor.data.copy_(tensor.data.to(torch.bfloat16))
 
-    def after(name: str, model: Any) -> None:
+    def after(name: str, model: Any) -> None:  # of a Llama or a Qwen
         live = dict(model.named_parameters())
+        if not name:
+            return
         norm, embedding = live["model.norm.weight"], live["model.embed_tokens.weight"]
         is_first = torch.distributed.get_rank() == 0
         if name == "a norm keeps its old values":
@@ -82,8 +86,8 @@ def seed_faults() -> None:
 
     def begun(self: Any) -> None:
         old.update({name: tensor.detach().clone() for name, tensor in self.model.named_parameters()})
-        if self.model.config.tie_word_embeddings:  # again, after a fault
-            self.model.lm_head.weight = self.model.model.embed_tokens.weight
+        if tied:  # again, after a fault
+            self.model.lm_head.weight = tied[0]
         begin(self)
 
     def finished(self: Any) -> None:
