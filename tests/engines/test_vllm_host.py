@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from typing import Any
 
 import pytest
 
 from trl_realloc.engines.generation.engine_process import engine_environment
-from trl_realloc.engines.generation.vllm_host import Memory, draws_by_seed
+from trl_realloc.engines.generation.vllm_host import Memory, draws_by_seed, ended_workers
 
 
 class Engine:
@@ -109,3 +111,10 @@ def test_this_packages_sampler_draws_in_vllms_older_model_runner_in_all_releases
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(1, None, [0])
     assert engine_environment(1, None, [0], repeatable=True)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_a_worker_that_is_known_twice_is_named_once() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=sys.exit, args=(3,), name="worker-0")
+    worker.start()
+    worker.join()
+    assert ended_workers([worker, worker]) == f"vLLM's worker worker-0 (pid {worker.pid}) ended with exit status 3"

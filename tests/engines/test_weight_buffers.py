@@ -57,6 +57,12 @@ def test_what_is_put_in_a_slot_is_read_by_its_path(slots: WeightBuffers) -> None
         assert filled.handle is None
 
 
+def test_a_tensor_that_was_sent_can_still_be_dropped(slots: WeightBuffers) -> None:
+    tensor = torch.arange(12.0)
+    slots.fill(0, [("a", tensor)])
+    tensor.untyped_storage().resize_(0)
+
+
 def test_a_slot_grows_and_is_kept_where_it_is_large_enough(slots: WeightBuffers) -> None:
     small, large = [("a", torch.zeros(4))], [("a", torch.zeros(4000))]
     slots.fill(0, small)

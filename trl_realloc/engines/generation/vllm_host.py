@@ -206,8 +206,9 @@ class Memory:
 
 def ended_workers(workers: Sequence[BaseProcess], wait_s: float = 0.0) -> str:
     """A description of vLLM's workers that have ended, and how; an empty string if all are running."""
-    ready = wait([worker.sentinel for worker in workers], wait_s)
-    ended = [worker for worker in workers if worker.sentinel in ready]
+    by_sentinel = {worker.sentinel: worker for worker in workers}  # a worker may be given twice, which `wait` refuses
+    ready = wait(list(by_sentinel), wait_s)
+    ended = [worker for sentinel, worker in by_sentinel.items() if sentinel in ready]
     deadline = time.monotonic() + 10.0
     # the exit status is set after the sentinel, on a busy machine seconds after it, and perhaps by a thread of vLLM
     while any(worker.exitcode is None for worker in ended) and time.monotonic() < deadline:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,7 +101,8 @@ class WeightBuffers:
             if is_accelerator(source.device):
                 target.view(dtype).view(source.shape).copy_(source)
             else:  # by NumPy: torch's threads wait for each other, for seconds while two vLLM workers spin on two cores
-                target.numpy()[:] = source.contiguous().view(-1).view(torch.uint8).numpy()
+                # of the source not by `Tensor.numpy`, after which torch does not free its storage (`DroppedCopy`)
+                target.numpy()[:] = np.from_dlpack(source.contiguous().view(-1).view(torch.uint8))
             digests.append(digest(source))
         return Filled(size, placed, digests=tuple(numbers(digests)))
 
