@@ -132,6 +132,12 @@ class NoEngines:
     def check_fresh(self, call: str) -> None:
         pass
 
+    def shares_tokens(self, call: str) -> bool:
+        return False
+
+    def take_shared_tokens(self, call: str) -> int:
+        return 0
+
     def resident(self, call: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a span that is short": (
         "run/timeline.json",
         _edited("run/timeline.json", lambda t: t["spans"][1].pop()),
-        "spans[1] has 7 values for 8 columns",
+        "spans[1] has 8 values for 9 columns",
     ),
 }
 

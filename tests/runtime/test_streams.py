@@ -148,15 +148,14 @@ def run(
         if sum(map(len, team)) > 1
     }
     reward = reward or (lambda prompts, completions, **_: [float(len(c)) for c in completions])
-    settings = CallSettings(
-        Sampling(LIMIT, 1.0), 0, None, Tokens(), [FunctionReward(reward, "length")], {"length": 1.0}
-    )
     algorithm = PPO(PPOSettings(LIMIT), 0, None)
     outcomes: dict[tuple[int, int], Iteration] = {}
     errors: dict[int, Exception] = {}
     executors = []
     for rank in ranks:
         placement = FakePlacement(plan, rank, engines.get(rank), forward_s, barriers, teams, clock)
+        functions = [FunctionReward(reward, "length")]  # of each rank its own, as in processes: it keeps its times
+        settings = CallSettings(Sampling(LIMIT, 1.0), 0, None, Tokens(), functions, {"length": 1.0})
         runner = TimedRunner(placement, algorithm, settings, Alarm(None))
         runner.generates_early, runner.updates = trains and not plan.barrier, updates
         runner.started = [engine.started for engine in engines.values()]

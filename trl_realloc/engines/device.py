@@ -13,6 +13,8 @@ import gc
 import torch
 import torch.distributed as dist
 
+from .weight_digest import forget_weights
+
 
 def is_accelerator(device: torch.device) -> bool:
     """True if the device has memory of its own, which the host cannot read."""
@@ -38,6 +40,7 @@ def release_cached_memory(device: torch.device) -> None:
     """Give the memory of objects that are no longer used back to the device, where another process or another engine
     can take it. Collects reference cycles first, because modules with hooks are in some."""
     gc.collect()
+    forget_weights()
     if is_accelerator(device):
         torch.get_device_module(device).empty_cache()
 

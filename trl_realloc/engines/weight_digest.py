@@ -103,6 +103,11 @@ def row_width(shape: Sequence[int]) -> int:
     return shape[-1] if len(shape) > 1 else max(1, min(prod(shape), _FLAT_ROW))
 
 
+def forget_weights() -> None:
+    """Free the tables of weights, which lie on each device that digests were computed on."""
+    _weights.cache_clear()
+
+
 def _strides(shape: Sequence[int]) -> list[int]:
     return [prod(shape[at + 1 :]) for at in range(len(shape))]
 
