@@ -124,7 +124,7 @@ def test_of_equal_runs_the_fastest_counts_and_on_cpus_the_usual_one(is_accelerat
 
 
 def test_layouts_among_which_a_search_chooses_take_longer_than_estimated_until_a_run_has_shown_them() -> None:
-    assert selection_bias([1.0], 0.1) == 0 == selection_bias([1.0, 1.0], 0.0)
+    assert selection_bias([1.0], 0.1) == 0 == selection_bias([1.0, 1.0], 0.0) == selection_bias([0.0, 0.0], 0.1)
     assert selection_bias([1.0, 1.0], 0.1) == pytest.approx(0.1 / math.pi**0.5, rel=0.15), "the lower of two normals"
     assert selection_bias([1.0, 1.1], 0.1) < selection_bias([1.0, 1.0], 0.1) < selection_bias([1.0] * 4, 0.1)
     assert selection_bias([1.0, 3.0], 0.1) < 1e-3

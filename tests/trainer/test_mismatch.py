@@ -104,8 +104,11 @@ def trainer_of(**changes: Any) -> Any:
     return made
 
 
-def generated(trainer: Any, engine: Tensor, *, known: bool = True, **columns: Any) -> dict[str, Any]:
+def generated(
+    trainer: Any, engine: Tensor, *, known: bool = True, ages: list[Tensor] | None = None, **columns: Any
+) -> dict[str, Any]:
     trainer.mismatch.begin_generation()
+    trainer.vllm_generation.ages = ages
     if known:
         with torch.no_grad():
             trainer.mismatch.see(TRAINER)
@@ -145,14 +148,13 @@ def test_what_trl_logs_itself_is_logged_once_and_tool_calls_do_not_count() -> No
 
 def test_tokens_of_older_policies_are_not_judged() -> None:
     trainer = trainer_of(mismatch_action="end")
-    trainer.vllm_generation.ages = [torch.tensor([1, 1, 0]), torch.tensor([1, 1])]
-    engine = TRAINER.clone()
+    ages, engine = [torch.tensor([1, 1, 0]), torch.tensor([1, 1])], TRAINER.clone()
     engine[:, :2] -= 1.0
-    generated(trainer, engine)
+    generated(trainer, engine, ages=ages)
     assert logged(trainer)[ERROR] == 1.0 and logged(trainer)[f"{DIFFERENCE}/max"] == 1.0
-    trainer.vllm_generation.ages[0][2] = 1
+    ages[0][2] = 1
     trainer._metrics["train"].clear()
-    generated(trainer, engine)
+    generated(trainer, engine, ages=ages)
     assert ERROR not in logged(trainer)
 
 
@@ -177,13 +179,24 @@ def test_the_losses_of_the_first_optimizer_step_measure_where_nothing_else_does(
 
 def test_rloos_engine_tells_its_trainer_and_a_limit_is_no_correction() -> None:
     trainer = trainer_of()
-    trainer.vllm_generation.logprobs = [TRAINER[0, :3], TRAINER[1, :2]]
     trainer.mismatch.begin_generation()
+    trainer.vllm_generation.logprobs = [TRAINER[0, :3], TRAINER[1, :2]]
     with torch.no_grad():
         trainer.mismatch.see(TRAINER)
     made = trainer.mismatch.of_generation({"completion_mask": MASK})
     assert torch.equal(made["sampling_per_token_logps"] * MASK, TRAINER * MASK)
     assert logged(trainer)[ERROR] == 1.0 and not trainer.mismatch.corrects
+
+
+def test_completions_that_a_subclass_generates_by_itself_have_no_mismatch() -> None:
+    trainer = trainer_of()
+    trainer.vllm_generation.logprobs = [TRAINER[0, :3] - 1.0, TRAINER[1, :2]]  # of a generation before
+    trainer.mismatch.begin_generation()
+    with torch.no_grad():
+        trainer.mismatch.see(TRAINER)
+    made = trainer.mismatch.of_generation({"completion_mask": MASK})
+    assert made["sampling_per_token_logps"].isnan().all()
+    assert not logged(trainer) and not trainer.mismatch.corrects
 
 
 def test_a_loss_that_cannot_be_corrected_is_not(caplog: pytest.LogCaptureFixture) -> None:

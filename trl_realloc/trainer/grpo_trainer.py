@@ -416,12 +416,15 @@ def drawn_logps(logprobs: Sequence[torch.Tensor], mask: torch.Tensor, before: to
     """The log-probabilities (rows,) of completions by the policies that drew them.
 
     Args:
-        logprobs: of the tokens of each completion, as its engine has told them; NaN for a token that it has none of.
+        logprobs: of the tokens of each completion, as its engine has told them; NaN for a token that it has none of;
+            no rows of a generation that a user's subclass has made.
         mask: (rows, tokens), of the tokens that the loss reads; on the right it may be padded.
-        before: (rows,) the same by another policy, taken for completions with such a token.
+        before: (rows,) the same by another policy, taken for completions of which something is not known.
     """
+    if not logprobs:
+        return before
     sums = [(row * of_row[: len(row)].to(row)).sum() for row, of_row in zip(logprobs, mask, strict=True)]
-    drawn = torch.stack(sums).to(before) if sums else before
+    drawn = torch.stack(sums).to(before)
     return torch.where(drawn.isnan(), before, drawn)
 
 

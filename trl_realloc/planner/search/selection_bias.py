@@ -31,4 +31,4 @@ def selection_bias(seconds: Sequence[float], error: float) -> float:
             estimates = [each * max(0.1, 1 + sign * share) for each, share in zip(seconds, errors, strict=True)]
             chosen = min(range(len(seconds)), key=estimates.__getitem__)
             real, expected = real + seconds[chosen], expected + estimates[chosen]
-    return max(0.0, real / expected - 1)
+    return max(0.0, real / expected - 1) if expected else 0.0

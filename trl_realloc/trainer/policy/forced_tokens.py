@@ -66,8 +66,9 @@ class ForcedTokens:
 
 def padded(rows: Sequence[Sequence[float | None] | Tensor], like: Tensor) -> Tensor:
     """(rows, tokens) float32: the rows, padded with zeros on the right to the shape of `like`, on its device; NaN for
-    `None`."""
+    `None`, and in rows after the last."""
     out = torch.zeros(like.shape)
+    out[len(rows) :] = torch.nan
     for at, row in enumerate(rows):
         values = row if isinstance(row, Tensor) else [float("nan") if value is None else value for value in row]
         out[at, : len(row)] = torch.as_tensor(values, dtype=out.dtype)[: out.size(1)]
