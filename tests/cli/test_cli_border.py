@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,16 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
         _edited("run/timeline.json", lambda t: t["spans"][0].__setitem__(1, -1)),
         "spans[0].device is -1",
     ),
+    "a span of a time that no clock shows": (
+        "run/estimate.json",
+        _edited("run/estimate.json", lambda t: t["spans"][0].__setitem__(2, -1e308)),
+        "spans[0].start is -1e+308",
+    ),
+    "more samples than any run has": (
+        "run/estimate.json",
+        _edited("run/estimate.json", lambda t: t["spans"][0].__setitem__(7, 10**400)),
+        "spans[0].samples is 10000",
+    ),
     "a span that is short": (
         "run/timeline.json",
         _edited("run/timeline.json", lambda t: t["spans"][1].pop()),
@@ -308,6 +319,14 @@ def test_a_wrong_value_is_refused_with_the_file_and_the_key(
 @pytest.mark.parametrize("name", READERS)
 def test_the_files_as_they_are_here_are_taken(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(READERS[name]) == 0, capsys.readouterr().err
+
+
+def test_a_report_takes_an_estimate_without_spans_and_names_that_look_like_formulas(folder: Path) -> None:
+    spans = Timeline.load(folder / "run" / "timeline.json").spans
+    Timeline(replace(span, call="reward: $1_{$") for span in spans).save(folder / "run" / "timeline.json")
+    Timeline().save(folder / "run" / "estimate.json")
+    assert main(READERS["run/estimate.json"]) == 0
+    assert "Estimated and measured" not in (folder / "run" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

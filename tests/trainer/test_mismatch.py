@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from trl_realloc import RLOOConfig, RLOOTrainer
 from trl_realloc.engines.base import Sampling
+from trl_realloc.runtime.host_calls import HostCalls
 from trl_realloc.trainer.policy.forced_tokens import ForcedTokens
 from trl_realloc.trainer.policy.mismatch import EngineMismatch
+from trl_realloc.trainer.policy.planned_generation import HostGeneration, Scores
 from trl_realloc.trainer.run.mismatch_gate import MismatchError
 
 
@@ -190,7 +192,9 @@ def test_rloos_engine_tells_its_trainer_and_a_limit_is_no_correction() -> None:
 
 def test_completions_that_a_subclass_generates_by_itself_have_no_mismatch() -> None:
     trainer = trainer_of()
+    trainer.vllm_generation = HostGeneration(cast(HostCalls, None), 8, cast(Scores, None))
     trainer.vllm_generation.logprobs = [TRAINER[0, :3] - 1.0, TRAINER[1, :2]]  # of a generation before
+    trainer.vllm_generation.forget()
     trainer.mismatch.begin_generation()
     with torch.no_grad():
         trainer.mismatch.see(TRAINER)

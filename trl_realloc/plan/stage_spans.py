@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import ConfigDict, FiniteFloat, NonNegativeInt
+from pydantic import ConfigDict
 
 from ..common.files import MOST_RECORD_BYTES, read_json
 from ..common.schema import checked
 from .cluster import MOST_DEVICES
-from .timeline import Span, Timeline
+from .timeline import Count, Seconds, Span, Timeline
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class StageSpan:
 
     call: str
     kind: Literal["forward", "backward"]
-    micro_batch: NonNegativeInt
+    micro_batch: Count
     device: Annotated[int, Ge(0), Lt(MOST_DEVICES)]
-    start: FiniteFloat
-    end: FiniteFloat
-    step: NonNegativeInt
-    expected: tuple[FiniteFloat, FiniteFloat] | None = None
+    start: Seconds
+    end: Seconds
+    step: Count
+    expected: tuple[Seconds, Seconds] | None = None
 
     def __post_init__(self) -> None:
         for start, end in ((self.start, self.end), self.expected or (0.0, 0.0)):

@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from annotated_types import Ge, Lt
-from pydantic import ConfigDict, FiniteFloat, NonNegativeInt
+from annotated_types import Ge, Le, Lt
+from pydantic import ConfigDict
 
 from ..common.errors import PlanError
 from ..common.files import MOST_RECORD_BYTES, read_json_mapping
@@ -25,6 +25,8 @@ from .cluster import MOST_DEVICES
 from .fused import Fused, joined
 
 
+Seconds = Annotated[float, Ge(-1e12), Le(1e12)]  # finite; 30,000 years, which is more than any clock shows
+Count = Annotated[int, Ge(0), Lt(2**63)]
 MOST_CALLS_OF_RUN = 1000  # different calls of a run; a plan has some ten, including reallocations
 REWARD_FUNCTION, TOOL = "reward: ", "tool: "  # begin the names of spans of functions that run on the host
 LOOP = "training loop"  # name of the spans of an update in which no device runs a call or a function
@@ -54,13 +56,13 @@ class Span:
 
     call: str
     device: Annotated[int, Ge(0), Lt(MOST_DEVICES)]
-    start: FiniteFloat
-    end: FiniteFloat
-    step: NonNegativeInt
-    tokens: NonNegativeInt = 0
-    bytes: NonNegativeInt = 0
-    samples: NonNegativeInt = 0
-    shared_tokens: NonNegativeInt = 0
+    start: Seconds
+    end: Seconds
+    step: Count
+    tokens: Count = 0
+    bytes: Count = 0
+    samples: Count = 0
+    shared_tokens: Count = 0
 
     def __post_init__(self) -> None:
         if not self.end >= self.start:

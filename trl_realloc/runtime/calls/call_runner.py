@@ -65,7 +65,7 @@ class CallRunner:
             self.alarm,
             step,
             self._answered,
-            lambda call: self.placement.shares_tokens(call),
+            self.placement.shares_tokens,
         )
         return RunningIteration(step, exchange, inputs)
 

@@ -49,9 +49,8 @@ class EngineMismatch:
         self._by_losses: list[Tensor] = []
 
     def begin_generation(self) -> None:
-        """A generation begins. One that a user's subclass makes leaves no log-probabilities of an engine."""
+        """A generation begins."""
         self._known = None
-        self._trainer.vllm_generation.logprobs, self._trainer.vllm_generation.ages = [], None
         if self.corrects and self._trainer.model.training:
             self._trainer.vllm_importance_sampling_correction = True
 

@@ -100,6 +100,10 @@ class HostGeneration:
 
     def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scores) -> None:
         self.calls, self.scoring, self.llm = calls, scoring, length_limits(max_model_len)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the latest generation. One that a user's subclass makes then has no log-probabilities of an engine."""
         self.logprobs: list[torch.Tensor] = []
         self.ages: list[torch.Tensor] | None = None
 

@@ -151,6 +151,7 @@ class PolicyHost:
     def generating_and_scoring(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
         """Around the generation of completions for rows of the data set, and their scoring."""
         saves = self.trainer.model.training
+        self.trainer.vllm_generation.forget()
         self.mismatch.begin_generation()
         with (
             self.scoring.of_rows(rows),

@@ -122,9 +122,9 @@ def age_lines(folder: Path, rows: Sequence[LogRow]) -> list[str]:
 def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
     """A table and a picture of the estimate in the run's folder; empty without one."""
     file = folder / ESTIMATE_FILE
-    if not exists(file):
+    estimate, first = Timeline.load(file) if exists(file) else Timeline(), folder / FIRST_ESTIMATE_FILE
+    if not estimate.spans:
         return []
-    estimate, first = Timeline.load(file), folder / FIRST_ESTIMATE_FILE
     title = f"estimated: {estimate.seconds_per_update:.3g} s per update"
     draw_timeline(estimate, folder / "estimate.png", title=title)
     return [
