@@ -307,7 +307,9 @@ class Timeline:
     @property
     def overlaps(self) -> bool:
         """True if a device does two things at the same time for more than a hundredth of the timeline."""
-        hundredth = 0.01 * (max(span.end for span in self.spans) - min(span.start for span in self.spans))
+        start = min((span.start for span in self.spans), default=0.0)
+        end = max((span.end for span in self.spans), default=0.0)
+        hundredth = 0.01 * (end - start)
         ends: dict[int, float] = {}  # by device
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
             if min(ends.get(span.device, span.start), span.end) - span.start > hundredth:
