@@ -113,14 +113,26 @@ def test_a_step_of_several_devices_is_as_long_as_it_was_measured() -> None:
     assert long.seconds - short.seconds == pytest.approx(64 * each_step, rel=0.15)
 
 
-@pytest.mark.parametrize("is_accelerator", [True, False])
-def test_of_equal_runs_the_fastest_counts_and_on_cpus_the_usual_one(is_accelerator: bool) -> None:
-    profile = made_up(is_accelerator=is_accelerator)
-    factors = (5.0, 3.0, 1.0) if is_accelerator else (5.0, 1.0, 0.8)
-    rows = tuple(replace(row, seconds=factor * row.seconds) for factor in factors for row in profile.observations)
+def test_of_equal_runs_the_fastest_counts() -> None:
+    profile = made_up()
+    rows = tuple(
+        replace(row, seconds=factor * row.seconds) for factor in (5.0, 1.0, 3.0) for row in profile.observations
+    )
     one, other = MeasuredRates(profile), MeasuredRates(replace(profile, observations=rows))
     assert one.layer(ACTOR, 1000, 1e5, 1) == other.layer(ACTOR, 1000, 1e5, 1)
     assert one.step == other.step
+
+
+def test_a_tensor_parallel_part_computes_at_least_its_share_of_a_layer() -> None:
+    """Where four ranks share two processors, one computes while another waits for a message."""
+    profile = made_up()
+    rows = [row for row in profile.observations if row.work in ("forward", "train")]
+    for factor in (0.1, 10.0):
+        split = tuple(replace(row, tp=2, seconds=factor * row.seconds) for row in rows)
+        rates = MeasuredRates(replace(profile, observations=(*profile.observations, *split)))
+        for of_layer in (rates.layer, rates.layer_backward):
+            whole, part = (of_layer(ACTOR, 1000, 1e5, tp) for tp in (1, 2))
+            assert part == pytest.approx(whole / 2) if factor < 1 else part > whole
 
 
 def test_layouts_among_which_a_search_chooses_take_longer_than_estimated_until_a_run_has_shown_them() -> None:

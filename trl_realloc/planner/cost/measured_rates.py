@@ -6,11 +6,9 @@ least squares of the relative error.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -164,14 +162,10 @@ class MeasuredRates:
         return float(np.median([max(0.0, row.seconds - row.bytes * per_byte) for row in rows])) if rows else 0.0
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        passes = self._passes(spec, tp)
-        return self._of_layer(spec, passes, tp, tokens, dot(passes.forward, (tokens, squared)))
+        return self._of_layer(spec, tp, tokens, squared, backward=False)
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        passes = self._passes(spec, tp)
-        again = 1 + self.profile.recompute
-        whole = dot(passes.train, (tokens, squared)) - again * dot(passes.forward, (tokens, squared))
-        return self._of_layer(spec, passes, tp, tokens, max(whole, 0.0))
+        return self._of_layer(spec, tp, tokens, squared, backward=True)
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
         passes = self._passes(spec, tp)
@@ -254,9 +248,8 @@ class MeasuredRates:
     ) -> list[tuple[Observation, float]]:
         """Observations of one kind of work, each with the seconds that a device working alone would have taken.
 
-        Of several observations of the same work the fastest counts on an accelerator, where only the first one of a
-        shape is slower. On CPUs it is the median, because other work on the processors slows an update as often as a
-        short run. Of models of several depths the one nearest to `layers` is used.
+        Of several observations of the same work the fastest counts. Of models of several depths the one nearest to
+        `layers` is used.
 
         Args:
             among: in place of the profile's observations.
@@ -265,14 +258,10 @@ class MeasuredRates:
         observations = self.profile.observations if among is None else among
         rows = [o for o in observations if (o.work, o.model, o.tp, o.pp, o.zero_stage) == kind]
         depth = min((o.layers for o in rows), key=lambda count: abs(count - layers), default=0)
-        of_work: dict[Observation, list[float]] = defaultdict(list)
-        for row in (o for o in rows if o.layers == depth):
-            of_work[replace(row, seconds=0.0)].append(row.seconds)
-        usual = min if self.profile.is_accelerator else median
-        return [
-            (replace(row, seconds=usual(seconds)), usual(seconds) / self._slowdown(row))
-            for row, seconds in of_work.items()
-        ]
+        fastest: dict[Observation, Observation] = {}
+        for row in sorted((o for o in rows if o.layers == depth), key=lambda row: -row.seconds):
+            fastest[replace(row, seconds=0.0)] = row
+        return [(row, row.seconds / self._slowdown(row)) for row in fastest.values()]
 
     def _slowdown(self, row: Observation) -> float:
         """Factor by which an observation took longer because other devices of its node worked at the same time."""
@@ -309,14 +298,26 @@ class MeasuredRates:
         depth = max(rows[0][0].layers, 1)
         return _Passes(depth, (forward[0], forward[1]), (train[0], train[1]), step, max(answered, 1e-6))
 
-    def _of_layer(self, spec: ModelSpec, passes: _Passes, tp: int, tokens: float, whole: float) -> float:
+    def _of_layer(self, spec: ModelSpec, tp: int, tokens: float, squared: float, *, backward: bool) -> float:
         """One layer's share of a whole pass, without the tensor-parallel collectives, which the measurement contains
-        and the cost model adds separately."""
-        layer = whole * (1 - _head_share(spec, passes.layers)) / passes.layers
+        and the cost model adds separately.
+
+        A part has at least its share of the whole layer's arithmetic. The measurement may have less left: where ranks
+        share processors, one computes while another waits for a message.
+        """
+        layer, share = (self._layer_under(spec, degree, tokens, squared, backward=backward) for degree in (tp, 1))
         if tp == 1:
             return layer
         collectives = 2 * self._link_then(tp).all_reduce(tokens * spec.hidden * spec.activation_bytes, tp)
-        return max(layer - collectives, 0.2 * layer)
+        return max(layer - collectives, share / tp)
+
+    def _layer_under(self, spec: ModelSpec, tp: int, tokens: float, squared: float, *, backward: bool) -> float:
+        """One layer's share of a whole pass under a tensor-parallel degree, as measured."""
+        passes = self._passes(spec, tp)
+        whole = dot(passes.forward, (tokens, squared))
+        if backward:
+            whole = max(0.0, dot(passes.train, (tokens, squared)) - (1 + self.profile.recompute) * whole)
+        return whole * (1 - _head_share(spec, passes.layers)) / passes.layers
 
     def _fitted_decoding(self, key: str, layers: int, tp: int) -> tuple[int, tuple[float, float, float, float]]:
         """The number of layers of the measured model, and its seconds of a prompt token, of a step, of a sample in a
