@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from trl_realloc.algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.trainer.policy import loss_and_logprobs
 from trl_realloc.trainer.policy.loss_and_logprobs import Leaves, Rows, Window
+from trl_realloc.trainer.policy.loss_in_engine import MOST_SENT, MicroBatch
 
 
 CPU = torch.device("cpu")
@@ -152,3 +155,82 @@ def test_a_loss_that_does_not_read_the_log_probabilities_has_slopes_of_zero() ->
 def test_the_columns_of_samples_are_on_the_host() -> None:
     samples = rows_of([5, 6]).samples
     assert all(isinstance(column, Ragged) and column.values.device == CPU for column in dict(samples).values())
+
+
+# --- log-probabilities and gradients in one pass ----------------------------------------------------------------------
+
+TRAINER: Any = SimpleNamespace(
+    beta=0.0, args=None, accelerator=SimpleNamespace(num_processes=2, device=CPU), compute_loss_func=None
+)
+
+
+def micro_batch(*responses: Sequence[int]) -> dict[str, Tensor]:
+    ids, mask, width = tensors([([3, 4], list(response)) for response in responses])
+    halves = {"prompt": slice(None, -width), "completion": slice(-width, None)}
+    of_ids, of_masks = (
+        {f"{name}_{what}": each[:, at] for name, at in halves.items()} for what, each in (("ids", ids), ("mask", mask))
+    )
+    return {**of_ids, **of_masks, "advantages": torch.ones(len(responses))}
+
+
+class PassingCalls(Calls):
+    """Adds gradients by slopes of 0.25."""
+
+    def __init__(self, control: object = None) -> None:
+        super().__init__()
+        self.executor = SimpleNamespace(placement=SimpleNamespace(control=control))
+        self.added: list[int] = []
+
+    def add_gradients(self, samples: Rollouts, loss: object) -> Rollouts:
+        self.added.append(len(samples))
+        outputs = self.forward("actor.forward", samples)
+        if not len(outputs):
+            return outputs
+        column = outputs.ragged("policy_logprobs")
+        return outputs.plus(**{LOGPROB_SLOPES: column.like(torch.full_like(column.values, 0.25))})
+
+
+def collected(made: Window, *generation: dict[str, Tensor], times: int = 1) -> list[float]:
+    """Slopes that are left for a step over the micro-batches of a generation, where TRL's loss has slopes of 0.25."""
+    for at, inputs in list(enumerate(generation)) * times:
+        after = generation[at + 1 :]
+        rows = [Rows.of_inputs(each) for each in (inputs, *after)]
+        used = made.in_one_pass(TRAINER, [inputs, *after], rows)
+        logprobs, entropies = made.padded(rows[0], used)
+        leaves = Leaves(rows[0], logprobs.requires_grad_(), entropies, used)
+        (0.25 * leaves.logprobs.sum()).backward()
+        made.add(leaves, 1.0)
+    slopes: list[float] = made.take().ragged(LOGPROB_SLOPES).values.tolist()
+    return slopes
+
+
+def test_a_micro_batch_that_occurs_twice_in_a_step_counts_twice() -> None:
+    """TRL repeats a generation's micro-batches where gradient_accumulation_steps is above steps_per_generation."""
+    calls: Any = PassingCalls()
+    once, again = micro_batch([5, 6], [8]), micro_batch([9])
+    assert collected(Window(calls, CPU), once, again) == [0.0], "the engines have added all"
+    calls = PassingCalls()
+    assert collected(Window(calls, CPU), once, again, times=2) == [0.0] * 4 + [0.25] * 4
+    assert calls.added == [3]
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the other rank says, in the order of the collectives."""
+    others: list[Any] = []
+    monkeypatch.setattr(loss_and_logprobs, "from_every_rank", lambda value, control: [value, others.pop(0)])
+    return others
+
+
+def test_a_rank_whose_completions_are_all_masked_takes_part_in_the_pass_of_the_others(two_ranks: list[Any]) -> None:
+    calls: Any = PassingCalls(control="a group")
+    two_ranks += [100, [MicroBatch({}, torch.ones(1, 2, dtype=torch.bool), [0])]]
+    assert collected(Window(calls, CPU), micro_batch([], [])) == [0.0]
+    assert calls.added == [0] and not two_ranks
+
+
+def test_micro_batches_that_are_too_large_to_be_sent_are_computed_in_two_passes(two_ranks: list[Any]) -> None:
+    calls: Any = PassingCalls(control="a group")
+    two_ranks += [MOST_SENT]
+    assert collected(Window(calls, CPU), micro_batch([5, 6], [8])) == [0.25] * 3
+    assert not calls.added and calls.sizes[0] == 2 and not two_ranks

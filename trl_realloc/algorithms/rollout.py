@@ -268,7 +268,8 @@ class Rollouts(Mapping[str, Column]):
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
-        full = [p for p in parts if len(p)] or list(parts[:1])
+        """The samples of all parts one after the other; no samples and no columns of no parts."""
+        full = [p for p in parts if len(p)] or list(parts[:1]) or [Rollouts()]
         columns: dict[str, Column] = {}
         for name in full[0]:
             cells = [p[name] for p in full]

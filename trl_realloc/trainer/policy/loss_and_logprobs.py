@@ -26,7 +26,15 @@ from ...runtime.calls.training_calls import GRAD_NORM
 from ...runtime.host_calls import HostCalls, KnownOutputs
 from ...runtime.process_groups import from_every_rank
 from ..checks.config_checks import ConfigError
-from .loss_in_engine import LossInEngine, MicroBatch, has_entropy_term, is_computed_in_engines, moving_rows
+from .loss_in_engine import (
+    MOST_SENT,
+    LossInEngine,
+    MicroBatch,
+    has_entropy_term,
+    is_computed_in_engines,
+    moving_rows,
+    size_of,
+)
 
 
 if TYPE_CHECKING:
@@ -272,25 +280,44 @@ class Window:
         """Log-probabilities and entropies of the samples of a micro-batch of the training, and where these are not
         known, the slopes by which the engines have added its gradients in the same pass. All ranks together.
 
+        There are no slopes where the micro-batches of all ranks are too large to send each rank those of the others,
+        nor where a micro-batch occurs in the optimizer step again: its gradients are then trained with the step.
+
         Args:
             inputs: of TRL's loss: of the micro-batch, and of those that will be asked for before the policy changes,
                 which are in the same pass.
             rows: of each of them.
         """
-        is_known = id(inputs[0]) in self._passed or self._known.has(Rollouts.cat([each.samples for each in rows]))
+        samples = Rollouts.cat([each.samples for each in rows])
+        is_known = id(inputs[0]) in self._passed or self._known.has(samples)
         own = [] if is_known else list(zip(inputs, rows, strict=True))
-        moving = [moving_rows(trainer, given)[each.numbers] for given, each in own]
         control = self.calls.executor.placement.control
+        sizes = from_every_rank(None if is_known else sum(map(size_of, inputs)), control)
+        if control is not None and sum(size or 0 for size in sizes) > MOST_SENT:
+            self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
+        elif any(size is not None for size in sizes):
+            self._pass_all(trainer, own)
+        if id(inputs[0]) not in self._passed:
+            return self._known.complete(rows[0].samples, lambda nothing: Rollouts())
+        given, outputs = self._passed[id(inputs[0])]
+        names = (POLICY_LOGPROBS, ENTROPIES) if len(outputs) else ()
+        self._passed[id(inputs[0])] = given, outputs.only(names)
+        return outputs
+
+    def _pass_all(self, trainer: Trainer, own: Sequence[tuple[Mapping[str, Any], Rows]]) -> None:
+        """Compute the outputs of micro-batches of all ranks, and add their gradients.
+
+        Args:
+            own: of this rank: the inputs of TRL's loss, and the rows.
+        """
+        control = self.calls.executor.placement.control
+        moving = [moving_rows(trainer, given)[each.numbers] for given, each in own]
         micro_batches = [
             MicroBatch.of(given, each.numbers[moves].tolist(), is_sent=control is not None)
             for (given, each), moves in zip(own, moving, strict=True)
         ]
         of_all = [micro for of_rank in from_every_rank(micro_batches, control) for micro in of_rank]
-        if of_all:
-            self._pass(own, moving, LossInEngine(trainer, of_all), any(micro.rows for micro in of_all))
-        if id(inputs[0]) in self._passed:
-            return self._passed[id(inputs[0])][1]
-        return self._known.complete(rows[0].samples, lambda nothing: Rollouts())
+        self._pass(own, moving, LossInEngine(trainer, of_all), any(micro.rows for micro in of_all))
 
     def _pass(
         self, own: Sequence[tuple[Mapping[str, Any], Rows]], moving: Sequence[Tensor], loss: TokenLoss, moves_any: bool

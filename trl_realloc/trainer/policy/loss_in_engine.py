@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
+MOST_SENT = 1 << 28  # bytes of the micro-batches of all ranks, which each rank gets of the others
 _METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
 
 
@@ -58,7 +59,8 @@ class MicroBatch:
     """A micro-batch of one rank's trainer, as its loss reads it.
 
     Args:
-        inputs: TRL's tensors, with `completion_mask` in the place of the token ids, which the loss does not read.
+        inputs: TRL's tensors, with `completion_mask` in the place of the token ids, which the loss does not read;
+            empty without `rows`.
         mask: (rows, width) bool on the CPU: the tokens of the responses.
         rows: those whose samples the engines get, ascending.
     """
@@ -75,11 +77,18 @@ class MicroBatch:
             is_sent: to other ranks, in host memory.
         """
         mask = inputs["completion_mask"]
+        if not rows:
+            return MicroBatch({}, mask[:0].cpu().bool(), rows)
         read = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         read |= {"prompt_ids": mask[:, :0], "prompt_mask": mask[:, :0], "completion_ids": mask}
         if is_sent:  # copies, because a view is sent with all that it is a view of
             read = {name: value.detach().to("cpu", copy=True) for name, value in read.items()}
         return MicroBatch(read, mask.cpu().bool(), rows)
+
+
+def size_of(inputs: Mapping[str, Any]) -> int:
+    """Bytes of the tensors of a micro-batch."""
+    return sum(value.numel() * value.element_size() for value in inputs.values() if isinstance(value, Tensor))
 
 
 class LossInEngine:
