@@ -97,7 +97,7 @@ def trainer_of(**changes: Any) -> Any:
         state=SimpleNamespace(global_step=4),
         model=SimpleNamespace(training=True),
         plan={"actor.generate": SimpleNamespace(engine="vllm")},
-        vllm_generation=SimpleNamespace(ages=None, logprobs=[]),
+        vllm_generation=HostGeneration(cast(HostCalls, None), 8, cast(Scores, None)),
         vllm_importance_sampling_correction=False,
         run=SimpleNamespace(checkpoints=SimpleNamespace(saving_good_state=nullcontext)),
         _metrics={"train": defaultdict(list)},
@@ -110,7 +110,7 @@ def generated(
     trainer: Any, engine: Tensor, *, known: bool = True, ages: list[Tensor] | None = None, **columns: Any
 ) -> dict[str, Any]:
     trainer.mismatch.begin_generation()
-    trainer.vllm_generation.ages = ages
+    trainer.vllm_generation.logprobs, trainer.vllm_generation.ages = [TRAINER[0, :3], TRAINER[1, :2]], ages
     if known:
         with torch.no_grad():
             trainer.mismatch.see(TRAINER)
@@ -185,22 +185,41 @@ def test_rloos_engine_tells_its_trainer_and_a_limit_is_no_correction() -> None:
     trainer.vllm_generation.logprobs = [TRAINER[0, :3], TRAINER[1, :2]]
     with torch.no_grad():
         trainer.mismatch.see(TRAINER)
-    made = trainer.mismatch.of_generation({"completion_mask": MASK})
-    assert torch.equal(made["sampling_per_token_logps"] * MASK, TRAINER * MASK)
+    made = trainer.mismatch.of_generation({"completion_mask": MASK, "old_logps": TRAINER.sum(1)})
+    assert "sampling_per_token_logps" not in made, "TRL's RLOO has none"
     assert logged(trainer)[ERROR] == 1.0 and not trainer.mismatch.corrects
+    trainer._metrics["train"].clear()
+    trainer.vllm_generation.logprobs = [TRAINER[0, :3] - 1.0, TRAINER[1, :2]]
+    trainer.mismatch.of_generation({"completion_mask": MASK, "old_logps": TRAINER.sum(1)})
+    assert logged(trainer)[ERROR] > 1.1 and trainer.mismatch.corrects
 
 
-def test_completions_that_a_subclass_generates_by_itself_have_no_mismatch() -> None:
+@pytest.mark.parametrize("latest", ["none", "of fewer rows", "of more rows", "of other lengths"])
+def test_completions_that_a_subclass_generates_by_itself_have_no_mismatch(latest: str) -> None:
+    """Its own, or those of several calls of the engines, of which the latest does not tell all."""
     trainer = trainer_of()
-    trainer.vllm_generation = HostGeneration(cast(HostCalls, None), 8, cast(Scores, None))
-    trainer.vllm_generation.logprobs = [TRAINER[0, :3] - 1.0, TRAINER[1, :2]]  # of a generation before
-    trainer.vllm_generation.forget()
+    rows = [TRAINER[0, :3] - 1.0, TRAINER[1, :2]]
+    told = {"of fewer rows": rows[:1], "of more rows": [*rows, rows[0]], "of other lengths": rows[::-1], "none": rows}
+    trainer.vllm_generation.logprobs = told[latest]
+    if latest == "none":
+        trainer.vllm_generation.forget()
     trainer.mismatch.begin_generation()
     with torch.no_grad():
         trainer.mismatch.see(TRAINER)
     made = trainer.mismatch.of_generation({"completion_mask": MASK})
-    assert made["sampling_per_token_logps"].isnan().all()
+    assert "sampling_per_token_logps" not in made, "TRL would take them for the engine's"
     assert not logged(trainer) and not trainer.mismatch.corrects
+
+
+def test_a_loss_for_which_trl_has_no_log_probabilities_is_not_corrected(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of()
+    trainer.vllm_generation.logprobs = [TRAINER[0, :3] - 1.0, TRAINER[1, :2]]
+    trainer.mismatch.begin_generation()
+    with torch.no_grad():
+        trainer.mismatch.see(TRAINER)
+    trainer.mismatch.of_generation({"completion_mask": MASK})
+    assert logged(trainer)[ERROR] > 1.1 and not trainer.mismatch.corrects
+    assert "gives completions without them" in caplog.text
 
 
 def test_a_loss_that_cannot_be_corrected_is_not(caplog: pytest.LogCaptureFixture) -> None:

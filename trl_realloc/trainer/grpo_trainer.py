@@ -261,7 +261,7 @@ class PlannedPolicyTrainer(Trainer):
             made = super()._generate(prompts)
         by_vllm = self.plan["actor.generate"].engine == "vllm"
         # of GRPO's, what TRL has joined of several turns
-        told = made[4] if len(made) > 4 else self.vllm_generation.logprobs
+        told = made[4] if len(made) > 4 else self.vllm_generation.drawn([len(each) for each in made[1]])
         self._host.forced.begin_generation(told if by_vllm else None)
         self.record.add_responses(made[1])
         return made
@@ -408,7 +408,8 @@ class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
         made: dict[str, Any] = super()._generate_and_score_completions(inputs)
         corrects = self.vllm_importance_sampling_correction or (self.run is not None and self._host.mismatch.corrects)
         if corrects and self.model.training:
-            made["old_logps"] = drawn_logps(self.vllm_generation.logprobs, made["completion_mask"], made["old_logps"])
+            mask = made["completion_mask"]
+            made["old_logps"] = drawn_logps(self.vllm_generation.drawn(mask.sum(1).tolist()), mask, made["old_logps"])
         return made
 
 

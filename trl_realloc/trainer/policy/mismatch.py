@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _SUMS = 6  # the first of `_figures`
+_ENGINE = "engine_per_token_logps"  # the engine's log-probabilities, (rows, tokens), where TRL has none
+_UNTOLD = "TRL has no log-probabilities of the engine: a rollout_func or _generate gives completions without them"
 
 
 class EngineMismatch:
@@ -64,13 +66,14 @@ class EngineMismatch:
         if trainer.plan["actor.generate"].engine != "vllm":
             return made
         generation, mask = trainer.vllm_generation, made["completion_mask"]
+        drawn = generation.drawn(mask.sum(1).tolist())
         if SAMPLED not in made:
-            made = {**made, SAMPLED: padded(generation.logprobs, mask)}
+            made = {**made, _ENGINE: padded(drawn, mask)}
         if not trainer.model.training:
             return made
         self._generation = trainer.state.global_step
         if self._known is not None:
-            ages = None if generation.ages is None else padded(generation.ages, mask)
+            ages = padded(generation.ages, mask) if generation.ages is not None and len(drawn) else None
             self._judge(_figures(made, self._known, ages), is_logged="importance_sampling_ratio" in made)
         return made
 
@@ -88,7 +91,7 @@ class EngineMismatch:
         """The loop has got the policy's log-probabilities, (rows, tokens), of a generation or of a micro-batch."""
         if not torch.is_grad_enabled():
             self._known = logprobs
-        elif self._inputs is not None and SAMPLED in self._inputs:
+        elif self._inputs is not None and not self._inputs.keys().isdisjoint((SAMPLED, _ENGINE)):
             self._by_losses.append(_figures(self._inputs, logprobs.detach(), None))
 
     def end_update(self) -> None:
@@ -107,7 +110,7 @@ class EngineMismatch:
         """
         trainer = self._trainer
         of_all = _joined(list(trainer.accelerator.gather(figures[None])))
-        difference, tokens, errors, current, ratios, rows, largest, minus_least, most = of_all.tolist()
+        difference, tokens, errors, current, ratios, rows, largest, minus_least, most, is_untold = of_all.tolist()
         logged = trainer._metrics["train"]
         if tokens and not is_logged:
             logged["sampling/sampling_logp_difference/mean"].append(difference / tokens)
@@ -118,22 +121,22 @@ class EngineMismatch:
         if not current:
             return
         logged[MISMATCH].append(errors / current)
-        problem = uncorrected_loss(trainer.args)
+        problem = uncorrected_loss(trainer.args) or _UNTOLD * bool(is_untold)
         how = problem or "the loss is weighted by trainer over engine (vllm_importance_sampling_correction)"
         self.corrects |= self._gate.must_correct(errors / current, self._generation + 1, how) and not problem
 
 
 def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> Tensor:
-    """(9,) float32: the sum and the number of the |differences| of tokens, of `mult_prob_errors` of tokens of age 0,
-    and of the ratios of completions; then the greatest |difference|, minus ratio, and ratio. Tokens of which the engine
-    has told nothing are left out.
+    """(10,) float32: the sum and the number of the |differences| of tokens, of `mult_prob_errors` of tokens of age 0,
+    and of the ratios of completions; then the greatest |difference|, minus ratio, and ratio, and 1 where TRL's loss
+    cannot be corrected. Tokens of which the engine has told nothing are left out.
 
     Args:
         made: TRL's tensors of some completions.
         logprobs: of the trainer, (rows, tokens).
         ages: of the tokens, (rows, tokens); `None` for 0.
     """
-    difference = logprobs - made[SAMPLED]
+    difference = logprobs - (made[SAMPLED] if SAMPLED in made else made[_ENGINE])
     counts = (made["completion_mask"] * made.get("tool_mask", 1)).bool() & ~difference.isnan()
     difference = difference.masked_fill(~counts, 0.0)
     ratios = difference.sum(1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()[counts.any(1)]
@@ -142,8 +145,11 @@ def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> 
         mult_prob_errors(difference[counts if ages is None else counts & (ages == 0)]),
     )
     sums = [part.sum().float() for of in (tokens, errors, ratios) for part in (of, torch.ones_like(of))]
+    # RLOO's loss is corrected by what it has as `old_logps`
+    is_untold = torch.full((1,), float(made.keys().isdisjoint((SAMPLED, "old_logps"))), device=difference.device)
     lowest = torch.full((1,), -torch.inf, device=difference.device)
-    return torch.stack([*sums, *(torch.cat([lowest, of.float()]).amax() for of in (tokens, -ratios, ratios))])
+    most = [torch.cat([lowest, of.float()]).amax() for of in (tokens, -ratios, ratios, is_untold)]
+    return torch.stack([*sums, *most])
 
 
 def _joined(figures: Sequence[Tensor]) -> Tensor:

@@ -107,6 +107,17 @@ class HostGeneration:
         self.logprobs: list[torch.Tensor] = []
         self.ages: list[torch.Tensor] | None = None
 
+    def drawn(self, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+        """`logprobs`, if the latest call made completions of these lengths; otherwise no rows, as of completions that a
+        user's subclass joins of several calls.
+
+        Args:
+            lengths: of this rank's completions; 0 also for one that is masked.
+        """
+        made = [len(row) for row in self.logprobs]
+        is_of_them = len(made) == len(lengths) and all(n in (0, one) for n, one in zip(lengths, made, strict=True))
+        return self.logprobs if is_of_them else []
+
     def sync_weights(self) -> None:
         """Does nothing: the engines take new parameters before they generate, if there are any."""
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 WARNS_ABOVE = 1.05  # bfloat16 rounding alone is below it (docs/mismatch.md)
 _CHECK = (
-    "Check in this order (docs/mismatch.md): rounding, by bf16: false and a policy in float32; vLLM, by generation "
-    "with Transformers; vllm_engine_kwargs, by leaving it out; how tokens are drawn; old weights"
+    "Check in this order (docs/mismatch.md): rounding, by bf16: false and a policy in float32; vLLM, in PPO by "
+    "generation_engine: transformers; vllm_engine_kwargs, by leaving it out; how tokens are drawn; old weights"
 )
 
 
