@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from test_packed_forward import assert_same_gradients, gradients
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, token_keys
 from trl_realloc.engines.mesh_group import MeshGroup
-from trl_realloc.engines.training import sliced_head
+from trl_realloc.engines.training import packed_attention, sliced_head
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.packed_row import PackedRow
 from trl_realloc.engines.training.replicated import ReplicatedEngine
@@ -121,6 +122,22 @@ def test_tokens_are_shared_under_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             outputs.append(head_of("llama", "policy")(samples, row)["logprobs"].values)
     torch.testing.assert_close(*outputs, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window 5"])
+def test_attention_by_sdpa_alone_shares_tokens_without_a_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU without the kernel for packed rows. A mask would have the sample's queries times its keys."""
+    masks: list[Tensor | None] = []
+
+    def recorded(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        masks.append(mask)
+        return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
+
+    monkeypatch.setattr(packed_attention, "sdpa_attention_forward", recorded)
+    monkeypatch.setattr(packed_attention, "keeps_scores", lambda arguments: False)
+    samples = group()
+    assert_shares(head_of(family, "policy"), samples, row_of(samples))
+    assert masks and ("window" in family or all(mask is None for mask in masks))
 
 
 def test_dropout_shares_nothing() -> None:

@@ -37,6 +37,7 @@ def test_a_rank_meets_the_others_on_the_host_before_a_call_with_collectives(has_
         has_collectives=lambda call: has_collectives,
         check_fresh=lambda call: None,
         resident=lambda call: contextlib.nullcontext(),
+        shares_tokens=lambda call: False,
         take_shared_tokens=lambda call: 0,
         group=lambda call: SimpleNamespace(meet=lambda: events.append("meet")),
     )

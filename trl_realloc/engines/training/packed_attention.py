@@ -91,18 +91,21 @@ def _packed_attention(
         result: Tensor = PrefixAttention.apply(q, k, v, row, kwargs.get("scaling"))
         return result.transpose(1, 2), None
     queries = [tokens for tokens in row.own if tokens]
+    seen = asking = queries
     if row.saved:
         seen, _ = row.keys
         key, value = (part.index_select(2, row.on(part.device)) for part in (key, value))
-    else:
-        seen = queries
+        if window is None:
+            # The queries of a beginning again: without a mask a sample's memory grows with its length, and with one of
+            # queries by keys with its square.
+            query, asking = query.index_select(2, row.on(query.device)), seen
     parts = []
-    for q, k, v in zip(query.split(queries, 2), key.split(seen, 2), value.split(seen, 2), strict=True):
+    for q, k, v, own in zip(query.split(asking, 2), key.split(seen, 2), value.split(seen, 2), queries, strict=True):
         if window is not None:
             unseen = max(0, k.shape[2] - q.shape[2] - window + 1)
             k, v = k[:, :, unseen:], v[:, :, unseen:]
         mask = _mask(q.shape[2], k.shape[2], window, q.device)
-        parts.append(sdpa_attention_forward(module, q, k, v, mask, is_causal=mask is None, **kwargs)[0])
+        parts.append(sdpa_attention_forward(module, q, k, v, mask, is_causal=mask is None, **kwargs)[0][:, -own:])
     return torch.cat(parts, dim=1), None
 
 
