@@ -436,6 +436,62 @@ def test_measuring_leaves_no_logs_of_engines(tmp_path: Path, monkeypatch: pytest
     assert jobs[0].options.log_folder is None, "the engines' logs go to temporary files"
 
 
+def test_a_recipe_is_measured_with_the_adapters_that_its_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tiny
+
+    from trl_realloc.cli import measure
+
+    tiny.config().save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.yaml"
+    adapters = "use_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
+    settings = f"bf16: false\nuse_cpu: true\nuse_vllm: false\noutput_dir: {tmp_path}\n{adapters}"
+    recipe.write_text(f"algorithm: grpo\nmodel_name_or_path: model\nmax_completion_length: 8\n{settings}")
+    jobs: list[Any] = []
+
+    def measured(job: Any, *, thorough: bool) -> Any:
+        jobs.append(job)
+        return SimpleNamespace(save=lambda path: None), True
+
+    monkeypatch.setattr(measure, "cached_profile", measured)
+    measure.main(str(recipe), str(tmp_path / "profile.json"), 64.0, thorough=False)
+    models = jobs[0].models
+    assert models.peft_config.r == 4 and models.peft_config.target_modules == {"q_proj", "v_proj"}
+    assert 0 < models.trained_share < 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "processes"),
+    [
+        ("num_processes: 3", "num_processes: 2", 3),
+        ("accelerate_config: {folder}/named.yaml", "num_processes: 2", 4),
+        ("learning_rate: 1.0e-6", "num_processes: 2", 2),
+        ("learning_rate: 1.0e-6", None, 1),
+    ],
+)
+def test_a_recipe_is_planned_for_the_processes_that_its_run_has(
+    recipe: str, config: str | None, processes: int, tmp_path: Path
+) -> None:
+    from trl_realloc.cli.measuring_job import processes_of
+
+    (tmp_path / "named.yaml").write_text("num_processes: 4\n")
+    if config is not None:
+        (tmp_path / "accelerate.yaml").write_text(f"{config}\n")
+    (tmp_path / "recipe.yaml").write_text(recipe.format(folder=tmp_path) + "\n")
+    assert processes_of(tmp_path / "recipe.yaml") == processes
+
+
+@pytest.mark.parametrize("setting", ["load_in_4bit: true", "fsdp: full_shard"])
+def test_a_recipe_of_ppo_that_no_run_trains_is_not_planned(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = RECIPE.read_text().replace("runs/demo/assets", str(RECIPE.parent))
+    (tmp_path / "ppo.yaml").write_text(f"{demo}\n{setting}\n")
+    assert main(["plan", str(tmp_path / "ppo.yaml"), "--cluster", "h100:2", "--time-limit", "0.2"]) == 2
+    assert f"PPO is not trained under {setting.partition(':')[0]}" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_model_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(tmp_path / "nowhere")]) == 2
     assert "/nowhere': neither a recipe nor a folder with a model's config.json." in capsys.readouterr().err

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_run_observer
 import tiny
+from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
 from trl_realloc import Cluster
@@ -62,6 +64,16 @@ def test_a_damaged_file_in_a_folder_that_cannot_be_written_is_none(job: Job, mon
 
     monkeypatch.setattr(Path, "unlink", refuse)
     assert profile_cache.read_profile(cache_path(job), job) is None
+
+
+def test_the_profile_of_adapters_is_found_in_every_process(job: Job) -> None:
+    """The order of a set of names differs between processes; here by the order in which they are put into it."""
+    pairs = combinations([f"module{number}" for number in range(99)], 2)
+    two = next(list(pair) for pair in pairs if str(set(pair)) != str({pair[1], pair[0]}))
+    adapters = [LoraConfig(target_modules=modules) for modules in (two, two[::-1], two[:1])]
+    assert str(adapters[0].target_modules) != str(adapters[1].target_modules)
+    one, same, other = (cache_path(replace(job, models=replace(job.models, peft_config=config))) for config in adapters)
+    assert one == same != other
 
 
 def test_other_attention_and_other_settings_of_engines_are_measured_apart(job: Job) -> None:

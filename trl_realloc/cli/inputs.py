@@ -21,8 +21,9 @@ from ..planner.recipe.recipe import POLICY, Recipe, read_recipe_settings
 from ..trainer.checks.unfollowed_settings import Then, unfollowed_by_recipe
 
 
-# Settings of a recipe under which Accelerate trains, beside those of `unfollowed_settings`.
-TRAINS_BY_ACCELERATE = ("fsdp", "load_in_4bit", "load_in_8bit")
+QUANTIZED = ("load_in_4bit", "load_in_8bit")
+# Settings of a recipe of GRPO and RLOO under which Accelerate trains, beside those of `unfollowed_settings`.
+TRAINS_BY_ACCELERATE = ("fsdp", *QUANTIZED)
 
 
 def plan_file(path: str) -> ExecutionPlan:
@@ -63,11 +64,16 @@ def accelerate_trains(recipe: Recipe) -> str | None:
         PlanError: a run of the recipe would be refused for a setting.
     """
     settings = read_recipe_settings(recipe.path)
+    by_accelerate = [name for name in TRAINS_BY_ACCELERATE if settings.get(name)]
     Problems(
-        f"{recipe.path}: {sentence}" for sentence in unfollowed_by_recipe(settings, recipe.algorithm, Then.REFUSE)
+        f"{recipe.path}: {sentence}"
+        for sentence in (
+            *unfollowed_by_recipe(settings, recipe.algorithm, Then.REFUSE),
+            *(f"PPO is not trained under {name}; leave it out." for name in by_accelerate if recipe.algorithm == "ppo"),
+        )
     ).refuse()
     reasons = [*unfollowed_by_recipe(settings, recipe.algorithm, Then.ACCELERATE)]
-    reasons += [f"{name} is set" for name in TRAINS_BY_ACCELERATE if settings.get(name)]
+    reasons += [f"{name} is set" for name in by_accelerate]
     if not reasons:
         return None
     return (

@@ -151,8 +151,9 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @click.option(
     "--cluster",
-    metavar="KIND:NxM",
-    help="Plan a recipe for N nodes of M known devices, like h100:16x8; without --devices and --nodes.",
+    metavar="KIND:[Nx]M",
+    help="Plan a recipe for N nodes (one if left out) of M known devices, like h100:16x8; without --devices and "
+    "--nodes.",
 )
 @click.option(
     "--profile", "measured", type=click.Path(path_type=Path), help="Plan a recipe for the machine of a profile."
@@ -168,7 +169,7 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
 )
 @click.option(
     "--clusters",
-    metavar="KIND:NxM,...",
+    metavar="KIND:[Nx]M,...",
     help="Compare clusters, like h100:8x8,h200:8x8: seconds, GPU-hours, memory, and what a colocated run takes.",
 )
 @click.option("--price", "prices", multiple=True, metavar="KIND=P", help="Price of a device's hour, for --clusters.")
@@ -181,7 +182,7 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
     is_flag=False,
     flag_value=OVERLAPS,
     metavar="[CALL]",
-    help="Print what CALL spends its time on; without CALL, what each way to overlap calls saves.",
+    help="Print what CALL spends its time on; without CALL, as the last word, what each way to overlap calls saves.",
 )
 @click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="S", help="Seconds of the search.")
 def plan(
@@ -208,8 +209,8 @@ def plan(
     RECIPE is a YAML file, or one that comes with the package, by its name: llama-8b/ppo.yaml.
 
     A recipe is planned for --cluster, for the machine of --profile, or for this one, which is measured the first time.
-    The plan is written to plan.yaml with a picture of it, plan.png, and a trace for Perfetto, plan.trace.json. Without
-    -o nothing is overwritten: where there is a plan.yaml, it is plan-2.yaml, and so on.
+    The plan is written to plan.yaml with pictures, plan.png and plan.memory.png, and a trace for Perfetto,
+    plan.trace.json. Without -o nothing is overwritten: where there is a plan.yaml, it is plan-2.yaml, and so on.
 
     With --clusters no plan is written: a table compares the clusters, and clusters.png (or -o) shows it.
     """
@@ -396,7 +397,7 @@ def report(run_dir: Path) -> None:
 
 
 @commands.command()
-@click.argument("runs", nargs=2, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("runs", nargs=2, metavar="RUN OTHER_RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def compare(runs: tuple[Path, Path]) -> None:
     """Compare the seconds of the calls of two RUNS, which are folders with a timeline.json."""
     try:

@@ -23,7 +23,7 @@ from ..engines.generation.vllm_support import why_not_served
 from ..plan.dataflow import Role
 from ..planner.recipe.defaults import trained_dtype
 from ..planner.recipe.recipe import read_recipe, read_recipe_settings
-from ..profiling.job_models import JobModels, specs_of
+from ..profiling.job_models import JobModels
 from ..profiling.profile_cache import cached_profile
 from ..runtime.launch.hosts import cluster_of, meet
 from ..trainer.accelerate_plugin import ReallocationPlugin
@@ -32,7 +32,7 @@ from ..trainer.grpo_config import PolicyConfig
 from ..trainer.plan_settings import use_one_device
 from ..trainer.ppo_config import PPOConfig
 from ..trainer.run.job_builder import compute_dtype, engine_options, make_job
-from .recipe_parser import CONFIGS, SENTENCES, RecipeError, run
+from .recipe_parser import CONFIGS, SENTENCES, RecipeError, adapters_of, run
 
 
 def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
@@ -61,8 +61,15 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     context = round(recipe.prompt_tokens + response)
     options = engine_options(args, ReallocationPlugin(), context_length=context, pad_token_id=0 if pad is None else pad)
     options = dataclasses.replace(options, log_folder=None)  # `output_dir` is gone, and nothing would remove its logs
-    specs = specs_of(configs, recipe.graph, mixed, generation_engine=recipe.engine)
-    models = JobModels(configs, specs, mixed=mixed, generation_engine=recipe.engine)
+    models = JobModels.of_run(
+        configs,
+        recipe.graph,
+        str(recipe.folders[Role.ACTOR]),
+        peft_config=adapters_of(settings),
+        processing_class=None,
+        mixed=mixed,
+        generation_engine=recipe.engine,
+    )
     work = recipe.workload(cluster)
     job = make_job(args, cluster, world.process_index, recipe.engine, models, recipe.graph, work, options)
     profile, _ = cached_profile(job, thorough=thorough)

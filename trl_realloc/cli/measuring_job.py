@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..common.errors import PlanError, shown
-from ..common.files import exists, read_yaml_mapping
+from ..common.files import exists, or_packaged, read_yaml_mapping
 from ..planner.cost.profile import Profile
 from ..planner.recipe.recipe import Recipe
 from .inputs import check_torch
@@ -65,11 +65,20 @@ def _measured(recipe: Recipe, devices: int, output: Path, how: Sequence[str]) ->
 
 
 def processes_of(recipe: Path) -> int:
-    """The number of processes in the accelerate config in the recipe's folder; 1 without a config."""
-    config = recipe.parent / "accelerate.yaml"
-    if not exists(config):
-        return 1
-    processes = read_yaml_mapping(config, "the accelerate config", "num_processes: 2").get("num_processes", 1)
+    """The number of processes that a run of the recipe has: as the recipe says, or the accelerate config that it names,
+    or the one in its folder; otherwise 1.
+
+    Raises:
+        PlanError: it is no number of processes of this machine.
+    """
+    config, contents = recipe, read_yaml_mapping(recipe, "the recipe", "num_processes: 2")
+    if contents.get("num_processes") is None:
+        named = contents.get("accelerate_config")
+        config = or_packaged(str(named)) if named is not None else recipe.parent / "accelerate.yaml"
+        if not exists(config):
+            return 1
+        contents = read_yaml_mapping(config, "the accelerate config", "num_processes: 2")
+    processes = contents.get("num_processes", 1)
     if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= _most_processes():
         raise PlanError(
             f"{config}: num_processes is a whole number from 1 to {_most_processes()} here, not {shown(processes)}; "

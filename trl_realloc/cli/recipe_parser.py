@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, ge
 
 import torch.distributed as dist
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
-from trl import TrlParser
+from trl import ModelConfig, TrlParser, get_peft_config
 
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.prompts import DataError
@@ -32,6 +32,7 @@ from ..trainer.ppo_config import PPOConfig
 
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PretrainedConfig
 
 
@@ -81,6 +82,12 @@ def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | Non
     except (ValueError, TypeError, OSError) as error:  # what TRL's and Transformers' own checks refuse
         raise RecipeError(f"{where}: {error}") from error
     return tuple(parsed)
+
+
+def adapters_of(settings: Mapping[str, Any]) -> PeftConfig | None:
+    """The adapters that a run by a recipe with these settings trains; `None` without `use_peft`."""
+    names = {field.name for field in dataclasses.fields(ModelConfig) if field.init}
+    return get_peft_config(ModelConfig(**{name: settings[name] for name in names & settings.keys()}))
 
 
 class _Parser(TrlParser):

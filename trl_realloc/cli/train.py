@@ -25,6 +25,7 @@ from ..planner.recipe.defaults import init_kwargs
 from ..trainer.grpo_trainer import GRPOTrainer, RLOOTrainer
 from ..trainer.ppo_config import PPOConfig
 from ..trainer.ppo_trainer import PPOTrainer
+from .inputs import QUANTIZED
 from .recipe_parser import CONFIGS, RecipeError, parse_recipe, run
 
 
@@ -103,6 +104,8 @@ def main(arguments: Sequence[str]) -> None:
 def _ppo_trainer(script: RunArguments, model: ModelConfig, rewards: list[Any], *, args: PPOConfig, **rest: Any) -> Any:
     if further := sorted(_loading(model)):
         raise RecipeError(f"{' and '.join(further)}: PPO loads models by their own settings; load them in a script.")
+    if quantized := [name for name in QUANTIZED if getattr(model, name)]:
+        raise RecipeError(f"{' and '.join(quantized)}: PPO trains no quantized models; leave it out.")
     policy = model.model_name_or_path or args.sft_model_path
     path = script.reward_model_name_or_path or args.reward_model_path
     is_given = path != next(each.default for each in dataclasses.fields(args) if each.name == "reward_model_path")

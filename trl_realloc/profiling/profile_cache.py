@@ -71,15 +71,20 @@ def cache_path(job: Job) -> Path:
         "models": sorted(
             f"{spec.layers} layers, {model_key(spec)}, {8 * spec.bytes_per_element} bits" for spec in all_specs
         ),
-        "adapters": str(job.models.peft_config),
+        "adapters": None if job.models.peft_config is None else job.models.peft_config.to_dict(),
         "cluster": str(job.cluster),
         "attention": job.models.attentions,
         "engines": {name: str(job.options.vllm.get(name)) for name in ("engine_kwargs", "repeatable_sampling")},
         "recompute": job.options.gradient_checkpointing,
         "format": sorted({**Observation.__dataclass_fields__, **Profile.__dataclass_fields__}),
     }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=_ordered).encode()).hexdigest()[:16]
     return cache_folder() / f"profile-{digest}.json"
+
+
+def _ordered(value: object) -> object:
+    """JSON of what JSON has not: the names of an adapter's modules, whose order as a set differs between processes."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
