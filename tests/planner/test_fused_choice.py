@@ -225,7 +225,7 @@ def test_what_is_within_the_error_of_the_estimates_is_not_chosen() -> None:
         rough = replace(prices, rates=replace(prices.rates, error=less * error))  # type: ignore[type-var]
         choice = chosen(rough, pipelined(rough))
         assert bool(choice.fastest.fused) == is_chosen
-    assert "no more than estimates are good for" in choice.sentence
+    assert "within the estimates' error" in choice.sentence
 
 
 def test_a_fused_plan_that_does_not_fit_in_memory_is_not_found() -> None:

@@ -15,7 +15,7 @@ from .priced_plan import PricedPlan
 
 FUSED, STREAMING, STALENESS = "fused training", "streaming", "staleness"  # the ways, by name
 SAME = 0.005  # difference of two plans, as a share of the seconds, below which one is as fast as the other
-NO_MORE = "which is no more than estimates are good for"
+NO_MORE = "which is within the estimates' error"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Rung:
         if not self.plans:
             return f"{self.way}: {self.reason}"
         text = f"{self.name} {self.worth}"
-        if self.is_chosen or self.best.seconds >= self.whole.seconds:
+        if self.is_chosen or 1 - self.best.seconds / self.whole.seconds < SAME:
             return text
         return f"{text}; {self.refusal}" if self.refusal else f"{text}, {NO_MORE}"
 

@@ -64,7 +64,7 @@ def streams_of(whole: PricedPlan, deadline: float = math.inf, *, deterministic: 
     except PlanError:  # no call can stream
         return Rung(STREAMING, whole, reason="no scoring call can begin while others generate")
     if not _can_gain(whole, streamed):
-        reason = "scoring while others generate could save no more than estimates are good for"
+        reason = "scoring while others generate could save no more than the estimates' error"
         return Rung(STREAMING, whole, reason=reason)
     if time.perf_counter() >= deadline:
         return Rung(STREAMING, whole, reason="no time was left to simulate scoring while others generate")
