@@ -6,10 +6,6 @@ For each pair of models and number of processes it trains under the planner's ch
 updates each, and sets the estimated seconds of every call and of the iteration beside the measured ones: the median of
 the updates after the first (the JSON has them all, and the fastest). The first run of a pair measures the machine; the
 others read its profile. Where the planner chose a preset, both are runs of one plan.
-
-A machine that others use is not as fast in one minute as in the next. So all ranks compute the same piece of work at
-the same time before and after the machine is measured and after every update (`Speed`), and a second error is that of
-the measured seconds as they would have been at the speed at which the machine was measured.
 """
 
 from __future__ import annotations
@@ -20,10 +16,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -46,31 +40,6 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--
 LAUNCH += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 VOCABULARY, PROMPT, RESPONSE, EPISODES = 1000, 16, 64, 64
 LIMIT_S = 600
-
-
-class Speed:
-    """Seconds that this machine takes for a fixed piece of work, which all ranks do at the same time."""
-
-    def __init__(self) -> None:
-        import torch
-
-        draw = torch.Generator().manual_seed(0)
-        self._rows, self._weights = (torch.randn(size, 512, generator=draw) for size in (256, 512))
-        self.seconds: list[float] = []
-        self.measure(times=1)  # threads and memory
-        self.seconds.clear()
-
-    def measure(self, times: int = 10) -> None:
-        """Ranks begin together: at the next whole second, of the clock that they share."""
-        weights = self._weights.requires_grad_()
-        time.sleep(-time.time() % 1)
-        start = time.perf_counter()
-        for _ in range(times):
-            rows = self._rows
-            for _ in range(4):
-                rows = (rows @ weights).softmax(-1)
-            rows.square().sum().backward()
-        self.seconds.append(time.perf_counter() - start)
 
 
 def make_trainer(pair: str, plan: str, folder: Path, updates: int, engine: str | None, callbacks: Any = None) -> Any:
@@ -137,19 +106,7 @@ def make_trainer(pair: str, plan: str, folder: Path, updates: int, engine: str |
 
 def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) -> None:
     """One run: what it measured and what was expected of it, in `folder`."""
-    from transformers import TrainerCallback
-
-    speed = Speed()
-
-    class AfterUpdates(TrainerCallback):
-        def on_train_begin(self, *of: Any, **kwargs: Any) -> None:
-            speed.measure()
-
-        def on_step_end(self, *of: Any, **kwargs: Any) -> None:
-            speed.measure()
-
-    speed.measure()
-    trainer = make_trainer(pair, plan, folder, updates, engine, [AfterUpdates()])
+    trainer = make_trainer(pair, plan, folder, updates, engine)
     trainer.train()
     if trainer.accelerator.is_main_process:
         trainer.plan.save(folder / "plan.yaml")
@@ -159,9 +116,7 @@ def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) 
         estimated = None
         if found is not None:
             estimated = {"iteration": found.seconds, **found.timeline.by_call()}
-        (folder / "run.json").write_text(
-            json.dumps({"steps": steps, "estimated": estimated, "speed": speed.seconds}), encoding="utf-8"
-        )
+        (folder / "run.json").write_text(json.dumps({"steps": steps, "estimated": estimated}), encoding="utf-8")
 
 
 def _forget(cache: Path) -> None:
@@ -170,14 +125,7 @@ def _forget(cache: Path) -> None:
         replace(Profile.load(path), corrections=Corrections()).save(path)
 
 
-def measure(
-    pair: str, plan: str, processes: int, given: argparse.Namespace, cache: Path, measured_at: float | None
-) -> dict[str, Any]:
-    """One row.
-
-    Args:
-        measured_at: `Speed` when the machine was measured; `None` in the run that measures it.
-    """
+def measure(pair: str, plan: str, processes: int, given: argparse.Namespace, cache: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         launch = [*LAUNCH, "--num_processes", str(processes)] if processes > 1 else [sys.executable]
         engine = ["--engine", given.engine] if given.engine else []
@@ -192,9 +140,7 @@ def measure(
         timeline = Timeline.load(Path(folder, "timeline.json"))
         ran = ExecutionPlan.load(Path(folder, "plan.yaml"))
     warm = [timeline.of_step(step).by_call() for step in sorted({span.step for span in timeline.spans})[1:]]
-    estimated, (before, *after) = run["estimated"] or {}, run["speed"]
-    measured_at = measured_at or (before + after[0]) / 2
-    drifts = [(one + other) / 2 / measured_at for one, other in pairwise(after)][1:]  # of the updates after the first
+    estimated = run["estimated"] or {}
     by_call = {
         call: {
             "estimated_s": estimated.get(call),
@@ -209,9 +155,6 @@ def measure(
         "plan": plan,
         "estimated_s": estimated.get("iteration"),
         "measured_s": median(run["steps"][1:]),
-        "measured_at": measured_at,
-        "drifts": [round(drift, 3) for drift in drifts],
-        "at_that_speed_s": median(seconds / drift for seconds, drift in zip(run["steps"][1:], drifts, strict=True)),
         "fastest_s": min(run["steps"][1:]),
         "updates_s": [round(seconds, 4) for seconds in run["steps"]],
         "chosen": plan == AUTO,
@@ -222,15 +165,13 @@ def measure(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table("models", "processes", "plan", "estimated", "measured", "error", "drift", "error at equal speed")
+    shown = Table("models", "processes", "plan", "estimated", "measured", "error")
     for row in rows:
         estimated = row["estimated_s"]
         error = f"{estimated / row['measured_s'] - 1:+.1%}" if estimated else ""
         plan = f"{row['plan']} = {row['name']}" if row["chosen"] else row["plan"]
         number = f"{estimated:.3f} s" if estimated else "not measured"
-        equal = f"{estimated / row['at_that_speed_s'] - 1:+.1%}" if estimated else ""
-        measured, drift = f"{row['measured_s']:.3f} s", f"{median(row['drifts']):.2f}"
-        shown.add_row(row["models"], str(row["processes"]), plan, number, measured, error, drift, equal)
+        shown.add_row(row["models"], str(row["processes"]), plan, number, f"{row['measured_s']:.3f} s", error)
     return shown
 
 
@@ -255,16 +196,11 @@ def errors_by_kind(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
         if row["estimated_s"]:
             error = row["estimated_s"] / row["measured_s"] - 1
             found["iteration"].append(error)
-            equal = row["estimated_s"] / row["at_that_speed_s"] - 1
-            found["iteration at equal speed"].append(equal)
             if "searched" in row["name"]:
                 found["iteration of a searched plan"].append(error)
-                found["iteration of a searched plan at equal speed"].append(equal)
             for call, each in row["calls"].items():
                 if each["estimated_s"]:
-                    error = each["estimated_s"] / each["measured_s"]
-                    found[kind_of(call)].append(error - 1)
-                    found[f"{kind_of(call)} at equal speed"].append(error * median(row["drifts"]) - 1)
+                    found[kind_of(call)].append(each["estimated_s"] / each["measured_s"] - 1)
     return found
 
 
@@ -305,10 +241,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         for processes in given.processes:
             for pair in given.pairs:
-                measured_at = None
                 for plan in given.plans:
-                    rows.append(measure(pair, plan, processes, given, Path(cache), measured_at))
-                    measured_at = rows[-1]["measured_at"]
+                    rows.append(measure(pair, plan, processes, given, Path(cache)))
                     console.print(call_table(rows[-1]))
                     if given.json:
                         kept = {"rows": rows, "summary": summary(rows)}
