@@ -110,10 +110,10 @@ test: lint
 
 SIDE_BY_SIDE := --no-print-directory --keep-going --jobs=2 --output-sync
 
-# A test of one process leaves one of two cores idle, so two of them run at a time; mypy beside the longer run, when the
-# other has ended.
+# A test of one process leaves one of two cores idle, so two of them run at a time; beside them mypy, and then what
+# downloads the other releases.
 test-one-process: setup
-	@$(MAKE) $(SIDE_BY_SIDE) test-one-process-1 test-one-process-2 typecheck
+	@$(MAKE) $(SIDE_BY_SIDE) --jobs=3 test-one-process-1 test-one-process-2 typecheck setup-next setup-oldest
 
 test-one-process-1: setup
 	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN)
