@@ -380,6 +380,11 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
     assert told in refusal(command.split(), capsys)
 
 
+def test_a_profile_in_which_a_decode_step_takes_no_time_is_planned_for(folder: Path) -> None:
+    """Equal numbers of steps leave nothing to fit a step's seconds by. Moving samples has to be reached in time."""
+    assert main(["plan", "ppo.yaml", "--profile", "profile.json", "--time-limit", "4"]) == 0
+
+
 def test_an_accelerate_config_that_says_no_number_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "accelerate.yaml").write_text("num_processes: .inf\n")
     assert "accelerate.yaml: num_processes is a whole number from 1" in refusal(["plan", "ppo.yaml"], capsys)

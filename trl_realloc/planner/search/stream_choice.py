@@ -155,4 +155,6 @@ class MigrationSweep:
         work = self.whole.space.pricing.workload
         batch = max(1, round(threshold * work.episodes / engines))
         again = self.prices.prefill(self.generation, [round(work.longest)]) + 3 * MESSAGE
-        return 1 + math.floor(again / self.prices.step(self.generation, batch, work.longest))
+        step = self.prices.step(self.generation, batch, work.longest)
+        # measurements may leave a step no time: then no sample pays its reading
+        return 1 + math.floor(again / step if step else work.longest)
