@@ -160,6 +160,17 @@ def test_tokens_of_older_policies_are_not_judged() -> None:
     assert ERROR not in logged(trainer)
 
 
+def test_tokens_of_unknown_ages_are_not_judged() -> None:
+    """Of completions of several calls the latest has not made all."""
+    trainer = trainer_of(mismatch_action="end")
+    trainer.mismatch.begin_generation()
+    trainer.vllm_generation.logprobs, trainer.vllm_generation.ages = [TRAINER[0, :3]], [torch.tensor([0, 0, 0])]
+    with torch.no_grad():
+        trainer.mismatch.see(TRAINER)
+    trainer.mismatch.of_generation({"completion_mask": MASK, "sampling_per_token_logps": TRAINER - 1.0})
+    assert logged(trainer)[f"{DIFFERENCE}/max"] == 1.0 and ERROR not in logged(trainer)
+
+
 def test_the_losses_of_the_first_optimizer_step_measure_where_nothing_else_does() -> None:
     trainer = trainer_of()
     made = generated(trainer, TRAINER - 0.1, known=False)

@@ -88,7 +88,7 @@ class MicroBatch:
 
 def size_of(inputs: Mapping[str, Any]) -> int:
     """Bytes of the tensors of a micro-batch."""
-    return sum(value.numel() * value.element_size() for value in inputs.values() if isinstance(value, Tensor))
+    return sum(value.nbytes for value in inputs.values() if isinstance(value, Tensor))
 
 
 class LossInEngine:

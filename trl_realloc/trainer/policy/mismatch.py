@@ -73,7 +73,8 @@ class EngineMismatch:
             return made
         self._generation = trainer.state.global_step
         if self._known is not None:
-            ages = padded(generation.ages, mask) if generation.ages is not None and len(drawn) else None
+            # unknown ages are NaN, and such tokens are not judged
+            ages = None if generation.ages is None else padded(generation.ages if len(drawn) else [], mask)
             self._judge(_figures(made, self._known, ages), is_logged="importance_sampling_ratio" in made)
         return made
 
