@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common.errors import PlanError, nearest, shown
-from ..plan.picture import new_figure
+from ..plan.picture import new_figure, plain
 from ..plan.presets import load_plan
 from ..planner.cost.hardware import parse_cluster
 from ..planner.cost.specification import ERROR
@@ -205,10 +205,10 @@ def draw_clusters(answers: Sequence[ClusterAnswer], path: Path) -> None:
                     *zip(*[point[:2] for point in points], strict=True),
                     style,
                     color=f"C{number}",
-                    label=f"{kind}, {NAMES[name]}",
+                    label=plain(f"{kind}, {NAMES[name]}"),
                 )
             for x, y, text in points if name == "best" else ():
-                axes.annotate(text, (x, y), textcoords="offset points", xytext=(6, 6), fontsize="small")
+                axes.annotate(plain(text), (x, y), textcoords="offset points", xytext=(6, 6), fontsize="small")
     if (at := knee(answers)) is not None and at.best is not None:
         axes.plot(_worth(at, at.best, by_price), at.best.seconds, "o", ms=14, mfc="none", color="black", label="knee")
     axes.set_xlabel(f"{'cost' if by_price else 'GPU-hours'} of {UPDATES:,} iterations")

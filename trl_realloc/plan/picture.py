@@ -94,7 +94,7 @@ def draw_timeline(
         flow.set_xlabel("seconds")
     else:
         axes.set_xlabel("seconds")
-    axes.set_title(_plain(title), fontsize="medium", loc="left")
+    axes.set_title(plain(title), fontsize="medium", loc="left")
     figure.legend(loc="outside lower center", ncols=min(len(order), 5), frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
 
@@ -112,12 +112,12 @@ def draw_memory(holds: Mapping[str, float], total: float, path: str | Path, *, t
     for name, size in sorted(holds.items(), key=lambda item: -item[1]):
         call = next((call for call in COLOURS if call in name), name)
         hatch = None if name == call else "//"
-        axes.barh(0, size / 1e9, left=left, color=colour(call), edgecolor="white", hatch=hatch, label=_plain(name))
+        axes.barh(0, size / 1e9, left=left, color=colour(call), edgecolor="white", hatch=hatch, label=plain(name))
         left += size / 1e9
     axes.barh(0, max(0.0, total / 1e9 - left), left=left, color="none", edgecolor=OTHER, label="free")
     axes.set_yticks([])
     axes.set_xlabel("GB")
-    axes.set_title(_plain(title), fontsize="medium", loc="left")
+    axes.set_title(plain(title), fontsize="medium", loc="left")
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
 
@@ -151,7 +151,7 @@ def _draw_spans(
         hatch="//" if together else None,
         edgecolor=colour(together[0]) if together else "white",
         linewidth=0.5,
-        label=_plain(call),
+        label=plain(call),
     )
 
 
@@ -168,7 +168,7 @@ def _draw_functions(
         hatch=hatch,
         edgecolor=HOST,
         linewidth=0.5,
-        label=_plain(name),
+        label=plain(name),
         zorder=3,
     )
 
@@ -187,7 +187,7 @@ def _rows(timeline: Timeline) -> list[list[int]]:
     return rows
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """The text as Matplotlib shows it without reading what is between two dollar signs as a formula."""
     return text.replace("$", r"\$")
 
