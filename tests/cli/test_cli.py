@@ -15,6 +15,7 @@ import pytest
 import trl_realloc
 from trl_realloc.cli.main import main
 from trl_realloc.cli.recipe_planning import choose_for_recipe
+from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
@@ -416,7 +417,22 @@ def test_a_model_that_vllm_cannot_serve_is_not_measured(tmp_path: Path) -> None:
         measure.main(str(recipe), str(tmp_path / "profile.json"), 64.0, thorough=False)
 
 
-def test_measuring_leaves_no_logs_of_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def measured_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The jobs that would be measured, which takes a minute each."""
+    from trl_realloc.cli import measure
+
+    jobs: list[Any] = []
+
+    def measured(job: Any, *, thorough: bool) -> Any:
+        jobs.append(job)
+        return SimpleNamespace(save=lambda path: None), True
+
+    monkeypatch.setattr(measure, "cached_profile", measured)
+    return jobs
+
+
+def test_measuring_leaves_no_logs_of_engines(tmp_path: Path, measured_jobs: list[Any]) -> None:
     import tiny
 
     from trl_realloc.cli import measure
@@ -425,20 +441,11 @@ def test_measuring_leaves_no_logs_of_engines(tmp_path: Path, monkeypatch: pytest
     recipe = tmp_path / "recipe.yaml"
     settings = "bf16: false\nuse_cpu: true\ngeneration_engine: transformers\n"
     recipe.write_text(f"sft_model_path: model\nreward_model_path: model\n{settings}")
-    jobs: list[Any] = []
-
-    def measured(job: Any, *, thorough: bool) -> Any:
-        jobs.append(job)
-        return SimpleNamespace(save=lambda path: None), True
-
-    monkeypatch.setattr(measure, "cached_profile", measured)
     measure.main(str(recipe), str(tmp_path / "profile.json"), 64.0, thorough=False)
-    assert jobs[0].options.log_folder is None, "the engines' logs go to temporary files"
+    assert measured_jobs[0].options.log_folder is None, "the engines' logs go to temporary files"
 
 
-def test_a_recipe_is_measured_with_the_adapters_that_its_run_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_measured_with_the_adapters_that_its_run_trains(tmp_path: Path, measured_jobs: list[Any]) -> None:
     import tiny
 
     from trl_realloc.cli import measure
@@ -448,15 +455,8 @@ def test_a_recipe_is_measured_with_the_adapters_that_its_run_trains(
     adapters = "use_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
     settings = f"bf16: false\nuse_cpu: true\nuse_vllm: false\noutput_dir: {tmp_path}\n{adapters}"
     recipe.write_text(f"algorithm: grpo\nmodel_name_or_path: model\nmax_completion_length: 8\n{settings}")
-    jobs: list[Any] = []
-
-    def measured(job: Any, *, thorough: bool) -> Any:
-        jobs.append(job)
-        return SimpleNamespace(save=lambda path: None), True
-
-    monkeypatch.setattr(measure, "cached_profile", measured)
     measure.main(str(recipe), str(tmp_path / "profile.json"), 64.0, thorough=False)
-    models = jobs[0].models
+    models = measured_jobs[0].models
     assert models.peft_config.r == 4 and models.peft_config.target_modules == {"q_proj", "v_proj"}
     assert 0 < models.trained_share < 1
 
@@ -480,6 +480,17 @@ def test_a_recipe_is_planned_for_the_processes_that_its_run_has(
         (tmp_path / "accelerate.yaml").write_text(f"{config}\n")
     (tmp_path / "recipe.yaml").write_text(recipe.format(folder=tmp_path) + "\n")
     assert processes_of(tmp_path / "recipe.yaml") == processes
+
+
+def test_an_accelerate_config_that_is_not_there_is_refused_as_in_a_run(tmp_path: Path) -> None:
+    from trl_realloc.cli.measuring_job import processes_of
+    from trl_realloc.cli.training_job import training_command
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("accelerate_config: nowhere.yaml\n")
+    for read in (lambda: processes_of(recipe), lambda: training_command("grpo", ["--config", str(recipe)])):
+        with pytest.raises(PlanError, match="there is no accelerate_config 'nowhere.yaml'; give the path of a YAML"):
+            read()
 
 
 @pytest.mark.parametrize("setting", ["load_in_4bit: true", "fsdp: full_shard"])

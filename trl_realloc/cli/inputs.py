@@ -57,6 +57,14 @@ def no_such_input(what: str) -> str:
     return f"{shown(what)} is neither a recipe nor a preset; {suggest(what, PRESETS)}"
 
 
+def accelerate_config(recipe: Path, named: str) -> Path:
+    """The accelerate config that a recipe names. Raises `PlanError` if there is none."""
+    path = or_packaged(named)
+    if not exists(path):
+        raise PlanError(f"{recipe}: there is no accelerate_config {shown(named)}; give the path of a YAML file.")
+    return path
+
+
 def accelerate_trains(recipe: Recipe) -> str | None:
     """A sentence on a recipe that Accelerate trains; `None` for others.
 

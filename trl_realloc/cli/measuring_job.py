@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..common.errors import PlanError, shown
-from ..common.files import exists, or_packaged, read_yaml_mapping
+from ..common.files import exists, read_yaml_mapping
 from ..planner.cost.profile import Profile
 from ..planner.recipe.recipe import Recipe
-from .inputs import check_torch
+from .inputs import accelerate_config, check_torch
 
 
 def check_processes(devices: int | None) -> None:
@@ -69,13 +69,14 @@ def processes_of(recipe: Path) -> int:
     or the one in its folder; otherwise 1.
 
     Raises:
-        PlanError: it is no number of processes of this machine.
+        PlanError: it is no number of processes of this machine, or there is no such config.
     """
     config, contents = recipe, read_yaml_mapping(recipe, "the recipe", "num_processes: 2")
     if contents.get("num_processes") is None:
-        named = contents.get("accelerate_config")
-        config = or_packaged(str(named)) if named is not None else recipe.parent / "accelerate.yaml"
-        if not exists(config):
+        config = recipe.parent / "accelerate.yaml"
+        if (named := contents.get("accelerate_config")) is not None:
+            config = accelerate_config(recipe, str(named))
+        elif not exists(config):
             return 1
         contents = read_yaml_mapping(config, "the accelerate config", "num_processes: 2")
     processes = contents.get("num_processes", 1)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..common.errors import PlanError, shown
-from ..common.files import exists, or_packaged, read_yaml_mapping
+from ..common.files import or_packaged, read_yaml_mapping
 from ..planner.recipe.defaults import LAUNCH
-from .inputs import check_torch
+from .inputs import accelerate_config, check_torch
 
 
 def training_command(algorithm: str, words: Sequence[str]) -> list[str]:
@@ -59,10 +59,7 @@ def _launcher_options(launch: Mapping[str, str], recipe: Path) -> list[str]:
     options: list[str] = []
     config = launch.get("accelerate_config")
     if config is not None:
-        path = or_packaged(config)
-        if not exists(path):
-            raise PlanError(f"{recipe}: there is no accelerate_config {shown(config)}; give the path of a YAML file.")
-        options += ["--config_file", str(path)]
+        options += ["--config_file", str(accelerate_config(recipe, config))]
     else:  # by several processes Accelerate means GPUs; without any they are CPU processes over gloo
         options += ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
         launch = {"num_machines": "1", **launch}
