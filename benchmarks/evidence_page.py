@@ -8,6 +8,7 @@ The tables stand between two marks of the page; its other text is kept.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ def tables(rows: Sequence[Row]) -> list[str]:
     ]
     return [
         *table(
+            ["runs", "seeds", "after", "to the common accuracy", "training"],
+            map(over_seeds, several_seeds(rows)),
+        ),
+        *table(
             ["run", "before", "after", "to the common accuracy", "training", "tokens/s", "memory"], map(result, rows)
         ),
         *table(["right after updates", *updates], ([label(row), *at_updates(row, updates)] for row in rows)),
@@ -70,6 +75,32 @@ def tables(rows: Sequence[Row]) -> list[str]:
         ),
         *(table(["run", "call", "estimated", "measured"], calls) if calls else []),
     ]
+
+
+def several_seeds(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows that differ in the seed alone, where there are several."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(str(row[key]) for key in ("algorithm", "task", "arm", "device")), []).append(row)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def over_seeds(group: Sequence[Row]) -> list[str]:
+    """Means over the seeds, each with the standard deviation of the seeds."""
+    name = label(group[0]).rpartition(", ")[0]
+    to = [row["seconds_to"]["seconds"] for row in group if row["seconds_to"]]
+    return [
+        f"{group[0]['task']}: {name}",
+        ", ".join(str(row["seed"]) for row in group),
+        mean_and_spread([100 * row["after"] for row in group], "%"),
+        mean_and_spread(to, " s") if len(to) > 1 else "",
+        mean_and_spread([row["seconds"] for row in group], " s"),
+    ]
+
+
+def mean_and_spread(values: Sequence[float], unit: str) -> str:
+    digits = 1 if unit == "%" else 0
+    return f"{statistics.fmean(values):,.{digits}f}{unit} ± {statistics.stdev(values):,.{digits}f}"
 
 
 def result(row: Row) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from contextlib import nullcontext
@@ -90,7 +89,12 @@ TRAINER = -torch.tensor([[1.0, 2.0, 3.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
 
 
 def trainer_of(**changes: Any) -> Any:
-    settings = {"max_mismatch": 1.1, "mismatch_action": "correct", "loss_type": "dapo", **changes}
+    settings = {
+        "max_mismatch": 1.1,
+        "mismatch_action": "correct",
+        "vllm_importance_sampling_correction": None,
+        **changes,
+    }
     made = SimpleNamespace(
         args=SimpleNamespace(**settings),
         accelerator=SimpleNamespace(is_main_process=True, gather=lambda rows: torch.cat([rows, rows])),  # two ranks
@@ -98,7 +102,6 @@ def trainer_of(**changes: Any) -> Any:
         model=SimpleNamespace(training=True),
         plan={"actor.generate": SimpleNamespace(engine="vllm")},
         vllm_generation=HostGeneration(cast(HostCalls, None), 8, cast(Scores, None)),
-        vllm_importance_sampling_correction=False,
         run=SimpleNamespace(checkpoints=SimpleNamespace(saving_good_state=nullcontext)),
         _metrics={"train": defaultdict(list)},
     )
@@ -185,9 +188,6 @@ def test_the_losses_of_the_first_optimizer_step_measure_where_nothing_else_does(
         trainer.mismatch.see(TRAINER.clone().requires_grad_())
     trainer.mismatch.end_update()
     assert logged(trainer)
-    assert not trainer.vllm_importance_sampling_correction, "TRL's weights come with a generation"
-    trainer.mismatch.begin_generation()
-    assert trainer.vllm_importance_sampling_correction
 
 
 def test_rloos_engine_tells_its_trainer_and_a_limit_is_no_correction() -> None:
@@ -222,22 +222,13 @@ def test_completions_that_a_subclass_generates_by_itself_have_no_mismatch(latest
     assert not logged(trainer) and not trainer.mismatch.corrects
 
 
-def test_a_loss_for_which_trl_has_no_log_probabilities_is_not_corrected(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trainer_of()
-    trainer.vllm_generation.logprobs = [TRAINER[0, :3] - 1.0, TRAINER[1, :2]]
-    trainer.mismatch.begin_generation()
-    with torch.no_grad():
-        trainer.mismatch.see(TRAINER)
-    trainer.mismatch.of_generation({"completion_mask": MASK})
-    assert logged(trainer)[ERROR] > 1.1 and not trainer.mismatch.corrects
-    assert "gives completions without them" in caplog.text
-
-
-def test_a_loss_that_cannot_be_corrected_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trainer_of(loss_type="vespo", vllm_importance_sampling_mode="sequence_mask")
-    with caplog.at_level(logging.WARNING):
-        generated(trainer, TRAINER - 0.3)
-    assert not trainer.mismatch.corrects and "loss_type 'vespo' needs" in caplog.text
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_only_a_correction_that_is_left_open_is_turned_on(caplog: pytest.LogCaptureFixture, asked: bool | None) -> None:
+    """GRPO's is on by default, and True weights each loss already."""
+    trainer = trainer_of(vllm_importance_sampling_correction=asked)
+    generated(trainer, TRAINER - 0.3)
+    assert trainer.mismatch.corrects == (asked is None)
+    assert ("is set to False, so the loss is not corrected" in caplog.text) == (asked is False)
     ends = trainer_of(mismatch_action="end")
     with pytest.raises(MismatchError, match="in update 5"):
         generated(ends, TRAINER - 0.3)

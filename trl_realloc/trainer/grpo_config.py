@@ -133,15 +133,16 @@ class RLOOConfig(GenerationSettings, TRLRLOOConfig):
     `PlanSettings` and `GenerationSettings` list. On a machine without an accelerator `bf16` is False by default.
 
     Parameters:
-        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
+        vllm_importance_sampling_correction (`bool`, *optional*):
             Whether the probability ratio of a completion, which the loss clips by `epsilon`, is to the policy that drew
-            it, with the log-probabilities that the vLLM engine has told; by default it is to the policy before the
-            first training on it, as in TRL, whose RLOO does not have this setting.
+            it, with the log-probabilities that the vLLM engine has told. `False`: it is to the policy before the first
+            training on it, as in TRL, whose RLOO does not have this setting. Default: `False`, until the mismatch of
+            engine and trainer is above `max_mismatch`.
     """
 
-    vllm_importance_sampling_correction: bool = field(
-        default=False,
-        metadata={"help": "Whether the loss's ratio of a completion is to the policy that drew it."},
+    vllm_importance_sampling_correction: bool | None = field(
+        default=None,
+        metadata={"help": "Whether the loss's ratio of a completion is to the policy that drew it.", **FLAG},
     )
 
     _VALID_DICT_FIELDS = [*getattr(TRLRLOOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]

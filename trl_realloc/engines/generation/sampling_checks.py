@@ -15,7 +15,7 @@ from typing import Any
 
 from ...common.errors import shown, unknown_keys
 from ...common.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, read_settings
-from ..base import Sampling
+from ..base import Sampling, Support
 from .vllm_support import annotated_fields
 
 
@@ -45,6 +45,8 @@ _NEED_TOKENIZER = ("stop", "bad_words", "structured_outputs", "thinking_token_bu
 # Arguments that depend on the response's tokens so far, apart from the prompt's. vLLM takes those of a response that
 # another engine has begun for tokens of the prompt.
 _COUNT_RESPONSE = (*_NEED_TOKENIZER, "presence_penalty", "frequency_penalty", "min_tokens")
+# Arguments by which a response ends, or its text is made: they leave the distribution of a token as it is.
+_SAME_DISTRIBUTION = ("stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 
 
 def sampling_problems(sampling: Sampling, vocabulary: int | None) -> list[str]:
@@ -107,6 +109,28 @@ def transformers_problems(sampling: Sampling, vocabulary: int | None) -> list[st
             "use vLLM, or leave it out."
         )
     return problems
+
+
+def engine_only_settings(sampling: Sampling, *, full_vocabulary: bool = False) -> list[str]:
+    """The settings, by the names that a user sets, that change the distribution of an engine's tokens and not that of
+    the trainer's log-probabilities. With one of them the two differ by more than rounding.
+
+    Args:
+        full_vocabulary: the trainer's log-probabilities are over the whole vocabulary, whatever top-p, top-k and min-p
+            exclude.
+    """
+    names = [] if sampling.regex is None else ["vllm_structured_outputs_regex"]
+    names += ["repetition_penalty"] if sampling.repetition_penalty != 1.0 else []
+    names += [
+        f"{SETTING}: {name}" for name, value in sampling.extra.items() if value and name not in _SAME_DISTRIBUTION
+    ]
+    if full_vocabulary and sampling.support is not None:
+        names += [f"{name} with full_vocabulary_logprobs" for name in _changed(sampling.support)]
+    return names
+
+
+def _changed(support: Support) -> list[str]:
+    return [field.name for field in fields(support) if getattr(support, field.name) != field.default]
 
 
 def why_not_moved(sampling: Sampling) -> str | None:

@@ -59,7 +59,7 @@ _GROUPS: Mapping[str, Any] = {
 DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "ppo": DEFAULTS,
     "grpo": {**_GROUPS, "num_generations": 8, "beta": 0.0, "vllm_importance_sampling_correction": True},
-    "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05, "vllm_importance_sampling_correction": False},
+    "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05, "vllm_importance_sampling_correction": None},
 }
 
 # that of TRL's `ModelConfig`, for scripts that load models

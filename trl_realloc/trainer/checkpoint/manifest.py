@@ -35,7 +35,8 @@ class Manifest:
         step: number of updates before the checkpoint.
         time: when it was written, seconds since 1970.
         files: size in bytes and `checksum` of every file, by path inside the folder.
-        about: the fields of `identity.Identity` of the run, and `data_begins`.
+        about: the fields of `identity.Identity` of the run, and of PPO `data_begins`, of GRPO and RLOO
+            `corrects_mismatch`.
     """
 
     run: str

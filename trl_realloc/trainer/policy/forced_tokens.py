@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 
 from ...engines.base import Sampling
+from ...engines.generation.sampling_checks import engine_only_settings
 
 
 SAMPLED = "sampling_per_token_logps"  # TRL's name: the engine's log-probabilities, (rows, tokens)
-# arguments of vLLM's SamplingParams that exclude tokens
-_EXCLUDE = {"structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logit_bias", "thinking_token_budget"}
+ENGINE = "engine_per_token_logps"  # the same, where TRL has none, or must not correct its loss by them
+
+
+def engine_logprobs(inputs: Mapping[str, Any]) -> Tensor | None:
+    """The engine's log-probabilities, (rows, tokens), among TRL's tensors of a generation or a micro-batch; `None` if
+    they are not known."""
+    return inputs.get(SAMPLED, inputs.get(ENGINE))
 
 
 class ForcedTokens:
@@ -31,8 +37,7 @@ class ForcedTokens:
     """
 
     def __init__(self, sampling: Sampling, *, full_vocabulary: bool) -> None:
-        excludes = sampling.support is not None or sampling.regex is not None or bool(_EXCLUDE & sampling.extra.keys())
-        self._may_be = excludes and not full_vocabulary
+        self._may_be = not full_vocabulary and (sampling.support is not None or bool(engine_only_settings(sampling)))
         self._sampled: Sequence[Sequence[float | None] | Tensor] | Tensor = ()
 
     def begin_generation(self, sampled: Sequence[Sequence[float | None] | Tensor] | None) -> None:
@@ -50,7 +55,8 @@ class ForcedTokens:
     @contextlib.contextmanager
     def of_loss(self, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Around the loss of a micro-batch, with TRL's tensors."""
-        kept, self._sampled = self._sampled, inputs.get(SAMPLED, ())
+        sampled = engine_logprobs(inputs)
+        kept, self._sampled = self._sampled, () if sampled is None else sampled
         try:
             yield
         finally:

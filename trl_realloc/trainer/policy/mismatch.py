@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...algorithms.corrections import LARGEST_LOG_RATIO, MISMATCH, mult_prob_errors
 from ..run.mismatch_gate import MismatchGate
-from .forced_tokens import SAMPLED, padded
-from .trl_sampling import uncorrected_loss
+from .forced_tokens import ENGINE, SAMPLED, engine_logprobs, padded
 
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 
 _SUMS = 6  # the first of `_figures`
-_ENGINE = "engine_per_token_logps"  # the engine's log-probabilities, (rows, tokens), where TRL has none
-_UNTOLD = "TRL has no log-probabilities of the engine: a rollout_func or _generate gives completions without them"
 
 
 class EngineMismatch:
@@ -36,14 +33,16 @@ class EngineMismatch:
 
     Args:
         trainer: a `PlannedPolicyTrainer` whose run has a plan.
+        engine_only: the settings by which engine and trainer differ (`sampling_checks.engine_only_settings`). With one
+            of them nothing is measured, and TRL gets no log-probabilities of the engine.
 
     Attributes:
-        corrects: the loss is to be corrected although the settings do not say so: RLOO's at once; GRPO's, whose weights
-            TRL computes with a generation, from the next one on.
+        corrects: RLOO's loss is to be corrected, because the mismatch was above its limit and the settings leave it
+            open. A checkpoint has this.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self.corrects = trainer, False
+    def __init__(self, trainer: Trainer, engine_only: Sequence[str] = ()) -> None:
+        self._trainer, self._engine_only, self.corrects = trainer, engine_only, False
         self._gate = MismatchGate(trainer.args, reports=trainer.accelerator.is_main_process)
         self._known: Tensor | None = None  # the policy's log-probabilities of the latest generation
         self._generation = -1  # the number of updates before it
@@ -53,8 +52,6 @@ class EngineMismatch:
     def begin_generation(self) -> None:
         """A generation begins."""
         self._known = None
-        if self.corrects and self._trainer.model.training:
-            self._trainer.vllm_importance_sampling_correction = True
 
     def of_generation(self, made: dict[str, Any]) -> dict[str, Any]:
         """What TRL has made of a generation, with the engine's log-probabilities. All ranks together.
@@ -67,9 +64,12 @@ class EngineMismatch:
             return made
         generation, mask = trainer.vllm_generation, made["completion_mask"]
         drawn = generation.drawn(mask.sum(1).tolist())
-        if SAMPLED not in made:
-            made = {**made, _ENGINE: padded(drawn, mask)}
-        if not trainer.model.training:
+        if self._engine_only and SAMPLED in made:
+            made = {**made, ENGINE: made[SAMPLED]}
+            del made[SAMPLED]
+        elif SAMPLED not in made:
+            made = {**made, ENGINE: padded(drawn, mask)}
+        if self._engine_only or not trainer.model.training:
             return made
         self._generation = trainer.state.global_step
         if self._known is not None:
@@ -92,7 +92,7 @@ class EngineMismatch:
         """The loop has got the policy's log-probabilities, (rows, tokens), of a generation or of a micro-batch."""
         if not torch.is_grad_enabled():
             self._known = logprobs
-        elif self._inputs is not None and not self._inputs.keys().isdisjoint((SAMPLED, _ENGINE)):
+        elif self._inputs is not None and engine_logprobs(self._inputs) is not None:
             self._by_losses.append(_figures(self._inputs, logprobs.detach(), None))
 
     def end_update(self) -> None:
@@ -111,7 +111,7 @@ class EngineMismatch:
         """
         trainer = self._trainer
         of_all = _joined(list(trainer.accelerator.gather(figures[None])))
-        difference, tokens, errors, current, ratios, rows, largest, minus_least, most, is_untold = of_all.tolist()
+        difference, tokens, errors, current, ratios, rows, largest, minus_least, most = of_all.tolist()
         logged = trainer._metrics["train"]
         if tokens and not is_logged:
             logged["sampling/sampling_logp_difference/mean"].append(difference / tokens)
@@ -122,22 +122,25 @@ class EngineMismatch:
         if not current:
             return
         logged[MISMATCH].append(errors / current)
-        problem = uncorrected_loss(trainer.args) or _UNTOLD * bool(is_untold)
-        how = problem or "the loss is weighted by trainer over engine (vllm_importance_sampling_correction)"
-        self.corrects |= self._gate.must_correct(errors / current, self._generation + 1, how) and not problem
+        asked = trainer.args.vllm_importance_sampling_correction
+        how = "the loss is weighted by trainer over engine (vllm_importance_sampling_correction)"
+        if asked is False:
+            how = "vllm_importance_sampling_correction is set to False, so the loss is not corrected"
+        must = self._gate.must_correct(errors / current, self._generation + 1, how)
+        self.corrects |= must and asked is None
 
 
 def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> Tensor:
-    """(10,) float32: the sum and the number of the |differences| of tokens, of `mult_prob_errors` of tokens of age 0,
-    and of the ratios of completions; then the greatest |difference|, minus ratio, and ratio, and 1 where TRL's loss
-    cannot be corrected. Tokens of which the engine has told nothing are left out.
+    """(9,) float32: the sum and the number of the |differences| of tokens, of `mult_prob_errors` of tokens of age 0,
+    and of the ratios of completions; then the greatest |difference|, minus ratio, and ratio. Tokens without a
+    log-probability of the engine (NaN) are left out.
 
     Args:
         made: TRL's tensors of some completions.
         logprobs: of the trainer, (rows, tokens).
         ages: of the tokens, (rows, tokens); `None` for 0.
     """
-    difference = logprobs - (made[SAMPLED] if SAMPLED in made else made[_ENGINE])
+    difference = logprobs - engine_logprobs(made)
     counts = (made["completion_mask"] * made.get("tool_mask", 1)).bool() & ~difference.isnan()
     difference = difference.masked_fill(~counts, 0.0)
     ratios = difference.sum(1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()[counts.any(1)]
@@ -146,10 +149,8 @@ def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> 
         mult_prob_errors(difference[counts if ages is None else counts & (ages == 0)]),
     )
     sums = [part.sum().float() for of in (tokens, errors, ratios) for part in (of, torch.ones_like(of))]
-    # RLOO's loss is corrected by what it has as `old_logps`
-    is_untold = torch.full((1,), float(made.keys().isdisjoint((SAMPLED, "old_logps"))), device=difference.device)
     lowest = torch.full((1,), -torch.inf, device=difference.device)
-    most = [torch.cat([lowest, of.float()]).amax() for of in (tokens, -ratios, ratios, is_untold)]
+    most = [torch.cat([lowest, of.float()]).amax() for of in (tokens, -ratios, ratios)]
     return torch.stack([*sums, *most])
 
 

@@ -13,7 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from ...algorithms.prompts import columns_of, is_made_when_read
+from ...engines.generation.sampling_checks import engine_only_settings
 from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import check_first_weights
@@ -39,6 +42,11 @@ from .reward_scoring import Scoring
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
+
+
+logger = logging.get_logger(__name__)
+CORRECTS = "corrects_mismatch"  # in a checkpoint's manifest: `EngineMismatch.corrects`
+_NOT_CORRECTED = ", and vllm_importance_sampling_correction is left out"
 
 
 class PolicyHost:
@@ -79,15 +87,22 @@ class PolicyHost:
         trainer.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
         # TRL's loss is corrected for the log-probabilities that vLLM's engines tell
         by_vllm = run.placed.plan["actor.generate"].engine == "vllm"
-        trainer.vllm_importance_sampling_correction = by_vllm and bool(trainer.args.vllm_importance_sampling_correction)
+        sampling, full = trainer.executor.settings.sampling, trainer.args.full_vocabulary_logprobs
+        engine_only = engine_only_settings(sampling, full_vocabulary=full) if by_vllm else []
+        corrects = by_vllm and bool(trainer.args.vllm_importance_sampling_correction)
+        trainer.vllm_importance_sampling_correction = corrects and not engine_only
+        if engine_only and trainer.accelerator.is_main_process:
+            logger.warning(
+                f"{', '.join(engine_only)}: the engine draws tokens from another distribution than the trainer's "
+                f"log-probabilities are of. Their mismatch is not measured{_NOT_CORRECTED * corrects}."
+            )
         has_reference = "reference.forward" in run.placed.plan.graph.order
         trainer.ref_model = ReferenceInEngine() if has_reference else None
         trainer._last_loaded_step = -1
         trainer.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
-        self.mismatch = EngineMismatch(trainer)
-        sampling = trainer.executor.settings.sampling
-        self.forced = ForcedTokens(sampling, full_vocabulary=trainer.args.full_vocabulary_logprobs)
+        self.mismatch = EngineMismatch(trainer, engine_only)
+        self.forced = ForcedTokens(sampling, full_vocabulary=full)
         if takes_turns(trainer):
             finish_turns(trainer, lambda: self.calls.finish_turns())  # a plan change replaces `self.calls`
 
@@ -131,6 +146,8 @@ class PolicyHost:
         trainer.model_wrapped = ModelInEngine(trainer)
         if self._resumed is not None:
             trainer.run.checkpoints.load(self._resumed)
+            is_open = trainer.args.vllm_importance_sampling_correction is None
+            self.mismatch.corrects = is_open and bool(self._resumed.manifest.about.get(CORRECTS))
             # TRL's, for what it keeps in a file of its own; there is none of Trainer's optimizer
             trainer._load_optimizer_and_scheduler(str(self._resumed.folder))
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -274,7 +291,7 @@ class PolicyHost:
         return Identity(optimizer, size, rows, checksum, order)
 
     def about_checkpoint(self) -> dict[str, Any]:
-        return {}
+        return {CORRECTS: self.mismatch.corrects}
 
     def write_state(self, folder: Path, problems: WriteErrors) -> None:
         """Write the state that TRL keeps in a file of its own."""

@@ -17,7 +17,7 @@ from ...algorithms.host_loss import HostLoss
 from ...algorithms.rewards import RewardModelSource, Rewards
 from ...common.notices import notice
 from ...engines.base import Sampling
-from ...engines.generation.sampling_checks import why_not_moved
+from ...engines.generation.sampling_checks import engine_only_settings, why_not_moved
 from ...engines.model_configs import read_config
 from ...engines.models import check_trains, has_adapters
 from ...engines.training.weight_source import fill
@@ -76,6 +76,12 @@ def prepare_policy(
     job = _describe_job(run, sampling, turns)
     if by_vllm and args.vllm_importance_sampling_correction and (problem := uncorrected_loss(args)):
         raise ConfigError(problem)
+    engine_only = engine_only_settings(sampling, full_vocabulary=args.full_vocabulary_logprobs)
+    if args.max_staleness and engine_only:
+        raise ConfigError(
+            f"max_staleness {args.max_staleness} corrects the loss by the engine's log-probabilities, which with "
+            f"{', '.join(engine_only)} are not those of the policy; leave these settings out, or max_staleness."
+        )
     check_positions(run.configs, job.options.context_length)
     call_settings = CallSettings(
         sampling=sampling,
