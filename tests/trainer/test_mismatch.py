@@ -297,3 +297,30 @@ def test_forced_tokens_have_neither_log_probability_nor_gradient() -> None:
     ):
         of.begin_generation(told)
         assert of.zeroed(TRAINER) is TRAINER, "nothing excludes tokens, or TRL's log-probabilities are wanted"
+
+
+@pytest.mark.parametrize(("asked", "corrects"), [(None, True), (False, False)])
+def test_a_resumed_run_corrects_as_the_one_before(tmp_path: Path, asked: bool | None, corrects: bool) -> None:
+    """Unless the settings have switched the correction off since."""
+
+    def trainer(folder: str, correction: bool | None, steps: int) -> Any:
+        args = RLOOConfig(
+            str(tmp_path / folder),
+            **{**tiny.BARE, "save_strategy": "steps", "save_steps": 1, "max_steps": steps, "use_vllm": False},
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=4,
+            vllm_importance_sampling_correction=correction,
+        )
+        rows = Dataset.from_dict({"prompt": ["w1 w2", "w3"] * 4})
+        reward: Any = lambda completions, **_: [*range(len(completions))]  # noqa: E731
+        return RLOOTrainer(tiny.policy(), reward, args, rows, processing_class=tiny.tokenizer())
+
+    first = trainer("first", None, 1)
+    first.run.host.mismatch.corrects = True  # as `_judge` decides above the limit
+    first.train()
+    resumed = trainer("resumed", asked, 2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
+    assert resumed.run.host.mismatch.corrects == corrects
+    first.close()
+    resumed.close()
