@@ -13,7 +13,6 @@ import torch
 from ..plan.staleness import uncorrected
 from ..planner.recipe.defaults import dtype_name, init_kwargs
 from .checks.config_checks import ConfigError
-from .checks.unfollowed_settings import Then, unfollowed_settings
 from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
@@ -183,7 +182,6 @@ def _check(args: TrainingArguments) -> None:
 
 
 def _problems(args: TrainingArguments) -> Iterator[str]:
-    yield from unfollowed_settings(args, Then.REFUSE)
     if problem := uncorrected(args.max_staleness, args.vllm_importance_sampling_correction):
         yield problem
     if not isinstance(args.use_vllm, bool | None):

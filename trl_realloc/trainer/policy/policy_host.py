@@ -32,8 +32,7 @@ from .forced_tokens import ForcedTokens
 from .host_spans import HostSpans
 from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
-from .planned_generation import HostGeneration
-from .plug import finish_turns, takes_turns
+from .planned_generation import HostGeneration, finish_turns, takes_turns
 from .reward_scoring import Scoring
 
 

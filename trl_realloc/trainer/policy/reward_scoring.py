@@ -29,8 +29,8 @@ from ...runtime.process_groups import from_every_rank, meet
 from ..trl_policy_trainers import TRLGRPOTrainer, parse_response
 from .group_scores import Batch, GroupScores, groupable, groups_of
 from .host_spans import HostSpans
+from .planned_generation import takes_turns
 from .planned_rewards import PlannedRewardModel, followed_by
-from .plug import takes_turns
 from .trl_sampling import tokenizer_of
 
 
