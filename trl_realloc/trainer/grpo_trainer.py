@@ -248,7 +248,7 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._host.generating_and_scoring(inputs):
+        with self._host.generating_and_scoring():
             return self._host.mismatch.of_generation(super()._generate_and_score_completions(inputs))
 
     @under_plan

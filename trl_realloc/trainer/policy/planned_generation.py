@@ -42,13 +42,10 @@ def length_limits(max_model_len: int) -> Any:
 
 
 class Scores(Protocol):
-    """Scores samples while others are generated."""
+    """Knows the prompts that are generated from."""
 
     def prompts_of(self, count: int) -> list[bytes]:
         """This rank's prompts in order, as the calls that score samples read them (`HostCalls.generate`)."""
-
-    def follow(self, prompts: Sequence[Sequence[int]]) -> Callable[[int, Rollouts], None] | None:
-        """The function to call when a sample ends (`HostCalls.generate`); `None` if there is none."""
 
 
 class HostGeneration:
@@ -57,7 +54,7 @@ class HostGeneration:
 
     Args:
         calls: runs the generation.
-        scoring: scores samples while others are generated.
+        scoring: knows the prompts' texts.
         max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
 
     An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
@@ -121,7 +118,7 @@ class HostGeneration:
             )
         with profiler or contextlib.nullcontext():
             texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
-            outputs = self.calls.generate(prompts, texts, self.scoring.follow(prompts))
+            outputs = self.calls.generate(prompts, texts)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
         return for_trl(prompts, outputs)

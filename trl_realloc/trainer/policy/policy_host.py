@@ -147,15 +147,12 @@ class PolicyHost:
             self.ahead.advance()
 
     @contextlib.contextmanager
-    def generating_and_scoring(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    def generating_and_scoring(self) -> Iterator[None]:
         """Around the generation of completions for rows of the data set, and their scoring."""
         saves = self.trainer.model.training
         self.trainer.vllm_generation.forget()
         self.mismatch.begin_generation()
-        with (
-            self.scoring.of_rows(rows),
-            self.trainer.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext(),
-        ):
+        with self.trainer.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext():
             yield
         self.forced.end_generation()
 
