@@ -173,9 +173,7 @@ def test_an_optimizer_that_is_not_known_is_refused_where_parameters_are_dealt_ou
     tmp_path: Path, training: dict[str, Any]
 ) -> None:
     given = Normed([nn.Parameter(torch.ones(3, 2))])
-    with pytest.raises(
-        ConfigError, match="Normed is not among the optimizers that .*, so critic.train under"
-    ):
+    with pytest.raises(ConfigError, match="Normed is not among the optimizers that .*, so critic.train under"):
         _check_sharding(OptimizerSharding(tiny.arguments(tmp_path), given), _plan(engine="megatron", **training))
 
 
