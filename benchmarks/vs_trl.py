@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--plan", default="flatten", help="PPO: the plan of this project's side, a preset or a file")
     parser.add_argument("--small", action="store_true", help="a quick check: GRPO, limit 64; a GPU's cases, tiny")
-    parser.add_argument("--arms", nargs="+", default=["trl", "plug", "flatten", "auto"], help="GRPO: what is compared")
+    parser.add_argument("--arms", nargs="+", default=["trl", "flatten", "auto"], help="GRPO: what is compared")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="GRPO: tokens of a prompt")
     parser.add_argument("--model", choices=["toy", "smollm2"], default="toy", help="smollm2: `vs_trl_cases`")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: `vs_trl_cases`")

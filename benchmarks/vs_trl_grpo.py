@@ -7,7 +7,6 @@ Every run is a process (or two) of its own; the first optimizer step of each is 
 each token with the same probability, 4 / limit. In 2 of 5 groups all rewards are equal. The arms:
 
 trl      TRL, which generates by Transformers (its vLLM does not run on a CPU)
-plug     TRL's training, generation by this project's vLLM engines (`trl_realloc.plug`)
 flatten  this project under the plan flatten
 auto     this project under the plan that its planner chooses
 
@@ -50,11 +49,10 @@ from trl_runs import (
 EPISODES, GROUP = 64, 8  # responses of an optimizer step, and of a prompt
 MICRO_BATCH = 16  # responses of a device, TRL's per_device_train_batch_size
 MEASURED = {64: 2, 128: 6, 512: 4, 1024: 2}  # optimizer steps, after one of warm-up
-ARMS = ("trl", "plug", "flatten", "auto")
+ARMS = ("trl", "flatten", "auto")
 TRAINING_ARMS = ("trl", "flatten")  # of runs without generation
 LABELS = {
     "trl": "TRL",
-    "plug": "TRL, our generation",
     "flatten": "ours, flatten",
     "auto": "ours, auto",
 }
@@ -154,10 +152,6 @@ def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, prompt
         train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{word}" for word in row) for row in rows]}),
         processing_class=tokenizer(),
     )
-    if arm == "plug":
-        from trl_realloc import plug
-
-        plug(made)
     watch = Watch(made, limit, seed, generates=generates)
     made.train()
     if made.accelerator.is_main_process:
@@ -170,9 +164,7 @@ def worker(arm: str, processes: int, limit: int, seed: int, out: Path, *, prompt
             "calls": call_seconds(logs, statistics.fmean),
         }
         out.write_text(json.dumps(result))
-    if arm == "plug":
-        made.vllm_generation.close()
-    elif arm != "trl":
+    if arm != "trl":
         made.close()
 
 

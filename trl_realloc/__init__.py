@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .trainer.accelerate_plugin import ReallocationPlugin
     from .trainer.grpo_config import GRPOConfig, RLOOConfig
     from .trainer.grpo_trainer import GRPOTrainer, RLOOTrainer
-    from .trainer.policy.plug import plug
     from .trainer.ppo_config import PPOConfig
     from .trainer.ppo_trainer import PPOTrainer
 
@@ -40,7 +39,6 @@ _HOMES = {
     "RLOOConfig": "trainer.grpo_config",
     "RLOOTrainer": "trainer.grpo_trainer",
     "ReallocationPlugin": "trainer.accelerate_plugin",
-    "plug": "trainer.policy.plug",
 }
 
 __all__ = [
@@ -59,7 +57,6 @@ __all__ = [
     "RLOOTrainer",
     "ReallocationPlugin",
     "__version__",
-    "plug",
 ]
 
 

@@ -38,7 +38,8 @@ from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.placement.vllm_start import VLLMOptions, start_vllm
+from trl_realloc.runtime.placement.engine_options import EngineOptions
+from trl_realloc.runtime.placement.vllm_start import start_vllm
 
 
 pytestmark = [
@@ -77,7 +78,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory, forks: EngineForks) -> Iter
     letters().save_pretrained(folder)
     llama(0).config.save_pretrained(folder)  # vLLM looks for it, twice
     settings = {"max_num_seqs": 64, "kv_cache_gib": 0.25, "step_timeout_s": 30, "engine_kwargs": {"block_size": BLOCK}}
-    options = VLLMOptions(torch.device("cpu"), LENGTH, vllm={**settings, "tokenizer": folder})
+    given = {**settings, "tokenizer": folder}
+    options = EngineOptions(torch.device("cpu"), 1.0, 1, LENGTH, 1, 1, 0, torch.optim.Adam, vllm=given)
     plan = flatten(Cluster(1, 2))  # of two ranks, this is the first
     with contextlib.ExitStack() as stack, mock.patch.object(engine_process, "spawn", forks.spawn):
         yield holdable(lambda: start_vllm(plan, "actor.generate", 0, llama(0).config, options, stack), folder)

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from trl_realloc.runtime.launch.hosts import cluster_of, meet
-from trl_realloc.runtime.launch.slurm import adopt_slurm
 
 
 def main() -> None:
-    adopt_slurm()
     processes = meet()
     state = PartialState(cpu=True, backend="gloo")
     cluster = cluster_of(processes)

@@ -37,7 +37,6 @@ def train(
     moves_to: Any = None,
     after: int = 1,
     measures: bool = False,
-    judged: bool = False,
     rows: int | None = None,
     pauses_s: float = 0.0,
     **settings: Any,
@@ -52,7 +51,6 @@ def train(
         reward_model: there is a reward model beside the function.
         moves_to: the plan that the run changes to after so many generations, whatever the planner thinks.
         measures: as soon as the run may measure its machine, it does.
-        judged: the reward is an async function, which notes how many completions it is called with.
         rows: of the training prompts, if not those of `make`.
         pauses_s: between each generation and its training.
     """
@@ -61,14 +59,6 @@ def train(
     given: dict[str, Any] = {"eval_dataset": tiny.prompts(8)} if evaluates else {}
     if reward_model:
         given |= {"reward_funcs": [tiny.classifier(), unequal], "reward_processing_classes": [tiny.tokenizer(), None]}
-    sizes: list[int] = []
-
-    async def judge(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        sizes.append(len(prompts))
-        return unequal(prompts, completions)
-
-    if judged:
-        given["reward_funcs"] = judge
     if rows is not None:
         given["train_dataset"] = tiny.prompts(rows)
     made = make(library, folder, base=base, given=given, **settings)
@@ -96,7 +86,6 @@ def train(
         late_measuring.LateMeasuring.cost = lambda *given: 0.0  # type: ignore[method-assign]
     made.train(resume_from_checkpoint=None if resumes is None else str(folder.parent / resumes))
     made.save_model(str(folder / "model"))
-    (folder / f"sizes {made.accelerator.process_index}.json").write_text(json.dumps(sizes))
     if made.accelerator.is_main_process:
         (folder / "log.json").write_text(json.dumps(result(made).logs))
         (folder / "prompts.json").write_text(json.dumps(asked))

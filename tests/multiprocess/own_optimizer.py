@@ -12,14 +12,6 @@ from typing import Any
 
 import tiny
 import torch
-from group_optimizers import Counting
-
-
-def counting(policy: Any, value: Any) -> Counting:
-    """An optimizer that keeps numbers in its groups, one of embeddings and one of the rest."""
-    named = [(name, p) for model in (policy, value) for name, p in model.named_parameters()]
-    groups = [[p for name, p in named if ("embed" in name) is is_embedding] for is_embedding in (True, False)]
-    return Counting([{"params": group} for group in groups])
 
 
 def main() -> None:
@@ -32,10 +24,7 @@ def main() -> None:
         if name.endswith("_proj.weight")  # which are split
     }
     given: dict[str, Any] = {"model": policy, "value_model": value, "ref_model": tiny.policy()}
-    own = options.pop("own")
-    if own == "counting":
-        given["optimizers"] = (counting(policy, value), None)
-    elif own:
+    if options.pop("own"):
         optimizer = torch.optim.AdamW([*policy.parameters(), *value.parameters()], lr=1e-2)
         given["optimizers"] = (optimizer, None)
         del optimizer

@@ -206,27 +206,6 @@ def test_vllm_on_the_other_process_draws_from_the_policy_as_it_is_after_every_up
     check_equal(folder / "streamed", folder / "vllm")
 
 
-def test_groups_are_scored_by_the_rank_whose_they_are_wherever_they_are_generated(run: Callable[..., Path]) -> None:
-    """In the second plan one rank generates all completions, also those of the other."""
-    settings: dict[str, Any] = {"by": "trl_realloc", "generates": True, "judged": True, "max_steps": 2}
-    apart = {"actor.generate": {"mesh": "0", "engine": "transformers"}}
-    apart |= {name: {"mesh": "0", "engine": "zero"} for name in ("actor.forward", "actor.train")}
-    plans = {"flatten": "flatten", "on one": {**APART, "calls": apart}}
-    runs = {
-        f"{name}{' early' * early}": {**settings, "plan": plan, "score_groups_early": early}
-        for name, plan in plans.items()
-        for early in (False, True)
-    }
-    folder = run("grpo_plans.py", 2, runs, "groups", limit_s=150)
-    for name in plans:
-        check_equal(folder / f"{name} early", folder / name, tolerance=1e-6)
-        for rank in (0, 1):
-            sizes = [
-                json.loads((folder / f"{name}{early}" / f"sizes {rank}.json").read_text()) for early in ("", " early")
-            ]
-            assert sizes == [[8, 8], [4, 4, 4, 4]], name
-
-
 @pytest.mark.vllm
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
 def test_the_next_generations_are_drawn_while_one_is_trained_and_a_resumed_run_goes_on_with_them(

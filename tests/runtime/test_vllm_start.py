@@ -16,7 +16,8 @@ from transformers import LlamaConfig
 from trl_realloc.engines.generation import vllm
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.placement.vllm_start import VLLMOptions, kept_model, start_vllm
+from trl_realloc.runtime.placement.engine_options import EngineOptions
+from trl_realloc.runtime.placement.vllm_start import kept_model, start_vllm
 
 
 def made(folder: Path, **files: str) -> Path:
@@ -82,7 +83,7 @@ def test_an_engine_takes_the_share_of_the_plan_before_that_of_the_settings(
     generate = replace(plan["actor.generate"], memory_share=share)
     plan = replace(plan, assignments={**plan.assignments, "actor.generate": generate})
     given = {} if setting is None else {"gpu_memory_utilization": setting}
-    options = VLLMOptions(torch.device("cpu"), context_length=8, vllm=given)
+    options = EngineOptions(torch.device("cpu"), 1.0, 1, 8, 1, 1, 0, torch.optim.Adam, vllm=given)
     with contextlib.ExitStack() as stack:
         start_vllm(plan, "actor.generate", 0, LlamaConfig(), options, stack)
     assert [settings["gpu_memory_utilization"] for settings in engines] == [taken]

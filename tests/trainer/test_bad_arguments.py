@@ -150,7 +150,7 @@ def test_streams_by_the_clock_are_refused_where_runs_are_to_be_equal(tmp_path: P
 
 
 def test_a_word_in_the_place_of_a_boolean_is_refused_by_its_setting(tmp_path: Path) -> None:
-    for name in ("score_groups_early", "vllm_repeatable_sampling"):
+    for name in ("full_vocabulary_logprobs", "vllm_repeatable_sampling"):
         with pytest.raises(ConfigError, match=f"{name} must be true or false, not 'x'"):
             GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **{name: "x"})  # type: ignore[arg-type]
 

@@ -248,7 +248,8 @@ def test_a_config_of_trl_is_refused(tmp_path: Path) -> None:
 )
 def test_a_setting_that_the_plan_decides_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        settings(tmp_path, **changes)
+        args = settings(tmp_path, **changes)
+        GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])

@@ -1,10 +1,9 @@
-"""Which optimizers may be sharded: known or seen on small matrices, and refused with the plan's word where not."""
+"""Which optimizers may be sharded, and that others are refused with the plan's word."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,22 @@ import torch
 from group_optimizers import Adapting, Counting
 from peft import IA3Config, LoraConfig, VBLoRAConfig
 from torch import nn
-from transformers import Adafactor
+from transformers.training_args import OptimizerNames
 
 from trl_realloc.engines.models import adapter_configs
-from trl_realloc.engines.training.group_settings import copied, is_same
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.planner.recipe.defaults import training_splits
-from trl_realloc.planner.search.space import TrainingSplits
+from trl_realloc.planner.search.space import UNKNOWN_OPTIMIZER, TrainingSplits
 from trl_realloc.profiling.job import Job
 from trl_realloc.runtime.launch.hosts import Process
 from trl_realloc.trainer import ppo_trainer
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.plan_checks import check_adapters_split, check_sharding
 from trl_realloc.trainer.run import run_setup as setup
-from trl_realloc.trainer.run.optimizer_probe import probed_splits
 from trl_realloc.trainer.run.optimizer_sharding import (
     OptimizerSharding,
-    can_be_sharded,
     splits_of,
     user_maker,
 )
@@ -57,23 +53,6 @@ class Normed(torch.optim.Optimizer):
                 p -= rate * p.grad / norm
 
 
-class Patient(torch.optim.Optimizer):
-    """Sums over all parameters that change its steps only after many, as Prodigy's do at a small `d0`."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "total": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        parameters = [(group["lr"], p) for group in self.param_groups for p in group["params"]]
-        total = sum(float(p.grad.abs().sum()) for _, p in parameters if p.grad is not None)
-        for group in self.param_groups:
-            group["total"] += total
-        for rate, p in parameters:
-            if p.grad is not None:
-                p -= rate * p.grad
-
-
 class NormedAdamW(torch.optim.AdamW):
     """Divides all gradients by their norm, as a subclass of a known optimizer may."""
 
@@ -89,66 +68,31 @@ def normed_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         gradient *= (at + 1) / norm
 
 
-KNOWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "Adadelta": torch.optim.Adadelta,
-    "Adam, amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True, weight_decay=0.1),
-    "AdamW": torch.optim.AdamW,
-    "AdamW, fused": lambda ps: torch.optim.AdamW(ps, fused=True),
-    "Adamax": torch.optim.Adamax,
-    "ASGD": lambda ps: torch.optim.ASGD(ps, weight_decay=0.1),
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": lambda ps: torch.optim.RMSprop(ps, momentum=0.9, centered=True),
-    "Rprop": torch.optim.Rprop,
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.0, momentum=0.9, nesterov=True),
-    "Adagrad": torch.optim.Adagrad,
-    "Adafactor": torch.optim.Adafactor,
-    "Transformers' Adafactor": lambda ps: Adafactor(ps, lr=1e-3, relative_step=False),
-    "Muon": torch.optim.Muon,
-}
-TESTED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], TrainingSplits]] = {
-    "one norm of everything": (Normed, TrainingSplits(elements=False, parameters=False)),
-    "a step size from everything": (Adapting, TrainingSplits(elements=False, parameters=False)),
-    "sums of everything that have no effect yet": (Patient, TrainingSplits(elements=False, parameters=False)),
-    "a count of steps in the group": (Counting, TrainingSplits(by_ranges=False)),
-    "a subclass of a known one": (NormedAdamW, TrainingSplits(elements=False, parameters=False)),
-}
-
-
 def _with_groups(kind: Callable[[Any], torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return kind(
         [{"params": [nn.Parameter(torch.ones(3, 2))]}, {"params": [nn.Parameter(torch.ones(3, 2))], "lr": 1e-3}]
     )
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_what_is_known_of_an_optimizer_is_what_a_test_of_it_finds(name: str) -> None:
-    made = _with_groups(KNOWN[name])
-    found = probed_splits(user_maker(made), 2, CPU)
-    assert splits_of(user_maker(made), 2, CPU) == replace(found, by_deepspeed=name != "Adagrad")
+@pytest.mark.parametrize("kind", [Normed, Adapting, Counting, NormedAdamW])
+def test_an_optimizer_that_is_not_known_trains_in_replicas_alone(kind: Any) -> None:
+    splits = splits_of(user_maker(_with_groups(kind)), 2, CPU)
+    assert splits == UNKNOWN_OPTIMIZER
+    assert splits.allow("zero") and splits.allow("megatron")
+    assert not any(splits.allow("zero", zero_stage=stage) for stage in (1, 2, 3))
+    assert not any(splits.allow("megatron", **{split: 2}) for split in ("tp", "pp", "zero_stage"))
 
 
-@pytest.mark.parametrize("name", TESTED)
-def test_an_optimizer_that_is_not_known_is_tested(name: str) -> None:
-    kind, splits = TESTED[name]
-    assert splits_of(user_maker(_with_groups(kind)), 2, CPU) == splits
-
-
-def test_a_known_optimizer_with_a_hook_of_the_users_is_tested() -> None:
+def test_a_known_optimizer_with_a_hook_of_the_users_is_not_known() -> None:
     made = _with_groups(torch.optim.AdamW)
+    assert splits_of(user_maker(made), 2, CPU) == TrainingSplits()
     made.register_step_pre_hook(normed_gradients)
-    assert splits_of(user_maker(made), 2, CPU) == TrainingSplits(elements=False, parameters=False)
+    assert splits_of(user_maker(made), 2, CPU) == UNKNOWN_OPTIMIZER
 
 
-@pytest.mark.parametrize("named", ["adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor"])
-def test_a_recipe_is_planned_with_what_a_test_of_its_optimizer_finds(tmp_path: Path, named: str) -> None:
-    """The names of Transformers that need no further package."""
+@pytest.mark.parametrize("named", [each.value for each in OptimizerNames])
+def test_a_recipe_is_planned_as_a_run_with_its_optimizer(tmp_path: Path, named: str) -> None:
     assert training_splits(named) == OptimizerSharding(tiny.arguments(tmp_path, optim=named), None).splits
-
-
-def test_a_recipe_with_an_optimizer_that_counts_in_its_groups_is_planned_without_zero_stage_3() -> None:
-    splits = training_splits("adamw_apex_fused")
-    assert [splits.allow("zero", zero_stage=stage) for stage in range(4)] == [True, True, True, False]
 
 
 def _check_sharding(sharding: OptimizerSharding, plan: ExecutionPlan) -> None:
@@ -224,32 +168,12 @@ def test_an_adapter_that_tp_or_pp_cannot_split_is_refused_before_a_model_is_load
     assert splits.allow("megatron", pp=2) is by_pp
 
 
-def test_an_optimizer_that_counts_in_its_groups_is_not_stepped_range_by_range(tmp_path: Path) -> None:
-    sharding = OptimizerSharding(tiny.arguments(tmp_path), Counting([nn.Parameter(torch.ones(3, 2))]))
-    assert sharding.splits == TrainingSplits(by_ranges=False)
-    assert [sharding.splits.allow("zero", zero_stage=stage) for stage in range(4)] == [True, True, True, False]
-    for allowed in ({"engine": "zero", "zero_stage": 2}, {"engine": "megatron", "zero_stage": 1}):
-        _check_sharding(sharding, _plan(dp=4, **allowed))
-    with pytest.raises(
-        ConfigError, match="Counting keeps numbers in its parameter groups.*critic.train under zero_stage: 3"
-    ):
-        _check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=3))
-    assert not can_be_sharded(lambda module: Counting(module.parameters()), CPU), "a later plan may have ZeRO stage 3"
-
-
-def test_testing_an_optimizer_leaves_its_groups_as_they_are() -> None:
-    given = Adapting([nn.Parameter(torch.ones(3, 2))])
-    before = copied(given.param_groups[0])
-    probed_splits(user_maker(given), 1, CPU)
-    assert all(is_same(value, before[key]) for key, value in given.param_groups[0].items() if key != "params")
-
-
-@pytest.mark.parametrize("training", [{"dp": 2, "pp": 2}, {"dp": 4, "zero_stage": 1}])
-def test_an_optimizer_with_a_norm_of_everything_is_refused_where_parameters_are_dealt_out(
+@pytest.mark.parametrize("training", [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "zero_stage": 1}])
+def test_an_optimizer_that_is_not_known_is_refused_where_parameters_are_dealt_out(
     tmp_path: Path, training: dict[str, Any]
 ) -> None:
     given = Normed([nn.Parameter(torch.ones(3, 2))])
-    with pytest.raises(ConfigError, match="Normed does not step each parameter by itself, so critic.train under"):
+    with pytest.raises(ConfigError, match="Normed is not among the optimizers that .*, so critic.train under"):
         _check_sharding(OptimizerSharding(tiny.arguments(tmp_path), given), _plan(engine="megatron", **training))
 
 

@@ -178,11 +178,8 @@ async def slow_async(completions: list[str], **columns: Any) -> list[float]:
     return tiny.short(completions)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["whole batches", "groups"])
-def test_reward_functions_have_spans_by_name_and_the_loop_has_the_rest_of_an_update(
-    tmp_path: Path, early: bool
-) -> None:
-    changes = {"max_steps": 3, "score_groups_early": early, "eval_strategy": "steps", "eval_steps": 1}
+def test_reward_functions_have_spans_by_name_and_the_loop_has_the_rest_of_an_update(tmp_path: Path) -> None:
+    changes = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
     made = trainer(tmp_path, reward_funcs=[slow_short, slow_async], changes=changes)
     made.train()
     made.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.plan.streams import Streams
 from trl_realloc.runtime.host_calls import HostCalls
+from trl_realloc.trainer.policy.planned_rewards import is_async
 
 
 # "assistant" and other names of the template are no words of the tokenizer
@@ -85,3 +87,15 @@ def test_what_was_scored_with_the_generation_is_what_trl_asks_for(
         assert row == pytest.approx(other, rel=1e-5, abs=1e-5, nan_ok=True)
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(streamed.weights[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_objects_and_partial_functions_may_be_async() -> None:
+    class Judge:
+        async def __call__(self, **given: Any) -> list[float]:
+            return []
+
+    async def judge(**given: Any) -> list[float]:
+        return []
+
+    assert all(map(is_async, (judge, partial(judge, by=3), Judge(), partial(Judge(), by=3))))
+    assert not any(map(is_async, (other_tokenizer, partial(other_tokenizer), Judge)))

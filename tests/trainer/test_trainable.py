@@ -17,20 +17,14 @@ from trl import GRPOConfig, RLOOConfig
 
 from trl_realloc import ReallocationPlugin
 from trl_realloc.engines.model_configs import ModelError
-from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.trainable import why_not_trained
 from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
-from trl_realloc.trainer.policy import accelerate_fallback
-from trl_realloc.trainer.policy.accelerate_fallback import checkpoint_of_trainer, config_or_model, plan_generation
+from trl_realloc.trainer.grpo_config import RLOOConfig as ReallocRLOOConfig
+from trl_realloc.trainer.policy.accelerate_fallback import checkpoint_of_trainer, config_or_model, follow_trl
 
 
 def arguments(kind: Any = GRPOConfig, **changes: Any) -> Any:
     return kind(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **changes)
-
-
-def plan_generation_of(args: Any) -> None:
-    trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True))
-    plan_generation(trainer, ReallocationPlugin().under(args))
 
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -136,50 +130,34 @@ def test_code_of_a_repository_runs_only_where_the_user_says_so(tmp_path: Path) -
     assert "code of its own" in str(why_not_trained(SimpleNamespace(), found, None, {}))
 
 
-@pytest.mark.parametrize("plan", ["separate", None])
-def test_a_plan_that_nothing_uses_is_named(plan: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    args = arguments(ReallocGRPOConfig, plan=plan, use_vllm=False)
-    plan_generation_of(args)
-    said = [text for text in caplog.messages if text.startswith("plan: it is not used") and "use_vllm" in text]
-    assert len(said) == (plan is not None)
-
-
-@pytest.mark.parametrize("plan", ["separate", None])
-def test_a_plan_whose_engines_refuse_the_run_is_named_with_their_reason(
-    plan: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "changes", "unused"),
+    [
+        (ReallocGRPOConfig, {"vllm_mode": "server"}, ""),
+        (ReallocGRPOConfig, {"plan": "separate", "async_save": True}, "async_save, plan have"),
+        (ReallocRLOOConfig, {"vllm_importance_sampling_correction": True}, "vllm_importance_sampling_correction has"),
+        (ReallocGRPOConfig, {"vllm_importance_sampling_correction": False, "use_vllm": True}, ""),
+    ],
+)
+def test_where_accelerate_trains_settings_are_trls_and_others_are_named(
+    kind: Any, changes: dict[str, Any], unused: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(trainer: Any, **settings: Any) -> None:
-        raise ConfigError("planned generation cannot serve this model: it has heads of 16.")
-
-    monkeypatch.setattr(accelerate_fallback, "plug", refuse)
-    monkeypatch.setattr(accelerate_fallback, "is_vllm_available", lambda: True)
-    args = arguments(ReallocGRPOConfig, plan=plan)
-    plan_generation_of(args)
-    reason = "the model generates by Transformers, as TRL's does: planned generation cannot serve this model: it has"
-    (said,) = (text for text in caplog.messages if "generates by Transformers" in text)
-    assert said == f"{'plan: it is not used, for ' if plan else ''}{reason} heads of 16."
+    args = arguments(kind, **changes)
+    follow_trl(args, ReallocationPlugin().under(args))
+    assert caplog.messages == ([f"{unused} no effect where Accelerate trains."] if unused else [])
+    of_trl = arguments(GRPOConfig)
+    assert args.use_vllm is changes.get("use_vllm", of_trl.use_vllm)
+    assert args.vllm_gpu_memory_utilization == of_trl.vllm_gpu_memory_utilization
+    assert args.vllm_enable_sleep_mode is of_trl.vllm_enable_sleep_mode
 
 
-def test_settings_of_the_engines_that_accelerate_does_not_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    args = arguments(ReallocGRPOConfig, async_save=True, skip_nonfinite_updates=True, use_vllm=False)
-    plan_generation_of(args)
-    said = [text for text in caplog.messages if text.endswith("has no effect where Accelerate trains.")]
-    assert [text.split()[0] for text in said] == ["async_save", "skip_nonfinite_updates"]
-
-
-def test_the_environment_says_what_generates_where_accelerate_trains(
+def test_a_plan_of_the_environment_has_no_effect_either(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(accelerate_fallback, "plug", lambda trainer, **settings: given.append(settings))
-    monkeypatch.setattr(accelerate_fallback, "is_vllm_available", lambda: True)
-    for name, value in {"PLAN": "separate", "HEARTBEAT_TIMEOUT": "77"}.items():
-        monkeypatch.setenv(f"TRL_REALLOC_{name}", value)
-    plan_generation_of(arguments(ReallocGRPOConfig))
-    assert given == [{"plan": "separate", "heartbeat_timeout": 77.0}]
-    monkeypatch.setenv("TRL_REALLOC_GENERATION_ENGINE", "transformers")
-    plan_generation_of(arguments(ReallocGRPOConfig))
-    assert len(given) == 1 and "plan: it is not used" in caplog.text
+    monkeypatch.setenv("TRL_REALLOC_PLAN", "separate")
+    args = arguments(ReallocGRPOConfig)
+    follow_trl(args, ReallocationPlugin().under(args))
+    assert caplog.messages == ["plan has no effect where Accelerate trains."]
 
 
 @pytest.mark.parametrize(

@@ -73,20 +73,16 @@ def accelerate_trains(recipe: Recipe) -> str | None:
     """
     settings = read_recipe_settings(recipe.path)
     by_accelerate = [name for name in TRAINS_BY_ACCELERATE if settings.get(name)]
-    Problems(
-        f"{recipe.path}: {sentence}"
-        for sentence in (
-            *unfollowed_by_recipe(settings, recipe.algorithm, Then.REFUSE),
-            *(f"PPO is not trained under {name}; leave it out." for name in by_accelerate if recipe.algorithm == "ppo"),
-        )
-    ).refuse()
+    refused = [f"PPO is not trained under {name}; leave it out." for name in by_accelerate if recipe.algorithm == "ppo"]
     reasons = [*unfollowed_by_recipe(settings, recipe.algorithm, Then.ACCELERATE)]
     reasons += [f"{name} is set" for name in by_accelerate]
     if not reasons:
+        refused += unfollowed_by_recipe(settings, recipe.algorithm, Then.REFUSE)
+    Problems(f"{recipe.path}: {sentence}" for sentence in refused).refuse()
+    if not reasons:
         return None
     return (
-        f"In a run of {recipe.path} Accelerate trains, not the plan's engines: {'; '.join(reasons)}. "
-        f"Of a plan it uses actor.generate alone."
+        f"In a run of {recipe.path} Accelerate trains, not the plan's engines: {'; '.join(reasons)}. It uses no plan."
     )
 
 

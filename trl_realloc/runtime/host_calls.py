@@ -30,7 +30,6 @@ from .executor import Executor
 from .overlap.host_ahead import HostAhead
 from .process_groups import from_every_rank
 from .samples.drawn_samples import DrawnSamples
-from .samples.finished_samples import FinishedSamples
 from .samples.results import ages, with_ages
 
 
@@ -66,7 +65,6 @@ class HostCalls:
         self._ages: dict[str, float] = {}
         self._announced: list[Rollouts] = []  # this rank's prompts of the generations after it
         self._spans: list[Span] = []
-        self._finished: FinishedSamples | None = None
         # by call that has run with the generation, and by reward model where texts were scored
         self._streamed: dict[tuple[str, str], KnownOutputs] = defaultdict(KnownOutputs)
         self._has_gradients = False  # of an optimizer step that has not been taken
@@ -108,15 +106,12 @@ class HostCalls:
         self,
         prompts: Sequence[Sequence[int]],
         texts: Sequence[bytes] | None = None,
-        ended: Callable[[int, Rollouts], None] | None = None,
         sampling: Sampling | None = None,
     ) -> Rollouts:
         """Responses to this rank's prompts.
 
         Args:
             texts: of each prompt what `CallSettings.reward_tokens` reads, if `reads_texts`.
-            ended: called for each of this rank's samples as it ends, as of `FinishedSamples.begin`. On all ranks or on
-                none. Not where batches are generated ahead.
             sampling: replaces the run's sampling. Not where batches are generated ahead.
 
         Returns:
@@ -130,7 +125,7 @@ class HostCalls:
         if texts is not None and self.reads_texts:
             of_bytes = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
             own = own.plus(**{TEXTS: Ragged.of(of_bytes, torch.uint8)})
-        return self._generate(own, ended, sampling)
+        return self._generate(own, sampling)
 
     def finish_turns(self) -> None:
         """Take part in the generations of other ranks until all ranks have called this. A rank calls it when it has no
@@ -146,7 +141,6 @@ class HostCalls:
     def _generate(
         self,
         own: Rollouts,
-        ended: Callable[[int, Rollouts], None] | None = None,
         sampling: Sampling | None = None,
         *,
         finished: bool = False,
@@ -158,16 +152,7 @@ class HostCalls:
         if self.ahead is not None:
             self.ahead.stop()
         self.generation += not self._evaluates
-        return self._perform(name, own, finished=finished, ended=ended, sampling=sampling)
-
-    def _followed(self, sizes: Sequence[int], ended: Callable[[int, Rollouts], None]) -> FinishedSamples:
-        """Tells every rank of its samples of the next generation as they end."""
-        if self._finished is None:
-            exchange = self.executor.exchange
-            size, rank = self.executor.plan.cluster.size, self.executor.rank
-            self._finished = FinishedSamples(exchange.messages.twin(), size, rank, exchange.free_tag)
-        self._finished.begin(sizes, ended)
-        return self._finished
+        return self._perform(name, own, finished=finished, sampling=sampling)
 
     def _generate_ahead(self, ahead: HostAhead, own: Rollouts) -> Rollouts:
         self.executor.alarm.at(f"generation {self.generation + 1} (the prompts of all ranks)")
@@ -310,7 +295,6 @@ class HostCalls:
         *,
         finished: bool = False,
         model: str = "",
-        ended: Callable[[int, Rollouts], None] | None = None,
         sampling: Sampling | None = None,
         loss: TokenLoss | None = None,
         continues: bool = False,
@@ -328,7 +312,6 @@ class HostCalls:
         if not any(sizes):
             return Rollouts()
         with self.around():
-            followed = None if ended is None else self._followed(sizes, ended)
             executor.begin(
                 Step(
                     number,
@@ -336,7 +319,6 @@ class HostCalls:
                     sampling=sampling,
                     draw=self._rounds[self._evaluates],
                     model=model,
-                    finished=None if followed is None else followed.add,
                     loss=loss,
                     continues=continues,
                 )
@@ -346,8 +328,6 @@ class HostCalls:
                 self._streamed.clear()  # nobody asks for what was made of an earlier generation
                 run = self._run_streamed if executor.plan.streamed else run
             outputs = run(name, own, sizes)
-            if followed is not None:
-                followed.end()
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
         return outputs
 

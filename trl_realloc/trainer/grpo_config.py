@@ -13,7 +13,6 @@ import torch
 from ..plan.staleness import uncorrected
 from ..planner.recipe.defaults import dtype_name, init_kwargs
 from .checks.config_checks import ConfigError
-from .checks.unfollowed_settings import Then, unfollowed_settings
 from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
@@ -58,11 +57,7 @@ class GenerationSettings(PlanSettings):
             trained, on devices of their own, by a policy that lacks up to so many trainings on a generation. The loss
             must be corrected for it (`vllm_importance_sampling_correction`). See docs/old_rollouts.md
         score_groups_early (`bool`, *optional*, defaults to `False`):
-            Call reward functions for each group of completions when its last one has ended, in a thread, while other
-            groups are generated; by default TRL calls them on the process's whole batch after the generation. A
-            function that compares completions of different prompts, or must run in the main thread, gets the attribute
-            `reads_whole_batch = True`. Not with a staleness, tools, environments or `rollout_func`, and not where
-            Accelerate trains; the log says so. See docs/streams.md
+            No effect. It will be removed.
         full_vocabulary_logprobs (`bool`, *optional*, defaults to `False`):
             Compute the log-probabilities and entropies of policy and reference over the whole vocabulary where `top_p`,
             `top_k` or `min_p` exclude tokens, as TRL does. By default they are over the tokens that these settings
@@ -99,7 +94,7 @@ class GenerationSettings(PlanSettings):
 
     score_groups_early: bool = field(
         default=False,
-        metadata={"help": "Call reward functions for each group of completions when its last one has ended."},
+        metadata={"help": "No effect. It will be removed."},
     )
 
     if TYPE_CHECKING:  # TRL's own
@@ -184,7 +179,6 @@ def _check(args: TrainingArguments) -> None:
 
 
 def _problems(args: TrainingArguments) -> Iterator[str]:
-    yield from unfollowed_settings(args, Then.REFUSE)
     if problem := uncorrected(args.max_staleness, args.vllm_importance_sampling_correction):
         yield problem
     if not isinstance(args.use_vllm, bool | None):

@@ -39,10 +39,9 @@ from .policy.accelerate_fallback import (
     check_resumable,
     checkpoint_of_trainer,
     config_or_model,
-    plan_generation,
+    follow_trl,
 )
 from .policy.loss_and_logprobs import ModelInEngine
-from .policy.planned_generation import PlannedGeneration
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_host import PolicyHost
 from .policy.policy_setup import prepare_policy
@@ -100,16 +99,14 @@ class PlannedPolicyTrainer(Trainer):
         is_by_name, config = isinstance(arguments["model"], str), arguments["args"]
         self.plugin = (reallocation_plugin or ReallocationPlugin()).under(config)
         arguments = self._plan(arguments)
-        hidden: dict[str, Any] = {"use_vllm": False}  # TRL makes no engine
+        hidden: dict[str, Any] = {}
         if self.run is not None:
-            hidden["beta"] = 0.0  # and no reference
+            hidden = {"use_vllm": False, "beta": 0.0}  # TRL makes no engine and no reference
             if is_by_name:  # nor does it say that it ignores settings of a model that has been loaded by them
                 hidden["model_init_kwargs"] = None
         with _hidden(config, **hidden):
             super().__init__(**arguments)
-        if self.run is None:
-            plan_generation(self, self.plugin)
-        else:
+        if self.run is not None:
             self.run.host.take_over()
 
     def _plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +133,7 @@ class PlannedPolicyTrainer(Trainer):
                 raise ConfigError(f"{reason} It generates nothing ahead: set max_staleness to 0.")
             if world.is_main_process:
                 logger.warning(reason)
+            follow_trl(args, self.plugin)
             return arguments
         alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with alarm.covers():
@@ -160,11 +158,9 @@ class PlannedPolicyTrainer(Trainer):
         Raises:
             ConfigError: there is none, because Accelerate trains and TRL generates.
         """
-        if self.run is not None:
-            return self.run.placed.plan
-        if not isinstance(getattr(self, "vllm_generation", None), PlannedGeneration):
+        if self.run is None:
             raise ConfigError("Accelerate trains this run and TRL generates, so it has no plan.")
-        return self.vllm_generation.plan  # type: ignore[no-any-return]
+        return self.run.placed.plan
 
     @property
     def timeline(self) -> Timeline:
@@ -252,7 +248,7 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._host.generating_and_scoring(inputs):
+        with self._host.generating_and_scoring():
             return self._host.mismatch.of_generation(super()._generate_and_score_completions(inputs))
 
     @under_plan
@@ -376,8 +372,6 @@ class PlannedPolicyTrainer(Trainer):
         """Stop the engines. They are also stopped when the process exits."""
         if self.run is not None:
             self.run.placed.placement.close()
-        elif isinstance(getattr(self, "vllm_generation", None), PlannedGeneration):
-            self.vllm_generation.close()
 
 
 class GRPOTrainer(PlannedPolicyTrainer, TRLGRPOTrainer):

@@ -19,7 +19,6 @@ from ..plan.execution_plan import ExecutionPlan
 from ..runtime.launch.hosts import has_rendezvous, meet
 from ..runtime.launch.launcher import check_launch, connect_streams, separate_attempts, wait_on_own_device
 from ..runtime.launch.network_interfaces import set_gloo_interface
-from ..runtime.launch.slurm import adopt_slurm
 from .checks.config_checks import check_settings
 
 
@@ -177,7 +176,6 @@ def before_training_arguments(args: TrainingArguments) -> Iterator[None]:
         LaunchError, NetworkError: the job cannot be run as it was launched, or its hosts cannot reach each other.
     """
     connect_streams()  # before anything asks for CUDA
-    adopt_slurm()
     no_accelerator = not torch.accelerator.is_available()
     if no_accelerator and not args.use_cpu and args.bf16 is None:
         args.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine

@@ -14,7 +14,7 @@ from ...common.settings import DTYPES
 from ...plan.cluster import Cluster
 from ..cost.device_memory import HEADROOM
 from ..cost.workload import Workload
-from ..search.space import TrainingSplits
+from ..search.space import UNKNOWN_OPTIMIZER, TrainingSplits
 
 
 _SHARED: Mapping[str, Any] = {
@@ -86,9 +86,12 @@ _ELSEWHERE = {
     "reinforce++": "GRPO with scale_rewards: batch divides by the deviation of the whole batch as it does",
     "dpo": "it generates nothing; TRL's DPOTrainer trains by it",
 }
-# in the name of an `optim` that factors, quantises in blocks, or divides by a norm of each parameter
-_NEED_WHOLE_PARAMETERS = ("adafactor", "8bit", "4bit", "stable_adamw")
-_COUNTS_IN_GROUPS = "apex"  # in the name of an `optim` that counts its steps in its parameter groups
+# Of every `optim` that a run knows (`trainer.run.optimizer_sharding`, which needs torch)
+_KNOWN_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop"), TrainingSplits()),
+    "adagrad": TrainingSplits(by_deepspeed=False),
+    "adafactor": TrainingSplits(elements=False),
+}
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 
@@ -110,11 +113,8 @@ _GRPO_ALONE = ("loss_type", "scale_rewards", "importance_sampling_level")
 
 
 def training_splits(optim: str) -> TrainingSplits:
-    """Splits of a training call that an optimizer allows, by the optimizer's name. A run tests the optimizer itself
-    (`trainer.run.optimizer_sharding`), which needs torch."""
-    whole = any(word in optim for word in _NEED_WHOLE_PARAMETERS)
-    by_ranges = _COUNTS_IN_GROUPS not in optim
-    return TrainingSplits(elements=not whole, by_deepspeed=optim != "adagrad", by_ranges=by_ranges)
+    """Splits of a training call that an optimizer allows, by the optimizer's name."""
+    return _KNOWN_OPTIMIZERS.get(optim, UNKNOWN_OPTIMIZER)
 
 
 def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], list[str]]:

@@ -203,9 +203,10 @@ def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
     if splits.elements:
         return adapter
     further = "" if splits.parameters else ", nor distributed over pipeline stages"
+    why = "needs whole parameters" if splits.parameters else "is not known to train in parts"
     return (
         *adapter,
-        f"The optimizer needs whole parameters, so the state of what trains is not sharded by ZeRO or tp{further}; "
+        f"The optimizer {why}, so the state of what trains is not sharded by ZeRO or tp{further}; "
         f"with an optimizer such as adamw_torch it can be.",
     )
 

@@ -54,8 +54,6 @@ class TrainingSplits:
         elements: a parameter may be split, or lie in a flat tensor with others: ZeRO of the engine `zero`, and tp.
         parameters: whole parameters may be distributed over several optimizers: ZeRO of megatron, and pp.
         by_deepspeed: DeepSpeed can make the optimizer of its flat tensors.
-        by_ranges: the optimizer may be called several times in a step, on a range of its parameters each, as DeepSpeed
-            does in ZeRO stage 3.
         tensor: megatron can split the policy's trained parameters by tp: whole models and plain LoRA.
         stages: megatron can split them by pp: whole models, and adapters whose parameters belong to one layer each.
     """
@@ -63,18 +61,20 @@ class TrainingSplits:
     elements: bool = True
     parameters: bool = True
     by_deepspeed: bool = True
-    by_ranges: bool = True
     tensor: bool = True
     stages: bool = True
 
     def allow(self, engine: str, tp: int = 1, pp: int = 1, zero_stage: int = 0) -> bool:
         """True if a call may train by this engine with these degrees and this ZeRO stage."""
         flattens, distributes = zero_stage and engine == "zero", zero_stage and engine != "zero"
-        if flattens and not (self.by_deepspeed and (self.by_ranges or zero_stage < 3)):
+        if flattens and not self.by_deepspeed:
             return False
         if (tp > 1 and not self.tensor) or (pp > 1 and not self.stages):
             return False
         return (self.elements or not (tp > 1 or flattens)) and (self.parameters or not (pp > 1 or distributes))
+
+
+UNKNOWN_OPTIMIZER = TrainingSplits(elements=False, parameters=False)  # it may read all parameters in a step
 
 
 @dataclass(frozen=True)

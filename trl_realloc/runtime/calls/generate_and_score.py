@@ -82,7 +82,6 @@ class Step:
         draw: which of the iteration's generations by the same call this is, where there are several.
         model: the reward model that is run; empty for all.
         first: the place of the batch's first sample in the data set of an evaluation, which seeds its draws.
-        finished: called on the rank that generates, with samples as they end and the columns generated of them.
         loss: a call that trains adds the gradients of this loss, and takes no optimizer step.
         continues: a call that trains adds to the gradients that are there; otherwise it forgets them first.
     """
@@ -94,7 +93,6 @@ class Step:
     draw: int = 0
     model: str = ""
     first: int = 0
-    finished: Callable[[Rollouts], None] | None = None
     loss: TokenLoss | None = None
     continues: bool = False
 
@@ -188,13 +186,7 @@ def generate(
     if placement.generators.get(call.name) is None:
         return Rollouts()
     made = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun, poll)
-    tells = step.finished if placement.rank in sources(placement.plan, call.name) else None
-    ended: list[Completion] = []
-    for completion in _polled(made, poll):
-        ended.append(completion)
-        if tells is not None:
-            tells(completed([completion], settings.eos_token_id, call.outputs))
-    return completed(ended, settings.eos_token_id, call.outputs)
+    return completed(list(_polled(made, poll)), settings.eos_token_id, call.outputs)
 
 
 def _rest_of(generation: Generation, poll: Callable[[], None]) -> Iterator[Completion]:

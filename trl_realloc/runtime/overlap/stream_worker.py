@@ -186,8 +186,6 @@ class StreamWorker:
         self._unfinished.difference_update(completion.index for completion in completions)
         outputs = calls.completed(completions, self.settings.eos_token_id, self.generate.outputs)
         self._outputs[name].append(outputs)
-        if self.step.finished is not None and self.rank in sources(self.plan, name):
-            self.step.finished(outputs)
         rows = self._forwards.rows(name, outputs)
         tokens = {completion.index: len(completion.token_ids) for completion in completions}
         self._generation_spans.finished(time.time(), len(tokens), sum(tokens.values()))

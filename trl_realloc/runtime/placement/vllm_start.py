@@ -10,8 +10,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from ...engines.device import is_accelerator
 from ...plan.assignment import Assignment
 from ...plan.execution_plan import ExecutionPlan
 from ..failures.temporary_folder import temporary_folder
-from ..failures.watchdog_client import HEARTBEAT_TIMEOUT_S, current_watchdog, watch
+from ..failures.watchdog_client import current_watchdog, watch
 from .engine_options import EngineOptions
 
 
@@ -32,24 +30,12 @@ if TYPE_CHECKING:
     from ...engines.generation.vllm import VLLMEngine
 
 
-@dataclass(frozen=True)
-class VLLMOptions:
-    """The options of an engine, out of `EngineOptions` and with its field names, for a job that generates alone."""
-
-    device: torch.device
-    context_length: int
-    compute_dtype: torch.dtype | None = None
-    vllm: Mapping[str, Any] = field(default_factory=dict)
-    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
-    log_folder: Path | None = None
-
-
 def start_vllm(
     plan: ExecutionPlan,
     call: str,
     rank: int,
     config: PretrainedConfig,
-    options: EngineOptions | VLLMOptions,
+    options: EngineOptions,
     stack: contextlib.ExitStack,
 ) -> VLLMEngine | None:
     """The engine that this rank owns; its process starts in the background. `None` on a rank whose tensor group's first
@@ -114,7 +100,7 @@ def kept_model(folder: Path) -> Path:
     return kept
 
 
-def _dtype_name(config: PretrainedConfig, options: EngineOptions | VLLMOptions) -> str:
+def _dtype_name(config: PretrainedConfig, options: EngineOptions) -> str:
     """The name of the dtype that the role computes in while it trains, so that its log-probabilities agree there and in
     the engine."""
     dtype = options.compute_dtype or getattr(config, "dtype", None) or torch.float32

@@ -60,7 +60,6 @@ def _problems(args: TrainingArguments) -> Iterator[str]:
     for name in (
         "vllm_enable_sleep_mode",
         "vllm_repeatable_sampling",
-        "score_groups_early",
         "full_vocabulary_logprobs",
     ):
         value, optional = getattr(args, name, False), name == "vllm_enable_sleep_mode"

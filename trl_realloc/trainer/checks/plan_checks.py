@@ -147,31 +147,27 @@ def check_sharding(optimizer: str, splits: TrainingSplits, plan: ExecutionPlan) 
     distributed = {name: setting for name, a in trained.items() if (setting := parameter_distribution(a))}
     if not sharded and not distributed:
         return
-    way_out = (
-        "would not train as on one device; give it replicas (engine zero with zero_stage: 0, as plan: flatten does), "
-        "or use an optimizer such as adamw_torch."
+    instead = (
+        "give it replicas (engine zero with zero_stage: 0, as plan: flatten does), or use an optimizer such as "
+        "adamw_torch."
     )
+    way_out = f"would not train as on one device; {instead}"
     staged = [name for name in sharded if trained[name].engine == "zero"]
     if staged and not splits.by_deepspeed:
         raise ConfigError(
             f"DeepSpeed does not keep the groups of {optimizer}, so {staged[0]} under {sharded[staged[0]]} {way_out}"
         )
+    if not splits.parameters:
+        name, setting = next(iter({**sharded, **distributed}.items()))
+        raise ConfigError(
+            f"{optimizer} is not among the optimizers that are known to step each parameter by itself, so {name} under "
+            f"{setting} may not train as on one device; {instead}"
+        )
     if not splits.elements:
         for name, setting in sharded.items():
             raise ConfigError(
-                f"{optimizer} does not step each element by itself (it factors, projects, quantises in blocks, or uses "
-                f"norms or sums of whole tensors or of all parameters), so {name} under {setting} {way_out}"
-            )
-    ranged = [name for name in staged if trained[name].strategy.zero_stage == 3]
-    if ranged and not splits.by_ranges:
-        raise ConfigError(
-            f"{optimizer} keeps numbers in its parameter groups, such as a count of steps, and DeepSpeed's ZeRO stage "
-            f"3 calls it several times in a step, so {ranged[0]} under {sharded[ranged[0]]} {way_out}"
-        )
-    if not splits.parameters:
-        for name, setting in distributed.items():
-            raise ConfigError(
-                f"{optimizer} does not step each parameter by itself, so {name} under {setting} {way_out}"
+                f"{optimizer} does not step each element by itself (it factors, or uses norms of whole tensors), so "
+                f"{name} under {setting} {way_out}"
             )
 
 

@@ -1,6 +1,6 @@
 """`why_not_trained`: why this package's training engines cannot train a run of a TRL trainer, so that Accelerate must.
 
-Generation can be planned in both cases. What planned generation itself refuses is in `plug`.
+What such a run does instead is in `policy.accelerate_fallback`.
 """
 
 from __future__ import annotations

@@ -1,71 +1,53 @@
-"""A trainer of GRPO or RLOO whose training the plan's engines cannot do: Accelerate trains as in TRL, and only the
-generation is planned.
+"""A trainer of GRPO or RLOO whose training the plan's engines cannot do: the run is TRL's own, with generation by TRL's
+own settings.
 
-Which runs these are is in `trainable`, the generation in `planned_generation`.
+Which runs these are is in `trainable`.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedModel, Trainer, TrainingArguments
+from accelerate import PartialState
+from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from ...engines.generation.vllm_support import is_vllm_available
-from ...engines.model_configs import CustomCodeError, ModelError, read_config
+from ...engines.model_configs import CustomCodeError, read_config
+from ...plan.presets import AUTO
 from ..accelerate_plugin import ReallocationPlugin
 from ..checkpoint import STATE_FOLDER, CheckpointError
 from ..checkpoint.resuming import ResumeSetting, read_resume_setting
-from ..checks.config_checks import ConfigError
-from ..grpo_config import RLOOConfig
-from .plug import plug
+from ..grpo_config import PolicyConfig, RLOOConfig
+from ..trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
 
 logger = logging.get_logger(__name__)
 
 
-def plan_generation(trainer: Trainer, plugin: ReallocationPlugin) -> None:
-    """Generate by the plan while Accelerate trains, if vLLM is there and can serve the model. Otherwise TRL's
-    generation by Transformers is used, unless vLLM was asked for.
+def follow_trl(args: PolicyConfig, plugin: ReallocationPlugin) -> None:
+    """Give settings whose default is another here than in TRL the default of TRL, and log which settings that TRL does
+    not have are without effect.
 
     Args:
-        plugin: with what the trainer's configuration sets.
+        plugin: with what the configuration sets.
     """
-    args = trainer.args
-    if args.score_groups_early and trainer.accelerator.is_main_process:
-        logger.warning("score_groups_early: where Accelerate trains, reward functions are called on the whole batch.")
-    for name in ("async_save", "skip_nonfinite_updates"):
-        if getattr(args, name) and trainer.accelerator.is_main_process:
-            logger.warning(f"{name} has no effect where Accelerate trains.")
-    if (
-        isinstance(args, RLOOConfig)
-        and args.vllm_importance_sampling_correction
-        and trainer.accelerator.is_main_process
-    ):
+    of_trl = {
+        field.name: field.default for field in fields(TRLRLOOConfig if isinstance(args, RLOOConfig) else TRLGRPOConfig)
+    }
+    for name in ("use_vllm", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"):
+        if getattr(args, name) is None:
+            setattr(args, name, of_trl[name])
+    own = [field for field in fields(args) if field.name not in of_trl]
+    unused = [field.name for field in own if getattr(args, field.name) != field.default]
+    if plugin.plan != AUTO and "plan" not in unused:
+        unused = ["plan", *unused]
+    if unused and PartialState().is_main_process:
         logger.warning(
-            "vllm_importance_sampling_correction: where Accelerate trains, RLOO's loss is TRL's, without it."
+            f"{', '.join(sorted(unused))} {'has' if len(unused) == 1 else 'have'} no effect where Accelerate trains."
         )
-    plan = None if plugin.plan == "auto" else plugin.plan
-    wants = None if plugin.generation_engine is None else plugin.generation_engine == "vllm"
-    unplanned = "" if plan is None else "plan: it is not used, for "
-    unplanned += "the model generates by Transformers, as TRL's does"
-    if wants is False or not (wants or is_vllm_available()):
-        if plan is not None and trainer.accelerator.is_main_process:
-            asked = "use_vllm is false" if args.use_vllm is False else "the plugin's generation_engine says so"
-            reason = "vLLM is not installed" if wants is None else asked
-            logger.warning(f"{unplanned}: {reason}.")
-        return
-    try:
-        plug(trainer, plan=plan, heartbeat_timeout=plugin.heartbeat_timeout)
-        if trainer.accelerator.is_main_process:
-            logger.warning("The plan is that of the generation alone.")
-    except (ConfigError, ModelError) as error:
-        if wants:  # which has called `plug`, not the user
-            raise type(error)(str(error).replace("leave plug out", "leave use_vllm out")) from None
-        if trainer.accelerator.is_main_process:
-            logger.warning(f"{unplanned}: {str(error).partition('; ')[0].removesuffix('.')}.")
 
 
 def checkpoint_of_trainer(setting: ResumeSetting, output_dir: str) -> str | bool | None:

@@ -1,53 +1,28 @@
-"""Generation in the place of TRL's `VLLMGeneration`: `HostGeneration` in a run under a plan, `PlannedGeneration` where
-Accelerate trains. Both generate by `runtime.host_calls`.
-
-`plug` makes a `PlannedGeneration` for a trainer; how its engines are distributed is in `generation_plan`, which
-parameters they get in `engines/training/accelerate_export`.
+"""`HostGeneration`: the generation of a run under a plan in the place of TRL's `VLLMGeneration`. It generates by
+`runtime.host_calls`. `takes_turns`, `finish_turns`: ranks that generate different numbers of times.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ...algorithms.corrections import AGES
-from ...algorithms.host_loss import HostLoss
 from ...algorithms.rollout import Rollouts
-from ...engines.base import Bucket, EngineError, GenerationEngine, Sampling
-from ...engines.child_process import die_with_launcher
-from ...engines.generation.sampling_checks import needs_tokenizer
 from ...engines.model_configs import ModelError
-from ...plan.dataflow import Role
-from ...plan.execution_plan import ExecutionPlan
-from ...runtime.calls.generate_and_score import CallSettings
-from ...runtime.executor import make_executor
-from ...runtime.failures.temporary_folder import temporary_folder
-from ...runtime.failures.watchdog_client import watch
 from ...runtime.host_calls import HostCalls
-from ...runtime.placement.engine_builder import EngineBuilder
-from ...runtime.placement.engine_options import EngineOptions
-from ...runtime.placement.placement import Placement
-from ...runtime.placement.roles import RoleModels, Roles
-from ...runtime.placement.vllm_start import VLLMOptions
-from ...runtime.process_groups import destroy_groups, meet
-from .generation_plan import GENERATE, GRAPH
-from .prompt_lengths import context_limit
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import Trainer
 
 
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
-
-
-class NoImagesError(ValueError):
-    """A prompt has images, which the engines do not take."""
 
 
 def for_trl(prompts: Sequence[Sequence[int]], outputs: Rollouts) -> Generated:
@@ -66,17 +41,11 @@ def length_limits(max_model_len: int) -> Any:
     return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len)))
 
 
-# --- in a run under a plan -------------------------------------------------------------------------------------------
-
-
 class Scores(Protocol):
-    """Scores samples while others are generated."""
+    """Knows the prompts that are generated from."""
 
     def prompts_of(self, count: int) -> list[bytes]:
         """This rank's prompts in order, as the calls that score samples read them (`HostCalls.generate`)."""
-
-    def follow(self, prompts: Sequence[Sequence[int]]) -> Callable[[int, Rollouts], None] | None:
-        """The function to call when a sample ends (`HostCalls.generate`); `None` if there is none."""
 
 
 class HostGeneration:
@@ -85,7 +54,7 @@ class HostGeneration:
 
     Args:
         calls: runs the generation.
-        scoring: scores samples while others are generated.
+        scoring: knows the prompts' texts.
         max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
 
     An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
@@ -149,218 +118,39 @@ class HostGeneration:
             )
         with profiler or contextlib.nullcontext():
             texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
-            outputs = self.calls.generate(prompts, texts, self.scoring.follow(prompts))
+            outputs = self.calls.generate(prompts, texts)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
         return for_trl(prompts, outputs)
 
 
-# --- where Accelerate trains -----------------------------------------------------------------------------------------
+# --- turns -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class AcceleratePolicy:
-    """The model that generates, which Accelerate trains.
-
-    Args:
-        config: its Transformers config.
-        parameters: makes its parameters as they are now.
-        is_collective: whether all ranks must read the parameters to their end.
-        step: the number of optimizer steps so far; seeds the draws of tokens.
-        evaluates: whether it generates for an evaluation, whose draws have seeds of their own: a run that resumes after
-            an evaluation draws what it would have drawn without an interruption.
-        version: of the parameters.
-    """
-
-    config: PretrainedConfig
-    parameters: Callable[[], Iterable[Bucket]]
-    is_collective: Callable[[], bool]
-    step: Callable[[], int]
-    evaluates: Callable[[], bool]
-    version: int = 0
-
-    def export(self) -> Iterator[Bucket]:
-        """The parameters in buckets, as a training engine exports them (`TrainingEngine`)."""
-        return iter(self.parameters())
+def takes_turns(trainer: Trainer) -> bool:
+    """True if the ranks of the trainer may generate different numbers of times: in TRL's loop over tool calls, or in
+    the user's `rollout_func`."""
+    has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
+    return has_tools or getattr(trainer, "rollout_func", None) is not None
 
 
-class GenerationPlacement(Placement):
-    """This rank's generation engine in a job whose policy Accelerate trains on all ranks.
+def finish_turns(trainer: Trainer, finish: Callable[[], None]) -> None:
+    """Let this rank generate for the others when its own turns are over.
 
     Args:
-        takes_turns: the engine does not sleep after each call, but at `rest`.
+        finish: does so.
     """
-
-    def __init__(
-        self, plan: ExecutionPlan, rank: int, options: EngineOptions, policy: AcceleratePolicy, takes_turns: bool
-    ) -> None:
-        super().__init__(plan, rank, Roles({Role.ACTOR: RoleModels("policy", (), config=policy.config)}), options)
-        self.policy, self.takes_turns = policy, takes_turns
-
-    def start(self) -> None:
-        """Start this rank's engine. All ranks together."""
-        die_with_launcher()
-        EngineBuilder(self).start_vllm()
-        self.started = True
-
-    def trained(self, role: Role) -> Any:
-        return self.policy
-
-    def takes_part(self, call: str) -> bool:
-        return self.has(call) or self.policy.is_collective()
-
-    def _gathers(self, call: str) -> bool:
-        return self.policy.is_collective()
-
-    @contextlib.contextmanager
-    def resident(self, call: str) -> Iterator[None]:
-        with contextlib.nullcontext() if self.takes_turns else super().resident(call):
-            yield
-
-    def rest(self) -> None:
-        """Let the engine sleep, if the plan says so. All ranks together: a tensor group's engine has the devices of
-        several ranks."""
-        with super().resident(GENERATE):
-            pass
-        meet(self.control)
+    for name in ("_tool_call_loop", "rollout_func"):
+        turns = getattr(trainer, name, None)
+        if turns is not None:
+            setattr(trainer, name, _then(turns, finish))
 
 
-class PlannedGeneration:
-    """This rank's part of the generation. All ranks make one together, and call its methods together.
+def _then(turns: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(turns)
+    def with_finish(*args: Any, **kwargs: Any) -> Any:
+        result = turns(*args, **kwargs)
+        finish()
+        return result
 
-    Args:
-        plan: see `generation_plan`.
-        rank: this rank.
-        options: of this rank's engine.
-        sampling: how tokens are drawn.
-        seed: of the draws.
-        tokenizer: the policy's. Given to the engines if they must read text to draw tokens.
-        takes_turns: ranks may call `generate` different numbers of times, and call `finish` when they are done.
-        timeout_s: of collectives of the ranks.
-
-    Attributes:
-        engine: this rank's; `None` on a rank without one.
-        llm: has `llm_engine.model_config.max_model_len`, which TRL reads in its loop over tool calls.
-
-    Raises:
-        EngineError: an engine's settings are invalid.
-    """
-
-    def __init__(
-        self,
-        plan: ExecutionPlan,
-        rank: int,
-        options: VLLMOptions,
-        policy: AcceleratePolicy,
-        sampling: Sampling,
-        *,
-        seed: int = 0,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        takes_turns: bool = False,
-        timeout_s: float = 1800.0,
-    ) -> None:
-        self.plan, self.takes_turns, self._policy = plan, takes_turns, policy
-        self.llm = length_limits(options.context_length)
-        if plan.cluster.size > 1:
-            watch(options.heartbeat_timeout_s)
-        placement = GenerationPlacement(
-            plan, rank, _engine_options(options, sampling, seed, timeout_s), policy, takes_turns
-        )
-        if tokenizer is not None and needs_tokenizer(sampling):
-            folder = temporary_folder(placement.stack)
-            tokenizer.save_pretrained(folder)
-            placement.options = replace(placement.options, vllm={**options.vllm, "tokenizer": str(folder)})
-        context = context_limit(options.context_length, policy.config)
-        settings = CallSettings(sampling, seed, None, tokenizer, (), {}, context=context)
-        executor = make_executor(placement, HostLoss(GRAPH), settings)
-        self._placement, self._alarm = placement, executor.alarm
-        self._calls: HostCalls | None = HostCalls(executor)
-        with self._together("starting the engines"):
-            placement.start()
-        self.engine: GenerationEngine | None = placement.generators.get(GENERATE)
-
-    def sync_weights(self) -> None:
-        """The engines take the policy's parameters anew before they generate next."""
-        self._policy.version += 1
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        images: Sequence[Any] | None = None,
-        num_generations: int = 1,
-        profiler: contextlib.AbstractContextManager[Any] | None = None,
-    ) -> Generated:
-        """One completion for each prompt of this rank.
-
-        Args:
-            prompts: token ids; the prompt of a group appears once for each of its completions. May be empty.
-            images: must be `None`, or hold nothing.
-            num_generations: the size of a group. Its completions share the prompt's keys and values in any case.
-            profiler: a context for the generation, such as TRL's that measures its time.
-
-        Returns:
-            (prompt_ids, completion_ids, logprobs, token_ids), as of `for_trl`.
-
-        Raises:
-            NoImagesError: there are images.
-            JobFailed: an engine cannot take the parameters or serve a prompt, or has died, here or on another rank.
-        """
-        if images is not None and any(images):
-            raise NoImagesError(
-                "a prompt has images, and planned generation is of text alone; train this model with TRL's own "
-                "generation."
-            )
-        with self._together("generation") as calls, profiler or contextlib.nullcontext():
-            outputs = calls.generate(prompts)
-            calls.take_spans()  # nobody asks for them
-        return for_trl(prompts, outputs)
-
-    def finish(self) -> None:
-        """Generate for other ranks until all have called this. A rank calls it when it has no more turns to generate,
-        before it does anything else together with the others. Raises as `generate` does."""
-        with self._together("generation for other ranks") as calls:
-            calls.finish_turns()
-            self._placement.rest()
-
-    def close(self) -> None:
-        """End this rank's engine and its connections to the other ranks, which also end with the process. May be called
-        twice. Other ranks may still use theirs."""
-        if self._calls is not None:
-            self._placement.close()
-            destroy_groups((self._placement.groups, self._placement.control))
-            self._calls = None  # a group's connections are closed with the last reference to it
-            del self._placement
-
-    @contextlib.contextmanager
-    def _together(self, activity: str) -> Iterator[HostCalls]:
-        """Around what all ranks do together. A failure ends the engines, and the other ranks with its reason."""
-        if self._calls is None:
-            raise EngineError("planned generation is closed, so it does not generate; make a new trainer, and plug it.")
-        self._alarm.at(activity)
-        with self._alarm.covers(self.close):
-            self._calls.at(self._policy.step(), evaluates=self._policy.evaluates())
-            yield self._calls
-
-
-def _engine_options(options: VLLMOptions, sampling: Sampling, seed: int, timeout_s: float) -> EngineOptions:
-    """The options of a placement that has generation engines alone."""
-    return EngineOptions(
-        device=options.device,
-        temperature=sampling.temperature,
-        response_length=sampling.max_tokens,
-        context_length=options.context_length,
-        forward_batch_size=1,
-        train_batch_size=1,
-        pad_token_id=0,
-        make_optimizer=_by_accelerate,
-        compute_dtype=options.compute_dtype,
-        seed=seed,
-        vllm=options.vllm,
-        collective_timeout_s=timeout_s,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        log_folder=options.log_folder,
-    )
-
-
-def _by_accelerate(module: torch.nn.Module) -> NoReturn:
-    raise AssertionError("Accelerate makes the optimizer")
+    return with_finish

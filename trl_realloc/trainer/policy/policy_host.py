@@ -35,8 +35,7 @@ from .forced_tokens import ForcedTokens
 from .host_spans import HostSpans
 from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
-from .planned_generation import HostGeneration
-from .plug import finish_turns, takes_turns
+from .planned_generation import HostGeneration, finish_turns, takes_turns
 from .reward_scoring import Scoring
 
 
@@ -165,15 +164,12 @@ class PolicyHost:
             self.ahead.advance()
 
     @contextlib.contextmanager
-    def generating_and_scoring(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    def generating_and_scoring(self) -> Iterator[None]:
         """Around the generation of completions for rows of the data set, and their scoring."""
         saves = self.trainer.model.training
         self.trainer.vllm_generation.forget()
         self.mismatch.begin_generation()
-        with (
-            self.scoring.of_rows(rows),
-            self.trainer.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext(),
-        ):
+        with self.trainer.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext():
             yield
         self.forced.end_generation()
 

@@ -32,6 +32,7 @@ from ..checks import model_checks
 from ..checks.config_checks import ConfigError, best_model_problems
 from ..checks.input_checks import check_positions
 from ..checks.optimizer_checks import check_optimizer
+from ..checks.unfollowed_settings import Then, unfollowed_settings
 from ..grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype, reward_dtype
 from ..run.job_builder import policy_job
 from ..run.plan_request import PlanRequest, read_plan_request
@@ -60,7 +61,7 @@ def prepare_policy(
     Raises:
         ConfigError, ModelError, PlanError, ValueError: an input that cannot be used.
     """
-    if problems := list(best_model_problems(args)):
+    if problems := [*unfollowed_settings(args, Then.REFUSE), *best_model_problems(args)]:
         raise ConfigError("\n".join(problems))
     given, turns = _given(args, inputs), turn_makers(inputs)
     rewards = reward_sources(given, args.seed) if given.rewards else Rewards((), (), {})

@@ -1,4 +1,4 @@
-"""Reads from a TRL trainer, or from its settings, how completions are drawn."""
+"""Reads from TRL's settings how completions are drawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from ...engines.base import Sampling
 from ...engines.generation.sampling_checks import (
@@ -37,19 +37,6 @@ def uncorrected_loss(args: TrainingArguments) -> str:
     if getattr(args, "loss_type", None) != "vespo" or mode in ("token_truncate", "token_mask"):
         return ""
     return f"loss_type 'vespo' needs the vllm_importance_sampling_mode 'token_truncate' or 'token_mask', not {mode!r}."
-
-
-def read_sampling(trainer: Trainer) -> Sampling:
-    """The sampling parameters of a trainer's completions, as TRL's vLLM engine would use them.
-
-    Raises:
-        ConfigError: the engines do not support them.
-    """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    tokenizer = tokenizer_of(trainer.processing_class)
-    known = getattr(trainer, "eos_token_ids", None)  # of newer releases of TRL
-    stops = stop_token_ids(tokenizer, model) if known is None else tuple(dict.fromkeys(map(int, known)))
-    return sampling_of(trainer.args, stops, model.config.get_text_config().vocab_size)
 
 
 def sampling_of(args: TrainingArguments, stops: tuple[int, ...], vocabulary: int, *, by_vllm: bool = True) -> Sampling:

@@ -1,6 +1,7 @@
-"""Sharding that the optimizer of a run allows: known of the optimizers of torch and Transformers, tested for others.
+"""Sharding that the optimizer of a run allows: known of the optimizers of torch and of Transformers' Adafactor. Others
+train in replicas alone.
 
-The test is in `optimizer_probe`. Plans that an optimizer does not allow are refused in `checks.plan_checks`.
+Plans that an optimizer does not allow are refused in `checks.plan_checks`.
 Optimizers are made in `optimizers`.
 """
 
@@ -18,8 +19,7 @@ from torch import nn
 from ...engines.torch_compat import has_step_hooks
 from ...engines.training.group_settings import copied
 from ...engines.training.tensor_parallel import splits_adapter, stages_adapter
-from ...planner.search.space import TrainingSplits
-from .optimizer_probe import Make, probed_splits
+from ...planner.search.space import UNKNOWN_OPTIMIZER, TrainingSplits
 from .optimizers import make_optimizer, with_groups
 
 
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from ..ppo_config import PPOConfig
 
 
+Make = Callable[[Sequence[Sequence[nn.Parameter]]], torch.optim.Optimizer]
+
 # Classes whose steps are the same by these splits with all their arguments. A subclass may step in another way, and
-# those of bitsandbytes quantise or clip as their arguments say, so these are tested.
+# those of bitsandbytes quantise or clip as their arguments say.
 _KNOWN: Mapping[type[torch.optim.Optimizer], TrainingSplits] = {
     torch.optim.Adadelta: TrainingSplits(),
     torch.optim.Adam: TrainingSplits(),
@@ -52,7 +54,7 @@ _KNOWN: Mapping[type[torch.optim.Optimizer], TrainingSplits] = {
 
 
 class OptimizerSharding:
-    """The optimizer of a run, and how it may be sharded. An unknown optimizer is tested once, when this is first read.
+    """The optimizer of a run, and how it may be sharded.
 
     Args:
         optimizer: the user's optimizer, or `None` for the one that `args` name.
@@ -88,8 +90,7 @@ def can_be_sharded(make: Callable[[nn.Module], torch.optim.Optimizer], device: t
     def make_of_groups(groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         return make(_Parameters([p for group in groups for p in group]))
 
-    splits = splits_of(make_of_groups, 1, device)
-    return splits.elements and splits.by_ranges
+    return splits_of(make_of_groups, 1, device).elements
 
 
 def splits_of(make: Make, groups: int, device: torch.device) -> TrainingSplits:
@@ -101,11 +102,8 @@ def splits_of(make: Make, groups: int, device: torch.device) -> TrainingSplits:
     try:
         optimizer = make([[nn.Parameter(torch.zeros(1, 1, device=device))] for _ in range(groups)])
     except Exception:  # the user's may raise any error, such as one that a package is missing
-        return TrainingSplits(elements=False, parameters=False)
-    known = _KNOWN.get(type(optimizer))
-    if known is not None and not has_step_hooks(optimizer):
-        return known
-    return replace(probed_splits(make, groups, device), by_deepspeed=not isinstance(optimizer, torch.optim.Adagrad))
+        return UNKNOWN_OPTIMIZER
+    return UNKNOWN_OPTIMIZER if has_step_hooks(optimizer) else _KNOWN.get(type(optimizer), UNKNOWN_OPTIMIZER)
 
 
 def named_maker(args: PPOConfig | PolicyConfig) -> Make:
