@@ -79,15 +79,6 @@ def test_a_cluster_of_no_devices_cannot_be_made(nodes: int, per_node: int, told:
 
 
 @given(clusters)
-def test_devices_are_numbered_node_by_node(cluster: Cluster) -> None:
-    nodes = [cluster.node_of(device) for device in cluster.mesh.devices]
-    assert nodes == sorted(nodes)
-    assert all(nodes.count(node) == cluster.devices_per_node for node in range(cluster.nodes))
-    with pytest.raises(PlanError, match=f"device {cluster.size} is not in"):
-        cluster.node_of(cluster.size)
-
-
-@given(clusters)
 def test_every_legal_mesh_passes_the_check_and_all_devices_are_one(cluster: Cluster) -> None:
     meshes = legal_meshes(cluster)
     assert len(set(meshes)) == len(meshes)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trl_realloc.common.errors import PlanError
 from trl_realloc.planner.fused.check import check, lower_bound, memory_bound, one_f_one_b, serial_memory, serial_time
-from trl_realloc.planner.fused.pipelines import FusedPipelines, FusedSchedule, Pipeline, Task, from_json, to_json
+from trl_realloc.planner.fused.pipelines import FusedPipelines, FusedSchedule, Pipeline, Task
 from trl_realloc.planner.fused.schedule_search import search
 
 
@@ -184,29 +184,6 @@ def test_stages_that_wait_for_each_others_model_are_refused() -> None:
         check(FusedPipelines.uniform((2, 2), (1, 1), (1, 1), (1, 1)), circle)
     with pytest.raises(PlanError, match="The schedule has 1 stages, the pipelines 2"):
         check(EXAMPLE, FusedSchedule((circle.stages[0],)))
-
-
-def test_json_is_read_as_it_was_written() -> None:
-    found = search(EXAMPLE, effort=20_000)
-    pipelines, schedule = from_json(to_json(EXAMPLE, found.schedule, makespan=found.simulated.makespan))
-    assert schedule == found.schedule
-    assert check(pipelines, schedule) == found.simulated
-    assert pipelines.memory_limit == EXAMPLE.memory_limit
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"models": 3}', "null", '{"models": {"A": {"forward": [], "backward": [], "memory": []}}}'],
-)
-def test_another_json_is_refused(text: str) -> None:
-    with pytest.raises(PlanError):
-        from_json(text)
-
-
-def test_a_task_that_is_none_is_refused() -> None:
-    text = to_json(EXAMPLE, search(EXAMPLE, effort=20_000).schedule).replace('"forward"]', '"foward"]', 1)
-    with pytest.raises(PlanError, match="is not a task"):
-        from_json(text)
 
 
 @pytest.mark.parametrize(

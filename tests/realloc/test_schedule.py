@@ -145,7 +145,7 @@ def run(schedule: TransferSchedule, bucket_bytes: int) -> tuple[Held, int, int]:
                     size += part.size * spec.bytes_per_element
                 assert message.bytes == size
                 sent += size
-                if cluster.node_of(device) != cluster.node_of(message.target):
+                if device // cluster.devices_per_node != message.target // cluster.devices_per_node:
                     between += size
             pairs = [(m.source, m.target) for m in (*step.sends, *step.receives)]
             assert len(pairs) == len(set(pairs)), "one message for a pair"

@@ -130,11 +130,6 @@ class Cluster:
         """The mesh of all devices, which is always legal."""
         return DeviceMesh(0, self.size)
 
-    def node_of(self, device: int) -> int:
-        if device not in self.mesh:
-            raise PlanError(f"device {device} is not in {self}, whose devices are {self.mesh}.")
-        return device // self.devices_per_node
-
     def __str__(self) -> str:
         return f"{_count(self.nodes, 'node')} of {_count(self.devices_per_node, 'device')}"
 

@@ -1,6 +1,6 @@
 """`FusedPipelines`: two models' training pipelines on the same stages. `FusedSchedule`: the order of their tasks.
 
-Values and their JSON form only. Simulating, checking and lower bounds are in `check`, the search in
+Values only. Simulating, checking and lower bounds are in `check`, the search in
 `schedule_search`.
 
 Model A runs forwards from the first stage to the last, model B from the last to the first. The model with fewer stages
@@ -11,15 +11,13 @@ and 4, 1F1B takes (16 + 7) * 15 + (8 + 3) * 12 = 477, as published, only if each
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...common.errors import PlanError, shown
+from ...common.errors import PlanError
 
 
 MODELS = ("A", "B")
@@ -203,50 +201,3 @@ class FusedSchedule:
     """The tasks of each stage in the order in which the stage runs them."""
 
     stages: tuple[tuple[Task, ...], ...]
-
-
-def to_json(pipelines: FusedPipelines, schedule: FusedSchedule, **figures: float) -> str:
-    """Pipelines and schedule as JSON. A task is the list `[model, copy, micro_batch, kind]`.
-
-    Args:
-        figures: further numbers for the reader, like `makespan`.
-    """
-    models = {
-        model: {name: getattr(pipelines.pipeline(model), name).tolist() for name in ("forward", "backward", "memory")}
-        for model in MODELS
-    }
-    limit = None if pipelines.memory_limit is None else list(pipelines.memory_limit)
-    head = {"models": models, "memory_limit": limit, **figures}
-    rows = ",\n  ".join(json.dumps(stage) for stage in schedule.stages)
-    return json.dumps(head)[:-1] + f',\n "stages": [\n  {rows}\n ]}}\n'
-
-
-def from_json(text: str) -> tuple[FusedPipelines, FusedSchedule]:
-    """The inverse of `to_json`. Figures are ignored.
-
-    Raises:
-        PlanError: the text is not such a JSON, or the pipelines cannot be.
-    """
-    try:
-        data: Mapping[str, Any] = json.loads(text)
-        pipelines = [
-            Pipeline(*(np.array(data["models"][model][name], np.float64) for name in ("forward", "backward", "memory")))
-            for model in MODELS
-        ]
-        limit = data.get("memory_limit")
-        limits = None if limit is None else tuple(float(value) for value in limit)
-        schedule = FusedSchedule(tuple(tuple(_task(row) for row in stage) for stage in data["stages"]))
-    except PlanError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"This is not the JSON of a fused schedule: {type(error).__name__}: {error}.") from error
-    return FusedPipelines(pipelines[0], pipelines[1], limits), schedule
-
-
-def _task(row: Sequence[Any]) -> Task:
-    model, copy, micro_batch, kind = row
-    if model not in MODELS or kind not in KINDS or type(copy) is not int or type(micro_batch) is not int:
-        raise PlanError(
-            f"{shown(row)} is not a task; write [model, copy, micro_batch, kind], like ['A', 0, 3, 'forward']."
-        )
-    return Task(model, copy, micro_batch, kind)

@@ -54,14 +54,12 @@ class FoundSchedule:
         return self.simulated.makespan <= self.bound * (1 + ROUNDING)
 
 
-def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, restarts: int = 0) -> FoundSchedule:
+def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> FoundSchedule:
     """A schedule within the memory limit. The same seed and effort give the same schedule.
 
     Args:
         effort: tasks that could be placed in the time until the makespan is accepted. Lowering
             the memory takes some three times as many again at most. A core places about a million per second.
-        restarts: how often to search again from new priorities, each time with the same effort, while the makespan is
-            above the bound.
     """
     run = _Search(pipelines, np.random.default_rng(seed))
     limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
@@ -75,9 +73,6 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT, resta
     target = memory_bound(pipelines, limit)
     if run.makespan > target * (1 + ROUNDING):
         run.improve(limit, target, SECOND_EFFORT * effort)
-    for _ in range(restarts):
-        if run.makespan > target * (1 + ROUNDING):
-            run.improve_anew(limit, target, effort)
     is_given = pipelines.memory_limit is not None
     run.lower_memory(limit, float(low.max()), FIRST_STEP, (MEMORY_EFFORT / 2 if is_given else MEMORY_EFFORT) * effort)
     if run.peak > aim * (1 + ROUNDING):  # a longer search may find what a short one misses
@@ -129,11 +124,6 @@ class _Search:
                 if built.makespan <= target * (1 + ROUNDING):
                     return True
         return False
-
-    def improve_anew(self, memory: Array, target: float, effort: float) -> bool:
-        """As `improve`, without the schedules that have been found as a start."""
-        self._elites = []
-        return self.improve(memory, target, effort)
 
     def lower_memory(self, limit: Array, low: float, step: float, effort: float) -> None:
         """Lower a memory limit below the best schedule's peak by a step, and by half of it where no schedule of the
