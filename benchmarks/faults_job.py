@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -56,7 +57,12 @@ class Fault:
     def here(self) -> bool:
         """Whether this rank is the one, in the update of the moment: by default the last of the call's mesh; its first
         for a save, because that writes, and for a vLLM worker, because the first of a tensor group owns the engine."""
-        if self.done or self.trainer is None or f"update {UPDATE}" not in self.where + f" update {self._update()}":
+        if self.trainer is None or f"update {UPDATE}" not in self.where + f" update {self._update()}":
+            return False
+        return self._is_rank()
+
+    def _is_rank(self) -> bool:
+        if self.done or self.trainer is None:
             return False
         plan, rank = self.trainer.plan, self.trainer.accelerator.process_index
         calls = {"save": "actor.train", "reallocation": "actor.generate", "replan": "actor.train"}
@@ -206,11 +212,12 @@ class Fault:
         generator = placement.generators.get("actor.generate")
         if generator is None or not hasattr(generator, "pid"):  # one in this process runs a module, see `inside`
             return
-        generate = generator.generate
+        generate, generations = generator.generate, itertools.count(1)
 
         def failing(*given: Any) -> Any:
             under_way = generate(*given)
-            if self.where.startswith(f"{self.moment} of update {UPDATE}") and self.here():
+            # it may begin while the update before is trained
+            if self.moment == "actor.generate" and next(generations) == UPDATE and self._is_rank():
                 self.happen()
             return under_way
 
