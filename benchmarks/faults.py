@@ -36,6 +36,7 @@ import shared_memory  # noqa: E402
 from faults_table import CAUSES, PLANS, Row, rows  # noqa: E402
 
 from trl_realloc.common.ports import reserve_port  # noqa: E402
+from trl_realloc.trainer.checkpoint.resuming import newest_whole  # noqa: E402
 
 
 LIMIT_S = 240.0  # a job that still runs so long after its fault has not noticed it
@@ -69,6 +70,8 @@ class Job:
             "save_total_limit": 2,
             **setup.get("options", {}),
         }
+        if "algorithm" in setup:
+            options = {"max_steps": 4, **setup["options"], "plan": setup["plan"]}
         settings = {
             "out": str(out),
             "notes": str(self.notes),
@@ -76,11 +79,14 @@ class Job:
             "moment": row.moment,
             "options": options,
             "to": setup.get("to"),
+            "algorithm": setup.get("algorithm", "ppo"),
+            "mark": f"{MARK}={self.mark}",
             "resume": resume,
         }
         self.port, _ = reserve_port()
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(self.port)]
-        command += ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        command += ["--multi_gpu"] if setup["processes"] > 1 else []
+        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         command += ["--num_processes", str(setup["processes"]), str(ROOT / "benchmarks" / "faults_job.py")]
         environment = {
             **os.environ,
@@ -162,7 +168,7 @@ def sentence(row: Row, text: str) -> str:
         "replan": "move to",
     }
     where = call.get(row.moment, re.escape(row.moment.replace("reallocation", "actor.generate")))
-    if row.fault.startswith("launcher"):  # it ends all ranks, whatever each of them does
+    if row.fault.startswith(("launcher", "all")):  # it ends all ranks, whatever each of them does
         where = "of update|saving"
     for line in text.splitlines():
         needs = [r"rank ?\d|\(rank \d", r"host", CAUSES[row.fault], where]
@@ -217,13 +223,25 @@ def run(row: Row, work: Path, reference: Path | None) -> Row:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         ended = job.await_end(LIMIT_S if at else 1.0)
         row.seconds = round(time.time() - at, 1) if at and ended else None
-        row.note = "" if at else "the fault did not happen"
-        row.message = sentence(row, job.text())
+        row.note, row.exit = "" if at else "the fault did not happen", job.process.returncode
+        whole = newest_whole(out)
+        row.saved = whole.name if whole is not None else ""
+        went_on = at is not None and (out / "log.json").exists()
+        saves = PLANS[row.plan]["options"].get("enable_jit_checkpoint") if "options" in PLANS[row.plan] else False
+        if went_on:
+            row.message = "the run went on"
+        elif saves and row.fault != "all-termkill":
+            row.message = f"the run saved {row.saved} and ended" if row.saved else ""
+        else:
+            row.message = sentence(row, job.text())
         row.cause_named, row.left = bool(row.message), leftovers(job, shared)
         if row.fault == "disk-readonly":
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         (disk / "filler").unlink(missing_ok=True)
-        if at and reference is not None:
+        if went_on and reference is not None:
+            row.note = equal(out, reference)
+            row.resumed_equal = not row.note
+        elif at and reference is not None:
             again = Job(folder, row, out, fault=False, resume="auto")
             again.await_end(START_S)
             # the run that goes on does not move to the other plan again, so it rounds differently
@@ -252,10 +270,11 @@ def make_reference(row: Row, work: Path) -> Path:
 
 
 def print_table(done: list[dict[str, Any]]) -> None:
-    print("| plan | fault | moment | seconds | cause named | left | resumed equal |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| plan | fault | moment | seconds | exit | saved | cause named | left | resumed equal |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in done:
-        cells = [row["plan"], row["fault"], row["moment"], row["seconds"], row["cause_named"]]
+        cells = [row["plan"], row["fault"], row["moment"], row["seconds"]]
+        cells += [row.get("exit"), row.get("saved"), row["cause_named"]]
         equal = "-" if row["resumed_equal"] is None else row["resumed_equal"]
         print("|", " | ".join(map(str, [*cells, "; ".join(row["left"]) or "nothing", equal])), "|")
     over = sum(row["seconds"] is not None and row["seconds"] <= 60 for row in done)

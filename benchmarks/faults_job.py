@@ -1,15 +1,18 @@
 """A rank of a job of `benchmarks/faults.py`: a small run in which something goes wrong at a given moment, once.
 
 `python faults_job.py SETTINGS` with `out` (the run's output folder), `notes` (where the moment is written down),
-`fault`, `moment`, `options` (of the config), `to` (another plan), `resume`, and `rank` (whose fault it is, where not
-by default).
+`fault`, `moment`, `algorithm`, `options` (of the config), `to` (another plan), `resume`, `mark` (what the environment
+of every process of the job has), and `rank` (whose fault it is, where not by default).
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -26,7 +29,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / place) for place in ("
 import tiny  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from trl_realloc.engines.child_process import session_members  # noqa: E402
+from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+from trl_realloc.engines.child_process import JOB_SIGNALS, session_members  # noqa: E402
 from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.profiling.auto_plan import JobPlan  # noqa: E402
 from trl_realloc.profiling.short_runs import Runs  # noqa: E402
@@ -47,11 +51,18 @@ class Fault:
         self.kind, self.moment, self.notes = settings["fault"], settings["moment"], Path(settings["notes"])
         self.out, self.where, self.done, self.trainer = Path(settings["out"]), "", False, None
         self.rank: int | None = settings.get("rank")
+        self.mark = str(settings.get("mark", "")).encode() + b"\0"
+        self.saves = bool(settings["options"].get("enable_jit_checkpoint"))
 
     def here(self) -> bool:
         """Whether this rank is the one, in the update of the moment: by default the last of the call's mesh; its first
         for a save, because that writes, and for a vLLM worker, because the first of a tensor group owns the engine."""
-        if self.done or self.trainer is None or f"update {UPDATE}" not in self.where + f" update {self._update()}":
+        if self.trainer is None or f"update {UPDATE}" not in self.where + f" update {self._update()}":
+            return False
+        return self._is_rank()
+
+    def _is_rank(self) -> bool:
+        if self.done or self.trainer is None:
             return False
         plan, rank = self.trainer.plan, self.trainer.accelerator.process_index
         calls = {"save": "actor.train", "reallocation": "actor.generate", "replan": "actor.train"}
@@ -77,14 +88,23 @@ class Fault:
             raise ValueError("an error made by benchmarks/faults.py")
         elif self.kind == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB (by benchmarks/faults.py)")
-        elif self.kind.startswith("launcher"):
-            _, how = self.kind.split("-")
-            number = {"kill": 9, "stop": signal.SIGSTOP, "term": signal.SIGTERM}.get(how, signal.SIGINT)
-            os.kill(os.getppid(), number)
-            if how == "int2":
-                time.sleep(0.3)
-                os.kill(os.getppid(), number)
-            time.sleep(45.0 if how == "stop" else 2.0)
+        elif self.kind.startswith(("launcher", "rank", "all", "helpers")):
+            whom, how = self.kind.split("-")
+            again, kills = how.endswith("2"), how.endswith("kill") and how != "kill"
+            name = how.removesuffix("2").removesuffix("kill") if again or kills else how
+            launcher, helpers, ranks = os.getppid(), *self._processes()
+            everyone = [*helpers, *(pid for pid in ranks if pid != os.getpid()), launcher, os.getpid()]
+            to = {"launcher": [launcher], "rank": [os.getpid()], "helpers": helpers, "all": everyone}[whom]
+            numbers = JOB_SIGNALS if how == "any" else [signal.Signals[f"SIG{name.upper()}"]]
+            self._send(to, numbers)
+            if again:
+                time.sleep(0.3 if how == "int2" else 1.0)
+                self._send(to, numbers)
+            elif kills:
+                time.sleep(1.0)
+                self._send([launcher, *(pid for pid in ranks if pid != os.getpid()), os.getpid()], [signal.SIGKILL])
+            # a checkpoint at SIGTERM is asked for after 3 s, and this run is over in one
+            time.sleep(45.0 if how == "stop" else 5.0 if self.saves else 2.0)
         elif self.kind.startswith(("engine", "worker")):
             assert self.trainer is not None
             process = self.trainer.placement.generators["actor.generate"].pid
@@ -95,6 +115,27 @@ class Fault:
                 filler.write(b"\0" * (free.f_bavail * free.f_frsize))
         else:  # from outside: a host or a link
             time.sleep(5.0)
+
+    def _processes(self) -> tuple[list[int], list[int]]:
+        """The engines, their workers and the watchdogs of this job, and its ranks."""
+        helpers, ranks = [], []
+        for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+            with contextlib.suppress(OSError):
+                process = Path("/proc", str(pid))
+                if self.mark not in (process / "environ").read_bytes() + b"\0" or pid == os.getppid():
+                    continue
+                named = (process / "cmdline").read_text() + (process / "comm").read_text()
+                (helpers if re.search("watchdog_process|vllm_host|Worker|multiprocessing", named) else ranks).append(
+                    pid
+                )
+        return helpers, ranks
+
+    @staticmethod
+    def _send(pids: Sequence[int], numbers: Sequence[int]) -> None:
+        for pid in pids:
+            for number in numbers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _signal(self) -> signal.Signals:
         return signal.SIGKILL if self.kind.endswith("kill") else signal.SIGSTOP
@@ -171,11 +212,12 @@ class Fault:
         generator = placement.generators.get("actor.generate")
         if generator is None or not hasattr(generator, "pid"):  # one in this process runs a module, see `inside`
             return
-        generate = generator.generate
+        generate, generations = generator.generate, itertools.count(1)
 
         def failing(*given: Any) -> Any:
             under_way = generate(*given)
-            if self.where.startswith(f"{self.moment} of update {UPDATE}") and self.here():
+            # it may begin while the update before is trained
+            if self.moment == "actor.generate" and next(generations) == UPDATE and self._is_rank():
                 self.happen()
             return under_way
 
@@ -198,6 +240,29 @@ class Forced:
         return JobPlan(self.plan) if updates_left == 1 else None
 
 
+def trainer(algorithm: str, out: Path, options: dict[str, Any]) -> Any:
+    if algorithm == "ppo":
+        return tiny.trainer(out, given={"reward_model": [tiny.short, tiny.classifier(2)]}, **options)
+    config, kind = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
+    data = {"train_dataset": tiny.prompts(), "processing_class": tiny.tokenizer()}
+    return kind(tiny.policy(), tiny.short, config(str(out), **{**tiny.BARE, **options}), **data)
+
+
+def policy_weights(made: Any) -> dict[str, torch.Tensor]:
+    engine = made.placement.engine("actor.train")
+    return {} if engine is None else {name: t.clone() for part in engine.export(merged=False) for name, t in part}
+
+
+def policy_updates(made: Any) -> list[dict[str, float]]:
+    """The logs of the updates as `equal` compares them, less what time makes differ."""
+    kept = ("loss", "reward", "grad_norm", "completions/mean_length")
+    return [
+        {"episode": step, **{name: row[name] for name in kept}}
+        for step, row in enumerate(made.state.log_history)
+        if "loss" in row
+    ]
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     out, fault = Path(settings["out"]), Fault(settings)
@@ -208,8 +273,7 @@ def main() -> None:
         fault.before(Transfer, "_post")
         fault.before(RunState, "load_into")
         fault.while_saving()
-    given: dict[str, Any] = {"reward_model": [tiny.short, tiny.classifier(2)]}
-    made = tiny.trainer(out, given=given, **settings["options"])
+    made = trainer(settings["algorithm"], out, settings["options"])
     made.run.change.replanner = Forced(settings["to"]) if settings.get("to") else None
     if settings["fault"]:
         fault.trainer = made
@@ -218,10 +282,12 @@ def main() -> None:
         fault.inside([engine.head.model for engine in dict.fromkeys(engines)])
         fault.while_generating(made.placement)
     made.train(resume_from_checkpoint=settings["resume"])
-    weights = tiny.weights(made)
+    weights = tiny.weights(made) if settings["algorithm"] == "ppo" else policy_weights(made)
     if made.accelerator.is_main_process:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, out / "weights.safetensors")
-        (out / "log.json").write_text(json.dumps(tiny.updates(made)))
+        updates = tiny.updates(made) if settings["algorithm"] == "ppo" else policy_updates(made)
+        if made.state.global_step == made.state.max_steps:
+            (out / "log.json").write_text(json.dumps(updates))
     made.accelerator.wait_for_everyone()
     made.close()
 

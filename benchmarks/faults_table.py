@@ -14,6 +14,11 @@ from test_plans import CALLS, ZERO3, split
 from test_plans import plan as written_plan
 
 
+# nothing is saved but at SIGTERM
+JIT = {"enable_jit_checkpoint": True, "save_strategy": "no"}
+VLLM = {"generation_engine": "vllm", "response_length": 64}
+GROUPS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 64, **JIT}
+TWO_WORKERS = {"actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2, "engine": "vllm"}}
 PLANS: dict[str, dict[str, Any]] = {
     "flatten": {"processes": 2, "plan": "flatten"},
     "separate": {"processes": 2, "plan": "separate"},
@@ -30,16 +35,31 @@ PLANS: dict[str, dict[str, Any]] = {
         ),
     },
     "auto": {"processes": 2, "plan": "auto"},
-    "vllm": {"processes": 2, "plan": "flatten", "options": {"generation_engine": "vllm", "response_length": 64}},
-    "vllm tp 2": {
+    "vllm": {"processes": 2, "plan": "flatten", "options": VLLM},
+    "vllm tp 2": {"processes": 2, "plan": written_plan(2, changed=TWO_WORKERS), "options": VLLM},
+    "jit": {"processes": 2, "plan": "flatten", "options": JIT},
+    "jit, vllm": {"processes": 2, "plan": "flatten", "options": VLLM | JIT},
+    "jit, vllm tp 2": {"processes": 2, "plan": written_plan(2, changed=TWO_WORKERS), "options": VLLM | JIT},
+    "jit, vllm, one process": {"processes": 1, "plan": "flatten", "options": VLLM | JIT},
+    "jit, grpo": {"processes": 2, "algorithm": "grpo", "plan": "flatten", "options": {**GROUPS, "use_vllm": False}},
+    "jit, grpo, vllm": {
         "processes": 2,
-        "plan": written_plan(2, changed={"actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2, "engine": "vllm"}}),
-        "options": {"generation_engine": "vllm", "response_length": 64},
+        "algorithm": "grpo",
+        "plan": "flatten",
+        "options": {**GROUPS, "use_vllm": True, "dataloader_num_workers": 1},
+    },
+    "jit, rloo, vllm": {
+        "processes": 2,
+        "algorithm": "rloo",
+        "plan": "flatten",
+        "options": {**GROUPS, "use_vllm": True},
     },
     "two hosts": {"processes": 2, "plan": "flatten", "hosts": True},
 }
 TRAINING = ("actor.train", "critic.train")
 INSIDE = ("actor.generate", "critic.forward", *TRAINING)
+ENGINE_FAULTS = ("engine-kill", "engine-stop", "kill", "all-term", "all-int", "all-hup", "all-usr1", "helpers-any")
+SAVED_AT = ("all-term", "all-term2", "all-termkill", "launcher-term", "launcher-usr1", "rank-term")
 # plan -> fault -> moments
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "flatten": {
@@ -53,6 +73,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "launcher-term": ("actor.generate", "actor.train"),
         "launcher-int": ("actor.train",),
         "launcher-int2": ("actor.train",),
+        "all-term": ("actor.train",),
         "disk-full": ("save",),
         "disk-readonly": ("save",),
     },
@@ -78,8 +99,15 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "replan": {"kill": ("replan",), "stop": ("replan",), "error": ("replan",)},
     "auto": {"kill": ("measuring",), "stop": ("measuring",), "error": ("measuring",)},
-    "vllm": {"engine-kill": ("actor.generate",), "engine-stop": ("actor.generate",), "kill": ("actor.generate",)},
+    "vllm": dict.fromkeys(ENGINE_FAULTS, ("actor.generate",)),
     "vllm tp 2": {"worker-kill": ("actor.generate",), "worker-stop": ("actor.generate",)},
+    "jit": {"all-term": ("actor.train",), "rank-term": ("actor.train",)},
+    "jit, vllm": dict.fromkeys(SAVED_AT, ("actor.generate",)),
+    "jit, vllm tp 2": {"all-term": ("actor.generate",)},
+    "jit, vllm, one process": {"all-term": ("actor.generate",)},
+    "jit, grpo": {"rank-term": ("actor.generate",)},
+    "jit, grpo, vllm": {"all-term": ("actor.generate",)},
+    "jit, rloo, vllm": {"all-term": ("actor.generate",)},
     "two hosts": {
         "host-lost": ("actor.train",),
         "link-down": ("actor.generate", "actor.train", "save"),
@@ -90,6 +118,9 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "launcher-kill": ("actor.train",),
     },
 }
+# Signals to the launcher, to one rank, to every process of the job (the launcher last but this rank), or to the engines
+# and watchdogs alone (`helpers`): all that a cluster sends. `term2`: twice, a second apart; `termkill`: then SIGKILL of
+# the launcher and the ranks.
 # What the message must say of the cause, beside rank, host and call.
 CAUSES = {
     "kill": r"was ended by SIGKILL",
@@ -102,6 +133,11 @@ CAUSES = {
     "launcher-term": r"was ended by SIGTERM",
     "launcher-int": r"SIGINT|KeyboardInterrupt",
     "launcher-int2": r"SIGINT|KeyboardInterrupt|SIGKILL",
+    "all-term": r"was ended by SIGTERM",
+    "all-int": r"SIGINT|KeyboardInterrupt",
+    "all-hup": r"was ended by SIGHUP",
+    "all-usr1": r"was ended by SIGUSR1|the launcher on host",
+    "all-termkill": r"was ended by SIGKILL|the launcher on host",
     "engine-kill": r"was ended by SIGKILL",
     "engine-stop": r"was stopped by a signal \(SIGSTOP; it",
     "worker-kill": r"vLLM's worker \S+ \(pid \d+\) was ended by SIGKILL",
@@ -119,7 +155,11 @@ class Row:
 
     Args:
         seconds: from the fault until nothing of the job runs; `None` where it did not end.
-        resumed_equal: `None` where what resuming needs was lost with a host, and resuming says so.
+        cause_named: also where the run has saved a checkpoint at the signal, or goes on.
+        resumed_equal: `None` where what resuming needs was lost with a host, and resuming says so. Of a run that goes
+            on, whether it ends as one without a fault.
+        exit: the launcher's exit status; minus a signal that ended it.
+        saved: the newest whole checkpoint when the job had ended.
     """
 
     plan: str
@@ -131,6 +171,8 @@ class Row:
     resumed_equal: bool | None = False
     message: str = ""
     note: str = ""
+    exit: int | None = None
+    saved: str = ""
 
     @property
     def key(self) -> str:

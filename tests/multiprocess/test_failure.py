@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -17,6 +19,9 @@ from limits import patience
 from ranks import MARK_FILE, Ranks, RankServers
 from test_plans import plan
 from test_streamed import CONFIG, MIGRATION, ONE_ENGINE, TWO_ENGINES
+
+from trl_realloc.engines.child_process import JOB_SIGNALS
+from trl_realloc.trainer.checkpoint.resuming import newest_whole
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
@@ -74,12 +79,12 @@ def test_a_callback_that_raises_on_one_rank_is_told_from_the_calls_before_it(
     assert job.gone_within(GONE_WITHIN_S)
 
 
-def wait_for_generation(job: Any, engines: int) -> list[int]:
-    """The pids of the engines, once they work on a run."""
+def wait_for_generation(job: Any, engines: int, logged: str = "objective/scores") -> list[int]:
+    """The pids of the engines, once they work on a run, which has then logged an update."""
     deadline = time.monotonic() + patience(90)
     while time.monotonic() < deadline:
         hosts = [pid for pid, command in job.members().items() if "vllm_host" in command]
-        if len(hosts) >= engines and "objective/scores" in job.text():
+        if len(hosts) >= engines and logged in job.text():
             return hosts
         assert job.process.poll() is None, job.text()[-3000:]
         time.sleep(0.2)
@@ -161,3 +166,38 @@ def test_an_exception_on_one_rank_inside_a_collective_call_ends_the_job_with_its
     host = socket.gethostname()
     said = f"rank 1 on host {host} failed in actor.train of update 3: ValueError: an error made by benchmarks/faults.py"
     assert said in row.message, row
+
+
+TWO_WORKERS: dict[str, Any] = {"actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2, "engine": "vllm"}}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_sigterm_saves_a_checkpoint_on_all_ranks_whoever_gets_it_and_no_helper_ends_before(
+    start: Callable[..., Any], servers: RankServers, algorithm: str
+) -> None:
+    """With `enable_jit_checkpoint`. PPO: to every process, the launcher and vLLM's workers among them, as Slurm sends
+    it. GRPO: to one rank and its data loader. Before that the other processes get every signal that a cluster sends."""
+    shared_before = shared_memory.names()
+    launched = algorithm == "ppo"
+    options = {"algorithm": algorithm, "plan": plan(2, changed=TWO_WORKERS) if launched else "flatten"}
+    job = start("preempted.py", 2, options, servers=servers, launched=launched)
+    wait_for_generation(job, 1, "'loss'" if algorithm == "grpo" else "objective/scores")
+    members = job.members()
+    helpers = [pid for pid, name in members.items() if re.search("watchdog_process|vllm_host|Worker", name)]
+    assert len(helpers) == (5 if launched else 4), members  # an engine with two workers, or two engines
+    for pid in helpers:
+        for number in JOB_SIGNALS:
+            os.kill(pid, number)
+    loading = [pid for pid, name in members.items() if "pt_data_worker" in name]
+    for pid in members if launched else [*loading, int((job.folder / "rank-1.pid").read_text())]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    # a launcher that gets SIGTERM ends with status 1, whatever its ranks do
+    assert job.wait(60) == int(launched), job.problem()
+    (checkpoint,) = job.folder.glob("checkpoint-*")
+    assert newest_whole(job.folder) == checkpoint
+    steps = [json.loads((job.folder / f"ended-{rank}.json").read_text()) for rank in (0, 1)]
+    assert checkpoint.name in (f"checkpoint-{steps[0]}", f"checkpoint-{steps[0] - 1}") and steps[0] == steps[1]
+    assert job.gone_within(GONE_WITHIN_S), job.members()
+    assert not shared_memory.left(shared_before, 5.0)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,18 +26,55 @@ _LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SI
 _LAUNCHER_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "OMP_", "GOMP_", "KMP_")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
+# The signals by which a cluster, a launcher or a terminal ends or warns a job. Clusters send them to every process.
+JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+GRACE_S = 30.0  # a rank that handles SIGTERM may outlive its launcher so long; torchrun gives its ranks as much
 
 
-def die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel kill this process when its parent ends; exit at once if the parent has ended already.
 
     Args:
         parent_pid: the expected parent. If it ended before this call, the kernel would send no signal.
+        number: the signal that the kernel sends.
     """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def job_signals_blocked() -> Iterator[None]:
+    """Block `JOB_SIGNALS` in this thread. A child that is started inside has them blocked from its first instruction,
+    so it ends with its rank and not before: the rank may save a checkpoint first."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_job_signals() -> None:
+    """Ignore and block `JOB_SIGNALS` in this process and in those that it starts. To be called by the main thread.
+
+    Neither is enough: vLLM's workers install handlers, and Python's `multiprocessing` unblocks SIGTERM and SIGINT.
+    """
+    for number in JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+
+
+def ignore_sigterm_in_worker(begin: Callable[[int], object] | None, worker: int) -> None:
+    """The `worker_init_fn` of a data loader whose workers end with its process, and not by a cluster's SIGTERM.
+
+    Args:
+        begin: the loader's other `worker_init_fn`, if it has one.
+        worker: the worker's number.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if begin is not None:
+        begin(worker)
 
 
 def let_open_memory(pid: int) -> None:
@@ -48,9 +85,27 @@ def let_open_memory(pid: int) -> None:
 
 def die_with_launcher() -> None:
     """Have this rank end with `torchrun` or `accelerate launch`, if one started it. A launcher that is killed with
-    SIGKILL does not end its ranks, which would go on training."""
-    if os.path.exists("/proc/self") and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
-        die_with_parent(os.getppid())
+    SIGKILL does not end its ranks, which would go on training.
+
+    A rank with a handler of SIGTERM gets that signal instead of SIGKILL, and ends `GRACE_S` later at the latest:
+    `accelerate launch` of one process ends at once when a cluster sends SIGTERM to all processes.
+    """
+    is_launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
+    if not os.path.exists("/proc/self") or not is_launched:
+        return
+    launcher = os.getppid()
+    if not callable(signal.getsignal(signal.SIGTERM)):
+        die_with_parent(launcher)
+        return
+    die_with_parent(launcher, signal.SIGTERM)
+
+    def end_later() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        time.sleep(GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_later, name="end after the launcher", daemon=True).start()
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
@@ -65,7 +120,8 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 def spawn(
     command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], keep_fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in a session of its own, stdout and stderr to `log`, with only `keep_fds` open besides.
+    """Start `command` in a session of its own with `JOB_SIGNALS` blocked, stdout and stderr to `log`, with only
+    `keep_fds` open besides.
 
     A thread that lives as long as the child starts it: PR_SET_PDEATHSIG fires when the *thread* that forked ends, so a
     child started from a short-lived thread would die with that.
@@ -75,15 +131,16 @@ def spawn(
 
     def keep() -> None:
         try:
-            child = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=keep_fds,
-                start_new_session=True,
-            )
+            with job_signals_blocked():
+                child = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=keep_fds,
+                    start_new_session=True,
+                )
         except BaseException as error:
             started.append(error)
             ready.set()

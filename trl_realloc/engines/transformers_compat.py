@@ -249,3 +249,45 @@ def recompute_activations(model: PreTrainedModel, settings: Mapping[str, object]
         return
     of_model = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **of_model)
+
+
+# --- checkpoints at SIGTERM -------------------------------------------------------------------------------------------
+
+
+class AgreedRequest:
+    """The manager of a `JITCheckpointCallback` (`enable_jit_checkpoint`) in a job whose ranks save together.
+
+    Transformers' manager requests a checkpoint 3 s after its rank got SIGTERM. The ranks' signals arrive at different
+    times, and perhaps only one rank gets it, but all have to save at the same step.
+
+    Args:
+        manager: Transformers', which handles the signal.
+        is_requested: True if a rank has a request; called by all ranks together, with this rank's.
+        save: writes the checkpoint; called by all ranks together.
+    """
+
+    def __init__(self, manager: Any, is_requested: Callable[[bool], bool], save: Callable[[], None]) -> None:
+        self._manager, self._is_requested, self._save = manager, is_requested, save
+        self._is_saved = False
+
+    @property
+    def is_checkpoint_requested(self) -> bool:
+        """True at the first event of the callback at which a rank has a request. A process gets the signal twice if a
+        cluster sends it to all processes and the launcher passes it on; it is saved once."""
+        return not self._is_saved and self._is_requested(self._manager.is_checkpoint_requested)
+
+    def execute_jit_checkpoint(self) -> None:
+        self._is_saved = True
+        self._save()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+def agree_on_jit_checkpoint(
+    callbacks: Iterable[Any], is_requested: Callable[[bool], bool], save: Callable[[], None]
+) -> None:
+    """Let the ranks of a job save together if one of them has got SIGTERM (`AgreedRequest`)."""
+    for callback in callbacks:
+        if type(callback).__name__ == "JITCheckpointCallback" and callback.jit_manager is not None:
+            callback.jit_manager = AgreedRequest(callback.jit_manager, is_requested, save)

@@ -98,6 +98,19 @@ def from_every_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
+def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """True if the flag is set on a rank. All ranks of `group` call this together.
+
+    Args:
+        group: a gloo group; `None` in a job of one process.
+    """
+    if group is None:
+        return flag
+    is_set = torch.tensor(int(flag))
+    dist.all_reduce(is_set, dist.ReduceOp.MAX, group=group)
+    return bool(is_set)
+
+
 def wait_for_all(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Wait until every rank of a job has come here and its device has done what it was asked for.
 

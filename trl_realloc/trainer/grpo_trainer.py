@@ -22,6 +22,7 @@ from accelerate import PartialState
 from transformers import Trainer
 from transformers.utils import logging
 
+from ..engines.child_process import ignore_sigterm_in_worker
 from ..engines.training.packed_attention import base_of
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
@@ -230,6 +231,13 @@ class PlannedPolicyTrainer(Trainer):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         self._host.ahead.sampler = super()._get_train_sampler(*args, **kwargs)
         return self._host.ahead.sampler
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        if self.args.enable_jit_checkpoint and loader.num_workers:
+            # a worker that SIGTERM ends would fail the run before its checkpoint
+            loader.worker_init_fn = functools.partial(ignore_sigterm_in_worker, loader.worker_init_fn)
+        return loader
 
     @under_plan
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:

@@ -43,7 +43,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..child_process import Message, die_with_parent, remove_shared_memory_names, started_at
+from ..child_process import Message, die_with_parent, ignore_job_signals, remove_shared_memory_names, started_at
 from .sample_seeds import seed_arguments
 from .vllm_support import cpu_cache_bytes
 
@@ -59,6 +59,7 @@ PROGRESS_S = 1.0  # minimum time between two messages of progress
 # vLLM's workers import this module as __mp_main__, before vLLM, so this ties them to this process: to the thread of it
 # that started them (`start_workers_in_turn`)
 if __name__ in ("__main__", "__mp_main__"):
+    ignore_job_signals()  # the owner ends this process, perhaps after it has saved a checkpoint
     die_with_parent(int(os.environ[PARENT]))
 
 

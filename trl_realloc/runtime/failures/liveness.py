@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from ...engines.child_process import JOB_SIGNALS
+
 
 START_S = 600.0  # in which each rank has to begin: ranks that read a config from a full server begin minutes apart
 PAUSE_S = 5.0  # a watchdog that did not run for so long was paused itself, so the others' silence means nothing
@@ -26,7 +28,7 @@ class Kind(IntEnum):
     SILENT = 4  # nothing heard within the time limit
     ABORTED = 5  # SIGABRT: how NCCL ends a rank that has lost another one
     EXITED = 6  # ended with a nonzero exit status and no message
-    TERMINATED = 7  # SIGTERM, SIGINT: how a launcher ends the rest of a job
+    TERMINATED = 7  # a signal of the job (`JOB_SIGNALS`), such as SIGTERM: how a launcher ends the rest of a job
     NETWORK = 8  # a collective or message failed; the cause is likely another rank
 
 
@@ -144,7 +146,7 @@ class Liveness:
             self._report(Kind.KILLED, f"{launcher} {state.name} was in {state.activity}.", now)
         elif status is None:
             self._report(Kind.KILLED, f"{name} ended without a word in {state.activity}.", now)
-        elif number in (signal.SIGTERM, signal.SIGINT):
+        elif number in JOB_SIGNALS:
             self._report(Kind.TERMINATED, f"{name} was ended by {_signal(number)} in {state.activity}.", now)
         elif number:
             hint = " (the kernel's out-of-memory killer sends it too)" if number == signal.SIGKILL else ""

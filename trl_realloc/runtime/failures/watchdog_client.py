@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...engines.child_process import job_signals_blocked
 from ..launch.network_interfaces import NetworkError, gloo_address, is_loopback
 from .message_socket import JsonMessage
 
@@ -56,7 +57,7 @@ class WatchdogClient:
         self._send_lock = threading.Lock()
         self._received = threading.Condition()
         parent_socket, child_socket = socket.socketpair()
-        with child_socket:
+        with child_socket, job_signals_blocked():  # as to an engine, a cluster sends them to it too
             self._process = subprocess.Popen(
                 [
                     sys.executable,

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 from ...engines.base import EngineError
+from ...engines.transformers_compat import agree_on_jit_checkpoint
 from ...runtime.failures.alarm import Alarm
+from ...runtime.process_groups import any_rank
 from ..accelerate_plugin import ReallocationPlugin
 from ..checkpoint import CheckpointError
 from .checkpoints import Checkpoints
@@ -83,7 +85,8 @@ class PlannedRun(Generic[H]):
 
     def follow_callbacks(self) -> None:
         """From now on the message of a failure in a callback names its event, and that of one in the training loop does
-        not name the last call of the plan. `on_save` waits until the checkpoint is complete (`async_save`)."""
+        not name the last call of the plan. `on_save` waits until the checkpoint is complete (`async_save`). The ranks
+        agree on a checkpoint at SIGTERM (`enable_jit_checkpoint`)."""
         trainer = self.host.trainer
         call_event = trainer.callback_handler.call_event
 
@@ -99,6 +102,11 @@ class PlannedRun(Generic[H]):
             return control
 
         trainer.callback_handler.call_event = followed
+        agree_on_jit_checkpoint(
+            trainer.callback_handler.callbacks,
+            lambda is_requested: any_rank(is_requested, self.placed.placement.control),
+            lambda: trainer._save_checkpoint(trainer.model, trial=None),
+        )
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
