@@ -182,7 +182,7 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
     is_flag=False,
     flag_value=OVERLAPS,
     metavar="[CALL]",
-    help="Print what CALL spends its time on; without CALL, as the last word, what each way to overlap calls saves.",
+    help="Print what CALL spends its time on; with no CALL (last argument), the savings of each way to overlap calls.",
 )
 @click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="S", help="Seconds of the search.")
 def plan(

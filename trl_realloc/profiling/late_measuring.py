@@ -1,4 +1,4 @@
-"""Decides whether a run that began under a plan by specification measures its machine between two updates.
+"""Decides whether a run whose first plan came from data sheets measures its machine between two updates.
 
 Measuring has to pay: in the updates that are left a better plan has to save more than measuring costs. And it takes no
 longer than the run has trained. The measuring itself is in `profile_cache`.

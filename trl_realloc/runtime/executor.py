@@ -276,8 +276,9 @@ class Executor:
 
     def perform_own(self, name: str, own: Rollouts, sizes: Sequence[int]) -> Rollouts:
         """Run one call of the iteration that has begun on samples of all ranks, of which each has some. A sample goes
-        to the leader of the call's mesh, which divides the samples, to the ranks that compute its outputs; and these
-        by rank 0 to the rank whose it is. All ranks call this together. A call may be performed several times.
+        to the leader of the call's mesh, which divides the samples, and to the ranks that compute its outputs. Rank 0
+        returns the outputs to the rank that owns the sample. All ranks call this together. A call may be performed
+        several times.
 
         Args:
             own: of this rank, with every column that the call reads; may be empty.

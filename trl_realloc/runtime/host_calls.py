@@ -83,12 +83,11 @@ class HostCalls:
         self._evaluates = evaluates
 
     def begin_evaluation(self) -> None:
-        """Draw the tokens of the next evaluation as those of any other one in the same update: its generations are
-        counted from the first."""
+        """Reset the seed counter of evaluations, so that each evaluation of an update draws the same tokens."""
         self._rounds[True] = 0
 
     def announce(self, prompts: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Say which prompts the next generation is followed by, so that they can be generated ahead.
+        """Announce the prompts of later generations, so that they can be generated ahead.
 
         Args:
             prompts: of this rank: of each later generation, in their order; as many generations as the plan's staleness

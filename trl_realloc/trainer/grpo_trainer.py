@@ -1,8 +1,8 @@
 """`GRPOTrainer` and `RLOOTrainer`: TRL's classes of the same names under a plan.
 
 TRL keeps the host: data, tools, rewards, advantages, the arithmetic of the loss, logs, and Trainer's loop. The devices
-are the plan's: generation, the log-probabilities of policy and reference, and the training. `PlannedPolicyTrainer` has
-the methods of TRL's and Trainer's that a plan replaces; by what is in `policy.policy_host`. From inputs to a plan is in
+are the plan's: generation, the log-probabilities of policy and reference, and the training. `PlannedPolicyTrainer`
+overrides TRL's and Trainer's methods; the code behind them is in `policy.policy_host`. From inputs to a plan is in
 `policy_setup`, what a failure ends in `planned_run`.
 """
 
@@ -419,8 +419,8 @@ def drawn_logps(logprobs: Sequence[torch.Tensor], mask: torch.Tensor, before: to
     """The log-probabilities (rows,) of completions by the policies that drew them.
 
     Args:
-        logprobs: of the tokens of each completion, as its engine has told them; NaN for a token that it has none of;
-            no rows of a generation that a user's subclass has made.
+        logprobs: the engine's log-probabilities of each completion's tokens; NaN where the engine gave none; empty if a
+            subclass generated the completions.
         mask: (rows, tokens), of the tokens that the loss reads; on the right it may be padded.
         before: (rows,) the same by another policy, taken for completions of which something is not known.
     """

@@ -1,4 +1,4 @@
-"""StagePipeline parallelism of a Transformers model: cuts the model to this rank's stage.
+"""Pipeline parallelism of a Transformers model: cuts the model to this rank's stage.
 
 A stage is the model with the other stages' layers replaced by identities, so every stage runs the family's own code and
 parameters keep their names. Micro-batches go through the stages in `stage_run`. What a pipeline trains is in

@@ -28,9 +28,9 @@ STUCK = 200  # priorities in turn without a better elite before all elites are d
 PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
 UNLIMITED = 1_000_000  # micro-batches
 MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
-FIRST_EFFORT = 0.5  # of the effort, with `MOST_MEMORY`, and
-NEAR, NEAR_EFFORT = 1.003, 1.0  # so much more where the makespan is no longer than that, of the bound, and
-SECOND_EFFORT = 0.7  # with the whole memory
+FIRST_EFFORT = 0.5  # share of the effort, with `MOST_MEMORY`
+NEAR, NEAR_EFFORT = 1.003, 1.0  # extra effort if makespan <= 1.003 x bound
+SECOND_EFFORT = 0.7  # share of the effort, with the whole memory
 MEMORY_EFFORT = 0.3  # of the effort, for each lower memory limit; half of it where a limit is given, and kept
 AIM_EFFORT = 0.5  # the same where more than `MOST_MEMORY` is left
 FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory

@@ -43,7 +43,7 @@ def engine_prices(
 
 
 class _Repeated(Sequence[int]):
-    """The numbers of the samples of one batch, or of several, for those of all batches."""
+    """Expands the sample counts of one batch, or of several, to those of all batches."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers

@@ -142,7 +142,7 @@ class _Simulation:
         self.engines = self._engines(specs, pricing)
 
     def _engines(self, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> list[EngineAhead]:
-        """One for all engines on the same units."""
+        """One simulated engine per set of shared devices."""
         replicas = replicas_of(self.plan, self.generate)
         alike: dict[frozenset[int], list[tuple[int, ...]]] = {}
         for ranks in replicas:

@@ -19,11 +19,9 @@ from .stream import Stream, engine_samples, replicas_of, stream_of
 from .stream_dispatcher import SHARES
 
 
-MOST_SAMPLES_OF_BATCH = 8192  # of a batch that are simulated one by one; a second for each simulation
-LEAST_OF_ENGINE = (
-    64  # samples of an engine that are, even if those of all engines are more than `MOST_SAMPLES_OF_BATCH`
-)
-MOST_OF_ENGINES = 32768  # of a batch that are, however many engines there are
+# Samples that are simulated one by one: of a batch, which takes a second for each simulation; at least so many of each
+# engine, even if a batch then has more; and at most so many of all engines.
+MOST_SAMPLES_OF_BATCH, LEAST_OF_ENGINE, MOST_OF_ENGINES = 8192, 64, 32768
 
 
 @dataclass(frozen=True)

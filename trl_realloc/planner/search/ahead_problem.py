@@ -101,8 +101,8 @@ class AheadProblem(Problem):
         self._later = [at for at in range(len(self.names)) if at not in self._ahead]
 
     def _seconds(self, state: State, moves: Mapping[int, float]) -> float:
-        """The longest of: the work of a device ahead; the calls of an iteration on the devices that train; a share of
-        a batch's time from its admission to the update by it, which may last as long as `versions + 1` iterations."""
+        """The longest of: the work of a device ahead; the calls of an iteration on the devices that train; the
+        latency of a batch, from its admission to the update by it, divided by `versions + 1`."""
         generate = state[self._generate]
         update = moves.get(self._generate, 0.0)
         load = generate.cost.parts.get("load", 0.0)

@@ -44,7 +44,7 @@ class Decision:
     ladder: tuple[Rung, ...] = ()
 
     def rung(self, way: str) -> Rung | None:
-        """A way's; `None` where it was not tried."""
+        """The rung of this way; `None` if it was not tried."""
         return next((rung for rung in self.ladder if rung.way == way), None)
 
     @property

@@ -55,7 +55,7 @@ class StreamedEstimates:
         self._names = {f"{edge.source} -> {edge.target}": edge.target for edge in plan.reallocations}
 
     def _told(self, spans: Iterable[Span]) -> list[Span]:
-        """Those spans of a simulation that a run tells too: of a replica's streamed calls those of its first device."""
+        """Simulated spans that a real run also reports: of a replica's streamed calls those of its first device."""
         first = {name: {ranks[0] for ranks in replicas_of(self.plan, name)} for name in self.plan.streamed}
         return [span for span in spans if span.call not in first or span.device in first[span.call]]
 

@@ -87,8 +87,8 @@ class Problem:
         return steady_times(self._tasks(state, moves), self.overlap, sharing, per_node)[0]
 
     def weight(self, state: State) -> float:
-        """Quantity that the search minimises: the seconds of an iteration; of a state that does not fit in memory, of
-        however much that is, more than of any that fits; infinite of one that is not allowed."""
+        """Quantity that the search minimises: the seconds of an iteration. States that do not fit in memory rank after
+        all that fit, by how much is missing; a state that is not allowed is infinite."""
         self.evaluations += 1
         moves, stays = self._moves_and_stays(state)
         memory = self.space.pricing.memory

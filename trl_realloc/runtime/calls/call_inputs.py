@@ -29,7 +29,7 @@ class CallInputs:
     """The inputs of one rank's calls in one iteration.
 
     Args:
-        answered: by call that generates, the prompts of its latest use, on the leader of its mesh.
+        answered: per call that generates, the engine of each prompt in the last generation; on the mesh's leader.
         shares_tokens: by the name of a call whose mesh this rank is in, as of `shares_of_samples`.
     """
 

@@ -79,7 +79,7 @@ class Step:
         rows: the data set's rows of the global batch, for reward functions that read other columns.
         learning_rates: of each role that is trained.
         sampling: replaces the run's sampling in this iteration.
-        draw: which of the iteration's generations by the same call this is, where there are several.
+        draw: index of this generation among the iteration's generations by the same call.
         model: the reward model that is run; empty for all.
         first: the place of the batch's first sample in the data set of an evaluation, which seeds its draws.
         loss: a call that trains adds the gradients of this loss, and takes no optimizer step.
@@ -110,7 +110,7 @@ def sample_seed(seed: int, step: int, index: int, label: str = "", draw: int = 0
     """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
     in the batch (of an evaluation, in the data set), the call's label, and the number of the generation in the step."""
     further = (draw,) if draw else ()
-    # numpy takes a large number for two, of which the second would stand where an update has its samples' index
+    # SeedSequence splits integers of 2**32 and more, which could collide with another sample's entropy
     apart = (1,) if step >= EVALUATION_STEP else ()
     entropy = (seed, step, index, *label.encode(), *further)
     return int(np.random.SeedSequence(entropy, spawn_key=apart).generate_state(1)[0])

@@ -244,7 +244,9 @@ class Exchange:
     @property
     def stream_tag(self) -> int:
         """The first of three tags of the messages of streamed calls."""
-        return self.first_tag + 2 * len(self._tags) + 2  # `spread` has the one before, and uses the next one too
+        return (
+            self.first_tag + 2 * len(self._tags) + 2
+        )  # the tag before this one and the one after it belong to `spread`
 
     @property
     def free_tag(self) -> int:

@@ -130,8 +130,8 @@ def deal(prompts: Ragged, parts: int, homes: Sequence[int | None] = ()) -> list[
 
 
 class AnsweredPrompts:
-    """The prompts that a call has generated from last, and the engine of each: its cache has their keys and values, and
-    the next turn of a conversation begins with the prompt of the turn before."""
+    """Prefix affinity: the engine that last served each prompt of a call. Its cache has the prompt's keys and values,
+    and the next turn of a conversation begins with the prompt of the turn before."""
 
     def __init__(self) -> None:
         self._engine_of: dict[bytes, int] = {}

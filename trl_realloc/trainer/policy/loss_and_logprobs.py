@@ -66,7 +66,7 @@ class EngineLoss:
 
     @contextlib.contextmanager
     def of_micro_batch(self, inputs: Any) -> Iterator[None]:
-        """Around TRL's loss of a micro-batch; of the training, where gradients are enabled."""
+        """Context of one TRL loss. With gradients enabled it is the loss of a training micro-batch."""
         if torch.is_grad_enabled():
             self._inputs = (inputs, *self._inputs_after(inputs))
         try:
@@ -280,8 +280,8 @@ class Window:
         """Log-probabilities and entropies of the samples of a micro-batch of the training, and where these are not
         known, the slopes by which the engines have added its gradients in the same pass. All ranks together.
 
-        There are no slopes where the micro-batches of all ranks are too large to send each rank those of the others,
-        nor where a micro-batch occurs in the optimizer step again: its gradients are then trained with the step.
+        There are no slopes if all ranks' micro-batches together exceed `MOST_SENT` bytes, or if the micro-batch occurs
+        again in the optimizer step: its gradients are then computed with the step.
 
         Args:
             inputs: of TRL's loss: of the micro-batch, and of those that will be asked for before the policy changes,

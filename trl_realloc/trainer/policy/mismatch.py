@@ -155,6 +155,6 @@ def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> 
 
 
 def _joined(figures: Sequence[Tensor]) -> Tensor:
-    """The `_figures` of all completions, from those of parts of them."""
+    """Merges the `_figures` of parts of the completions."""
     rows = torch.stack(list(figures))
     return torch.cat([rows[:, :_SUMS].sum(0), rows[:, _SUMS:].amax(0)])

@@ -55,7 +55,7 @@ class PolicyHost:
         trainer: a `PlannedPolicyTrainer`.
 
     Attributes:
-        calls: runs the calls that TRL's loop asks for; from `follow` on, as the loss.
+        calls: serves the calls that TRL's loop asks for; set by `follow`, like `loss`.
     """
 
     iteration = "generation"
