@@ -212,16 +212,16 @@ class Fault:
         generator = placement.generators.get("actor.generate")
         if generator is None or not hasattr(generator, "pid"):  # one in this process runs a module, see `inside`
             return
-        generate, generations = generator.generate, itertools.count(1)
+        start, generations = generator.start, itertools.count(1)
 
-        def failing(*given: Any) -> Any:
-            under_way = generate(*given)
+        def failing(*given: Any, **named: Any) -> Any:
+            under_way = start(*given, **named)
             # it may begin while the update before is trained
             if self.moment == "actor.generate" and next(generations) == UPDATE and self._is_rank():
                 self.happen()
             return under_way
 
-        generator.generate = failing  # type: ignore[method-assign]
+        generator.start = failing
 
 
 class Forced:

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from trl_realloc.engines import child_process as process
-from trl_realloc.engines.child_process import end, remove_shared_memory_names, session_members, started_at, stopped
+from trl_realloc.engines.child_process import (
+    JOB_SIGNALS,
+    end,
+    remove_shared_memory_names,
+    session_members,
+    started_at,
+    stopped,
+)
 
 
 SHARES = """
@@ -87,3 +94,40 @@ def test_a_process_that_the_kernel_does_not_let_go_is_not_waited_for(monkeypatch
     end(started, grace_s=0.1, patience_s=0.2)
     assert time.monotonic() - begun < 30
     started.wait()
+
+
+def test_a_child_outlives_the_signals_of_its_job_from_its_first_instruction(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        started = process.spawn([sys.executable, "-c", "import time; time.sleep(60)"], {**os.environ}, log, [])
+        for _ in range(5):
+            for number in JOB_SIGNALS:
+                os.kill(started.pid, number)
+            time.sleep(0.05)
+        assert started.poll() is None
+        end(started)
+
+
+RANK = """
+    import os, signal, sys, time
+    from trl_realloc.engines.child_process import die_with_launcher
+    if sys.argv[1] == "handles":
+        signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(0)))
+    die_with_launcher()
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_rank_that_handles_sigterm_gets_it_when_its_launcher_ends(tmp_path: Path, handles: bool) -> None:
+    """As `accelerate launch` of one process, which SIGTERM ends at once. Other ranks are killed."""
+    rank = [sys.executable, "-c", textwrap.dedent(RANK), "handles" if handles else ""]
+    launch = f"import subprocess; subprocess.Popen({rank!r}).wait()"
+    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}
+    launcher = subprocess.Popen([sys.executable, "-c", launch], env=environment, stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"ready\n"
+    launcher.kill()
+    assert launcher.stdout.read().decode().strip() == ("saved" if handles else ""), "until the rank has ended"
+    launcher.wait()
+    launcher.stdout.close()

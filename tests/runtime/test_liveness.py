@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from trl_realloc.engines.child_process import JOB_SIGNALS
 from trl_realloc.runtime.failures.liveness import START_S, Liveness, Verdict
 
 
@@ -110,11 +111,12 @@ def test_ranks_that_end_well_are_not_missed() -> None:
     assert after(made, 100) == []
 
 
-def test_the_first_cause_is_preferred_to_what_follows_from_it() -> None:
+@pytest.mark.parametrize("ending", JOB_SIGNALS)
+def test_the_first_cause_is_preferred_to_what_follows_from_it(ending: signal.Signals) -> None:
     """The launcher ends the other ranks and gloo says "connection reset", perhaps before the cause is heard."""
     made = job()
     made.error(0.1, "rank 0 on host a lost a connection in critic.train: reset by peer", 1, network=True)
-    made.end(2, 0.2, signal.SIGTERM, is_exiting=False)
+    made.end(2, 0.2, ending, is_exiting=False)
     made.end(1, 0.3, signal.SIGKILL, is_exiting=False)
     (verdict,) = after(made, 10)
     assert "rank 1 on host b (pid 101) was ended by SIGKILL" in verdict.sentence
