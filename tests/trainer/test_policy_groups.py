@@ -17,8 +17,9 @@ from recorded_rollouts import check_equal, make, result, unequal
 from test_policy_scoring import conversations
 
 import trl_realloc
+from trl_realloc.algorithms.rewards import is_async
 from trl_realloc.engines.generation.transformers import TransformersEngine
-from trl_realloc.trainer.policy.group_scores import PromptGroup, groupable, groups_of, is_async
+from trl_realloc.trainer.policy.group_scores import PromptGroup, groups_of
 
 
 LIMIT_S = 120.0  # of a wait for what must happen
@@ -267,7 +268,6 @@ def test_objects_and_partial_functions_may_be_async() -> None:
 
     assert all(map(is_async, (judge, partial(judge, by=3), Judge(), partial(Judge(), by=3))))
     assert not any(map(is_async, (Recorded().words, partial(Recorded().words), Recorded)))
-    assert groupable([judge, Judge()], awaits=False) == {}  # this release of TRL has no loop for the second alone
 
 
 def test_a_rank_may_have_parts_of_groups() -> None:

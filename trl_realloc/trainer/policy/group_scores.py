@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from .planned_rewards import PlannedRewardModel, is_async
+from ...algorithms.rewards import event_loop, is_async
+from .planned_rewards import PlannedRewardModel
 
 
 READS_WHOLE_BATCH = "reads_whole_batch"  # attribute of a reward function that is to be called on the whole batch
@@ -121,11 +122,10 @@ class GroupScores:
 
     Args:
         device: of this rank, on which the functions compute that name none.
-        loop: in which async functions run; `None` without any.
     """
 
-    def __init__(self, device: torch.device, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.device, self.loop = device, loop
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._batch: Batch | None = None
         self._turn = threading.Lock()  # of the function that is being called
 
@@ -157,8 +157,7 @@ class GroupScores:
         batch.ready.put(group)
         for place, function in batch.functions.items():
             if is_async(function):
-                assert self.loop is not None, "TRL has a loop for async functions"
-                answer = asyncio.run_coroutine_threadsafe(_awaited(function, batch, group), self.loop)
+                answer = asyncio.run_coroutine_threadsafe(_awaited(function, batch, group), event_loop())
                 batch.answers[place, group] = answer
 
     def _work(self, batch: Batch, places: Sequence[int]) -> None:
@@ -248,18 +247,12 @@ def _named_as(function: RewardFunction) -> Callable[[RewardFunction], RewardFunc
     return functools.wraps(function, updated=())
 
 
-def groupable(rewards: Sequence[Any], awaits: bool) -> dict[int, RewardFunction]:
-    """The reward functions that are called for each group, by their place.
-
-    Args:
-        awaits: TRL has a loop for async functions.
-    """
+def groupable(rewards: Sequence[Any]) -> dict[int, RewardFunction]:
+    """The reward functions that are called for each group, by their place."""
     return {
         at: reward
         for at, reward in enumerate(rewards)
-        if not isinstance(reward, PlannedRewardModel)
-        and not getattr(reward, READS_WHOLE_BATCH, False)
-        and (awaits or not is_async(reward))
+        if not isinstance(reward, PlannedRewardModel) and not getattr(reward, READS_WHOLE_BATCH, False)
     }
 
 

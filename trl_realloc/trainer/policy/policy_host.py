@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithms.prompts import columns_of, is_made_when_read
+from ...algorithms.rewards import event_loop, is_async
 from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import check_first_weights
@@ -83,6 +84,8 @@ class PolicyHost:
         has_reference = "reference.forward" in run.placed.plan.graph.order
         trainer.ref_model = ReferenceInEngine() if has_reference else None
         trainer._last_loaded_step = -1
+        if any(map(is_async, [*trainer.reward_funcs, *(getattr(trainer, "tools", None) or ())])):
+            trainer.async_loop = event_loop()  # not every release of TRL has one for async objects
         trainer.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
         self.mismatch = EngineMismatch(trainer)

@@ -162,9 +162,8 @@ class Scoring:
         if why_not:
             self._group_scores = None
             return None
-        loop = getattr(trainer, "async_loop", None)  # TRL's, where there are async functions
         if self._group_scores is None:
-            self._group_scores = GroupScores(trainer.accelerator.device, loop)
+            self._group_scores = GroupScores(trainer.accelerator.device)
         scores, rows = self._group_scores, self._rows
         if not len(prompts) == len(rows) == len(self._prompts):
             return lambda at, sample: None
@@ -174,7 +173,7 @@ class Scoring:
         keys = [key for key in rows[0] if key not in dropped] if rows else []
         timed = self._timed_functions()
         batch = Batch(
-            {at: timed[at] for at in groupable(trainer.reward_funcs, awaits=loop is not None)},
+            {at: timed[at] for at in groupable(trainer.reward_funcs)},
             rows,
             self._prompts,
             groups_of(len(rows), size, trainer.accelerator.process_index * len(rows)),
