@@ -36,6 +36,7 @@ from .mismatch import EngineMismatch
 from .planned_generation import HostGeneration
 from .plug import finish_turns, takes_turns
 from .reward_scoring import Scoring
+from .trl_sampling import tokenizer_of
 
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ class PolicyHost:
         self.calls = HostCalls(executor, self.mode_kept, self._generations)
         self.loss = EngineLoss(trainer, self.calls)
         context_length = executor.placement.options.context_length
-        trainer.vllm_generation = HostGeneration(self.calls, context_length, self.scoring)
+        eos_token_id = tokenizer_of(trainer.processing_class).eos_token_id
+        trainer.vllm_generation = HostGeneration(self.calls, context_length, self.scoring, eos_token_id)
         # TRL's loop then begins with a generation, as that of a new trainer
         trainer._step, trainer._buffered_inputs = 0, None
 
