@@ -121,6 +121,51 @@ def test_rloo_trains(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["grad_norm"] > 0
 
 
+OTHER_ENDS = list(range(50, 80))
+
+
+@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
+@pytest.mark.parametrize(
+    ("of_model", "kwargs", "ends"),
+    [
+        ([tiny.EOS, *OTHER_ENDS], None, {tiny.EOS, *OTHER_ENDS}),
+        (tiny.EOS, {"stop_token_ids": OTHER_ENDS}, {tiny.EOS, *OTHER_ENDS}),
+        (tiny.EOS, {"eos_token_id": OTHER_ENDS}, {*OTHER_ENDS}),
+        (tiny.EOS, {"ignore_eos": True}, set()),
+    ],
+    ids=["of the model", "further ones", "others", "none"],
+)
+def test_a_completion_has_ended_where_its_engine_has_ended_it(
+    tmp_path: Path, kind: type, made_by: type, of_model: Any, kwargs: Any, ends: set[int]
+) -> None:
+    """In the mask of the loss and in the logs, by whichever token. Reward functions get the tokens themselves."""
+    made: list[Any] = []
+    rewarded: list[list[int]] = []
+
+    class Kept(made_by):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            made.append(super()._generate_and_score_completions(inputs))
+            return made[-1]
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        rewarded.extend(completion_ids)
+        assert all(ids[-1] == list(ids).pop() for ids in completion_ids)
+        return [float(len(ids)) for ids in completion_ids]
+
+    model = policy()
+    model.generation_config.eos_token_id = of_model
+    args = settings(
+        tmp_path, kind, generation_kwargs=kwargs, mask_truncated_completions=True, max_steps=1, max_completion_length=4
+    )
+    trainer = Kept(model, reward, args, PROMPTS, processing_class=tiny.tokenizer())
+    trainer.train()
+    trainer.close()
+    trained = [bool(row.any()) for of_batch in made for row in of_batch["completion_mask"]]
+    ended = [list(ids)[-1] in ends for ids in rewarded]
+    assert trained == ended and len({*ended}) == 1 + bool(ends)
+    assert trainer.state.log_history[0]["completions/clipped_ratio"] == ended.count(False) / len(ended)
+
+
 @pytest.mark.parametrize(("count", "pad"), [(1, "<pad>"), (2, "<pad>"), (1, "<eos>")])
 def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int, pad: str) -> None:
     """Where the pad token is also the eos token, that is before the eos token with which a text ends."""

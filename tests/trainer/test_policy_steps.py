@@ -14,9 +14,10 @@ from tiny import tokenizer
 from transformers import TrainerCallback
 
 from trl_realloc import GRPOTrainer
+from trl_realloc.algorithms.rewards import is_async
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.trainer.checks.config_checks import ConfigError
-from trl_realloc.trainer.policy.planned_rewards import followed, is_async
+from trl_realloc.trainer.policy.planned_rewards import followed
 
 
 Weights = dict[str, torch.Tensor]

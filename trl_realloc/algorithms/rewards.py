@@ -10,9 +10,9 @@ import contextlib
 import functools
 import inspect
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -258,12 +258,55 @@ def answers_of(functions: Sequence[FunctionReward], samples: Rollouts, texts: Ca
     async def gathered() -> list[Any]:
         return await asyncio.gather(*(f.result(answer) for f, answer in zip(functions, answers, strict=True)))
 
+    return awaited(gathered())
+
+
+def is_async(function: Any) -> bool:
+    """True for an async function or method, for a partial of one, and for an object whose `__call__` is async. Other
+    functions may return an awaitable too, which is known only when they are called (`awaited`)."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def awaited(answer: Any) -> Any:
+    """The answer of a function, awaited in `event_loop` if it is awaitable. Not to be called in that loop."""
+    if not inspect.isawaitable(answer):
+        return answer
+
+    async def result() -> Any:
+        return await answer
+
+    future = asyncio.run_coroutine_threadsafe(result(), event_loop())
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(gathered())
-    with ThreadPoolExecutor(1) as pool:  # this thread runs an event loop already, as in a notebook
-        return pool.submit(asyncio.run, gathered()).result()
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process in which async functions of the user run. It runs in a thread of its own until the
+    process ends, because what a function keeps between its calls, such as a client, belongs to one loop."""
+    with _LOOP_LOCK:
+        return _started_loop()
+
+
+_LOOP_LOCK = threading.Lock()
+
+
+@functools.cache
+def _started_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+
+    def run() -> None:
+        if device:  # the current device belongs to a thread, and is 0 in a new one
+            torch.accelerator.set_device_index(device)
+        loop.run_forever()
+
+    threading.Thread(target=run, daemon=True, name="async-functions").start()
+    return loop
 
 
 class ModelReward:

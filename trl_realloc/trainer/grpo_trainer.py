@@ -43,6 +43,7 @@ from .policy.accelerate_fallback import (
     follow_trl,
 )
 from .policy.loss_and_logprobs import ModelInEngine
+from .policy.planned_generation import as_drawn
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_host import PolicyHost
 from .policy.policy_setup import prepare_policy
@@ -277,7 +278,8 @@ class PlannedPolicyTrainer(Trainer):
     @under_plan
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
         with self._host.scoring.calling():
-            rewards = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+            drawn = map(as_drawn, args)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, *drawn, **kwargs)
         return self._host.scoring.checked(rewards, prompts, completions)
 
     # --- the loss, and an optimizer step by its gradients -----------------------------------------------------------

@@ -45,7 +45,8 @@ class CallSettings:
     Args:
         sampling: how tokens are drawn.
         seed: of the draws of tokens.
-        eos_token_id: ends a response, for the column `has_eos`.
+        eos_token_id: a response with this token has ended too, for the column `has_eos`; `None` if only the engine
+            says which have.
         processing_class: the tokenizer that decodes samples for reward functions and reward models that read text.
         functions: the reward functions. Reward models are in the placement.
         reward_weights: by the name of each reward model and function.
@@ -181,7 +182,7 @@ def generate(
         begun: a generation of these prompts that runs already.
 
     Returns:
-        The call's two output columns (token ids int64 and log-probabilities float32, ragged) and `has_eos`.
+        The columns of `completed`.
     """
     if placement.generators.get(call.name) is None:
         return Rollouts()
@@ -209,7 +210,8 @@ def completed(
     eos_token_id: int | None,
     names: Sequence[str] = ("responses", "logprobs"),
 ) -> Rollouts:
-    """The columns of finished completions.
+    """The columns of finished completions: token ids int64 and log-probabilities float32, ragged; and `has_eos` (n,)
+    bool, true of a response that has ended (`Completion.stopped`, or by `eos_token_id`), and not at its limit alone.
 
     Args:
         names: of the columns of token ids and of log-probabilities.
@@ -219,7 +221,7 @@ def completed(
         tokens: Ragged.of([c.token_ids for c in completions], torch.long),
         logprobs: Ragged.of([c.logprobs for c in completions], torch.float32),
         "has_eos" if tokens == "responses" else f"has_eos_{tokens}": torch.tensor(
-            [eos_token_id in c.token_ids for c in completions], dtype=torch.bool
+            [c.stopped or eos_token_id in c.token_ids for c in completions], dtype=torch.bool
         ),
     }
     return Rollouts(index=torch.tensor([c.index for c in completions], dtype=torch.long), **columns)

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import Trainer
 
+from ...algorithms.rewards import awaited, is_async
 from ...plan.timeline import TOOL, Span
 from ...runtime.process_groups import from_every_rank
-from .planned_rewards import is_async
 
 
 AT_ONCE_S = 1e-3  # calls of one function that follow each other so soon are one span
@@ -34,7 +34,8 @@ class HostSpans:
         self._of_all: list[Span] = []
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, sync or async, with a span for each of its calls.
+        """The function with a span for each of its calls. It is async if `is_async` says so, and returns its result
+        otherwise, also where the function returns an awaitable.
 
         Args:
             name: of the spans.
@@ -52,7 +53,7 @@ class HostSpans:
         @functools.wraps(function, updated=())
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self._timing(name):
-                return function(*args, **kwargs)
+                return awaited(function(*args, **kwargs))
 
         timed.__name__ = _name(function)
         return timed

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,12 +25,52 @@ if TYPE_CHECKING:
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
 
 
-def for_trl(prompts: Sequence[Sequence[int]], outputs: Rollouts) -> Generated:
+class ResponseIds(list[int]):
+    """The token ids of a response, which say to TRL's code how it ended. TRL takes a response for cut off if `ids[-1]`
+    is neither an eos token nor the pad token. It is an eos token here if the engine has ended the response, by
+    whichever token or rule, and no token otherwise. The other ids, slices and the iteration are those of the list.
+
+    Args:
+        ending: `ids[-1]`.
+    """
+
+    def __init__(self, ids: Iterable[int], ending: int | None) -> None:
+        super().__init__(ids)
+        self.ending = ending
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.ending if isinstance(at, int) and at == -1 else super().__getitem__(at)
+
+    def __radd__(self, before: list[int]) -> ResponseIds:
+        """What TRL makes of several turns: it ends as the last of them."""
+        return ResponseIds([*before, *self], self.ending)
+
+
+_CUT_OFF = -1  # no token
+
+
+def as_drawn(argument: Any) -> Any:
+    """An argument of TRL's computation of rewards, with the token ids of responses as they were drawn: reward functions
+    may read `ids[-1]`."""
+    if not isinstance(argument, list):
+        return argument
+    return [list(ids) if isinstance(ids, ResponseIds) else ids for ids in argument]
+
+
+def for_trl(prompts: Sequence[Sequence[int]], outputs: Rollouts, eos_token_id: int | None) -> Generated:
     """(prompts, responses, log-probabilities, token ids) of a generation: of each token TRL expects a list, here of the
-    one token that was drawn, because only its log-probability is computed."""
+    one token that was drawn, because only its log-probability is computed.
+
+    Args:
+        outputs: with the columns `responses`, `logprobs` and `has_eos`.
+        eos_token_id: of the tokenizer, which TRL reads too.
+    """
     if not len(outputs):
         return [], [], [], []
-    responses = [row.tolist() for row in outputs.ragged("responses").rows()]
+    responses: list[list[int]] = [
+        ResponseIds(row.tolist(), eos_token_id if ended else _CUT_OFF)
+        for row, ended in zip(outputs.ragged("responses").rows(), outputs.tensor("has_eos").tolist(), strict=True)
+    ]
     logprobs = [[[value] for value in row.tolist()] for row in outputs.ragged("logprobs").rows()]
     return [list(map(int, row)) for row in prompts], responses, logprobs, [[[id_] for id_ in row] for row in responses]
 
@@ -56,6 +96,7 @@ class HostGeneration:
         calls: runs the generation.
         scoring: knows the prompts' texts.
         max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
+        eos_token_id: of the policy's tokenizer.
 
     An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
 
@@ -65,10 +106,11 @@ class HostGeneration:
             `None` where none can be older.
     """
 
-    __slots__ = ("ages", "calls", "llm", "logprobs", "scoring")
+    __slots__ = ("ages", "calls", "eos_token_id", "llm", "logprobs", "scoring")
 
-    def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scores) -> None:
+    def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scores, eos_token_id: int | None = None) -> None:
         self.calls, self.scoring, self.llm = calls, scoring, length_limits(max_model_len)
+        self.eos_token_id = eos_token_id
         self.forget()
 
     def forget(self) -> None:
@@ -121,7 +163,7 @@ class HostGeneration:
             outputs = self.calls.generate(prompts, texts)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
-        return for_trl(prompts, outputs)
+        return for_trl(prompts, outputs, self.eos_token_id)
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------

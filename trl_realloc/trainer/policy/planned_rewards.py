@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ...algorithms.rewards import RewardModelSource
+from ...algorithms.rewards import RewardModelSource, is_async
 from ...plan.dataflow import Role
 from ..checks.config_checks import ConfigError
 
@@ -127,14 +126,6 @@ def followed(reward: Any, update: str, at: Callable[[str], None], ended: Callabl
         return rewards
 
     return called
-
-
-def is_async(function: Any) -> bool:
-    """True for an async function, and for an object whose `__call__` is async. TRL 1.12 awaits functions only, and
-    fails with such an object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _without_padding(ids: list[int], pad: int | None) -> list[int]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from ...algorithms.prompts import columns_of, is_made_when_read
+from ...algorithms.rewards import event_loop, is_async
 from ...engines.generation.sampling_checks import engine_only_settings
 from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import Role
@@ -37,6 +38,7 @@ from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
 from .planned_generation import HostGeneration, finish_turns, takes_turns
 from .reward_scoring import Scoring
+from .trl_sampling import tokenizer_of
 
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ class PolicyHost:
         has_reference = "reference.forward" in run.placed.plan.graph.order
         trainer.ref_model = ReferenceInEngine() if has_reference else None
         trainer._last_loaded_step = -1
+        if any(map(is_async, [*trainer.reward_funcs, *(getattr(trainer, "tools", None) or ())])):
+            trainer.async_loop = event_loop()  # not every release of TRL has one for async objects
         trainer.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
         self.mismatch = EngineMismatch(trainer, engine_only)
@@ -244,7 +248,8 @@ class PolicyHost:
         self.calls = HostCalls(executor, self.mode_kept, self._generations)
         self.loss = EngineLoss(trainer, self.calls)
         context_length = executor.placement.options.context_length
-        trainer.vllm_generation = HostGeneration(self.calls, context_length, self.scoring)
+        eos_token_id = tokenizer_of(trainer.processing_class).eos_token_id
+        trainer.vllm_generation = HostGeneration(self.calls, context_length, self.scoring, eos_token_id)
         # TRL's loop then begins with a generation, as that of a new trainer
         trainer._step, trainer._buffered_inputs = 0, None
 

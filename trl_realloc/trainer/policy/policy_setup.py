@@ -87,7 +87,7 @@ def prepare_policy(
     call_settings = CallSettings(
         sampling=sampling,
         seed=args.seed,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=None,  # as many tokens end a response as `sampling` says
         processing_class=given.processing_class,
         functions=(),
         reward_weights=rewards.weights,
