@@ -210,16 +210,17 @@ class HostCalls:
         if self.ahead is not None:
             self.ahead.stop()
 
-    def forward(self, name: str, samples: Rollouts) -> Rollouts:
+    def forward(self, name: str, samples: Rollouts, *, trained: bool = True) -> Rollouts:
         """The outputs of a call that scores, for this rank's samples. Equal samples are computed once.
 
         Args:
             samples: with `prompts` and `responses`, each of one token or more.
+            trained: the call's model may be trained on them, and keeps their graphs for this if it can.
 
         Raises:
             JobFailed: the call failed on some rank.
         """
-        return self._known_or_performed(name, samples)
+        return self._known_or_performed(name, samples, trained=trained)
 
     def score(self, name: str, model: str, tokens: Sequence[Sequence[int]]) -> list[float]:
         """The scores of one reward model for this rank's texts, infinite where they are not finite. Equal texts are
@@ -242,10 +243,10 @@ class HostCalls:
         scores: list[float] = values.masked_fill(values.isnan(), math.inf).tolist()
         return scores
 
-    def _known_or_performed(self, name: str, samples: Rollouts, model: str = "") -> Rollouts:
+    def _known_or_performed(self, name: str, samples: Rollouts, model: str = "", *, trained: bool = True) -> Rollouts:
         known = self._streamed.get((name, model), KnownOutputs())
         # computed are those, for example, that the loop has changed since
-        return known.complete(samples, lambda missing: self._perform(name, missing, model=model))
+        return known.complete(samples, lambda missing: self._perform(name, missing, model=model, keeps=trained))
 
     def train(self, samples: Rollouts, rate: Rate) -> Rollouts:
         """One optimizer step on the samples of all ranks.
@@ -314,6 +315,7 @@ class HostCalls:
         sampling: Sampling | None = None,
         loss: TokenLoss | None = None,
         continues: bool = False,
+        keeps: bool = True,
     ) -> Rollouts:
         """Run a call on all ranks' samples; the outputs for this rank's samples, or the statistics of a training."""
         call, executor = self.executor.plan.graph.call(name), self.executor
@@ -339,6 +341,7 @@ class HostCalls:
                     finished=None if followed is None else followed.add,
                     loss=loss,
                     continues=continues,
+                    keeps=keeps,
                 )
             )
             run: Run = executor.perform_own
