@@ -145,6 +145,19 @@ def test_episodes_are_the_same_on_every_cluster_where_they_are_said() -> None:
         assert len({work.updates for work in works}) == 1
 
 
+def test_clusters_are_compared_by_iterations_of_one_size_where_it_is_not_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the recipe on the largest of them, in whatever order they are named."""
+    pytest.importorskip("matplotlib")
+    for clusters in ("h100:8,h100:2x8", "h100:2x8,h100:8"):
+        found = json.loads(answer(capsys, tmp_path / "clusters.png", "--clusters", clusters, "--json"))
+        plans = [plan for row in found["clusters"] for plan in row["plans"].values()]
+        tokens = {round(plan["seconds"] * plan["tokens_per_second"]) for plan in plans}
+        work = read_recipe(RECIPE).workload(parse_cluster("h100:2x8")[0])
+        assert tokens == {round(work.tokens)}
+
+
 def test_a_plan_for_lengths_with_a_tail_says_their_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cluster", "h100:8", "--response-tokens", "200/512"]
     words = " ".join(answer(capsys, tmp_path / "plan.yaml", *arguments).split())

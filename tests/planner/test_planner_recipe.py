@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from llamas import SMALL, llama, pricing, work
 
+from trl_realloc.algorithms.prompt_batches import collate_prompts
+from trl_realloc.algorithms.prompts import DataError, check_prompts
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
@@ -75,6 +78,31 @@ def test_a_critic_without_a_path_starts_from_the_reward_model(tmp_path: Path) ->
     path = tmp_path / "ppo.yaml"
     path.write_text("sft_model_path: policy\nreward_model_path: reward\nvalue_model_path: null\n")
     assert read_recipe(path).folders[Role.CRITIC] == tmp_path / "reward"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "response", "is_refused"), [("ppo", 127, False), ("ppo", 128, True), ("grpo", 128, False)]
+)
+def test_responses_for_which_the_policy_has_too_few_positions_are_refused_as_by_a_run(
+    tmp_path: Path, algorithm: str, response: int, is_refused: bool
+) -> None:
+    """In a run of GRPO a response is shorter after a long prompt."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**SMALL, "max_position_embeddings": 128}))
+    models = "sft_model_path: model\nreward_model_path: model\nresponse_length:" if algorithm == "ppo" else None
+    lines = models or "model_name_or_path: model\nmax_completion_length:"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"algorithm: {algorithm}\n{lines} {response}\n")
+    recipe = read_recipe(path)
+    if not is_refused:
+        assert recipe.specs()
+        return
+    said = "response_length 128 leaves no room for a prompt in the model's context of 128; lower response_length"
+    with pytest.raises(PlanError, match=said):
+        recipe.specs()
+    with pytest.raises(DataError, match=said):
+        prompts = Dataset.from_dict({"input_ids": [[1, 2]]})
+        check_prompts(prompts, "train_dataset", response, 128, 100, collate_prompts(0, None))
 
 
 def test_what_a_run_refuses_is_no_candidate(tmp_path: Path) -> None:

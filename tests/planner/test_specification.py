@@ -88,10 +88,12 @@ def test_corrections_turn_a_specification_into_the_machine_at_hand() -> None:
     assert other.calls["actor.train"].cost.seconds > 20 * one.calls["actor.train"].cost.seconds
 
 
-def generation(profile: Profile, length: int = 512) -> tuple[Pricing, Call, ModelSpec, Assignment]:
+def generation(
+    profile: Profile, length: int = 512, vocabulary: int = 128_256
+) -> tuple[Pricing, Call, ModelSpec, Assignment]:
     """64 samples of 128 and `length` tokens by an engine that sleeps, with a policy of 1.2 billion parameters."""
     policy = {"model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192}
-    policy |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256}
+    policy |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": vocabulary}
     spec = ModelSpec.from_config({**policy, "tie_word_embeddings": True}, "lm", bytes_per_element=4)
     plan = flatten(Cluster(1, 1), generation_engine="vllm")
     pricing = Pricing(plan.cluster, Workload(64, 128, (length,), epochs=1), rates_of(profile))
@@ -112,6 +114,27 @@ def test_generation_is_estimated_by_the_decode_steps_of_the_machine(
     pricing = replace(pricing, rates=rates_of(replace(profile, decode_host=host)))
     assert sum(pricing.decode_step(spec, assignment, 64, 128 + 256).values()) == pytest.approx(step_s)
     assert pricing.price(call, [spec], assignment).seconds == pytest.approx(update_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "samples", "vocabulary", "step_s"),
+    [("NVIDIA H100", 64, 128_256, 5.9e-3), ("NVIDIA H100", 128, 32_000, 4.5e-3), ("NVIDIA H200", 64, 128_256, 2.94e-3)],
+)
+def test_a_decode_step_by_data_sheet_lies_between_those_of_the_machines_that_have_run(
+    hardware: str, samples: int, vocabulary: int, step_s: float
+) -> None:
+    pricing, _, spec, assignment = generation(unmeasured(hardware, is_accelerator=True), vocabulary=vocabulary)
+    assert sum(pricing.decode_step(spec, assignment, samples, 384).values()) == pytest.approx(step_s, rel=0.35)
+
+
+def test_the_sampler_passes_over_the_logits_of_each_sample() -> None:
+    """12 times, in float32: 256 x 128,256 numbers of 4 bytes at 70 % of 3.35e12 B/s."""
+    profile = unmeasured("NVIDIA H100", is_accelerator=True)
+    few, many = (generation(profile, vocabulary=size) for size in (256, 128_256))
+    steps = [sum(pricing.decode_step(spec, to, 256, 384).values()) for pricing, _, spec, to in (few, many)]
+    head = 2 * 2048 * 128_000 / (0.7 * 3.35e12)  # its weights are read
+    expected = 12 * 4 * 256 * 128_000 / (0.7 * 3.35e12)
+    assert steps[1] - steps[0] - head == pytest.approx(expected, rel=0.1)
 
 
 @given(step=st.floats(1e-4, 1e-2), sample=st.floats(0, 1e-4), few=st.integers(1, 8), times=st.integers(2, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -93,6 +94,19 @@ def test_equal_samples_are_computed_once(calls: HostCalls) -> None:
     first, second, again = rows(calls.forward("reference.forward", Rollouts(**columns)), "ref_logprobs")
     assert first == again != second
     assert [span.samples for span in calls.take_spans()] == [2]
+
+
+def test_a_model_keeps_the_graphs_of_samples_that_it_may_be_trained_on_alone(calls: HostCalls) -> None:
+    def graphs() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in gc.get_objects())
+
+    calls.at(8)
+    before = graphs()
+    for trained, response in ((False, 8), (True, 9)):
+        columns = {"prompts": Ragged.of([[5, 6]], torch.long), "responses": Ragged.of([[response]], torch.long)}
+        calls.forward("actor.forward", Rollouts(**columns), trained=trained)
+        assert (graphs() > before) == trained
 
 
 def test_the_context_is_around_each_call() -> None:

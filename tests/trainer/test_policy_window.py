@@ -72,9 +72,11 @@ class Calls:
     def __init__(self) -> None:
         self.shift = 0.25
         self.sizes: list[int] = []
+        self.trained: list[bool] = []
 
-    def forward(self, name: str, samples: Rollouts) -> Rollouts:
+    def forward(self, name: str, samples: Rollouts, *, trained: bool = True) -> Rollouts:
         self.sizes.append(len(samples))
+        self.trained.append(trained)
         if not len(samples):
             return Rollouts()
         column = samples.ragged("responses")
@@ -212,6 +214,13 @@ def test_a_micro_batch_that_occurs_twice_in_a_step_counts_twice() -> None:
     calls = PassingCalls()
     assert collected(Window(calls, CPU), once, again, times=2) == [0.0] * 4 + [0.25] * 4
     assert calls.added == [3]
+
+
+def test_graphs_are_kept_of_no_rows_that_the_loss_does_not_move() -> None:
+    calls: Any = PassingCalls()
+    still = {**micro_batch([5, 6], [8]), "advantages": torch.tensor([0.0, 1.0])}
+    Window(calls, CPU).in_one_pass(TRAINER, [still], [Rows.of_inputs(still)])
+    assert calls.sizes == [1, 1] and calls.trained[0] is False and calls.added == [1]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, Json
 
 from ..common.errors import shown
+from ..common.settings import no_room
 from .prompt_batches import PromptBatch
 
 
@@ -244,11 +245,8 @@ def check_prompts(
             f"model's own tokenizer."
         )
     room = (context_length or 1 << 60) - response_length
-    if room < 1:
-        raise DataError(
-            f"response_length {response_length} leaves no room for a prompt in the model's context of "
-            f"{context_length}; lower response_length (the longest prompt of {what} has {max(lengths)} tokens)."
-        )
+    if problem := no_room(response_length, context_length or None):
+        raise DataError(f"{problem} (the longest prompt of {what} has {max(lengths)} tokens).")
     too_long = [row for row, length in enumerate(lengths) if length > room]
     if too_long:
         raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -51,6 +52,10 @@ def compare_clusters(
     by_kind = parse_prices(prices, set(kinds.values()))
     check_output(picture, "the chart")
     mine = None if own is None else load_plan(own)
+    said = ""
+    if work.episodes is None:  # iterations of different sizes cannot be compared
+        episodes, largest = max((recipe.workload(parse_cluster(each)[0]).episodes, each) for each in clusters)
+        said, work = f" as on {largest}", replace(work, episodes=episodes)
     answers = [
         answer_for(recipe, cluster, work, by_kind.get(kind), mine, time_limit) for cluster, kind in kinds.items()
     ]
@@ -60,10 +65,7 @@ def compare_clusters(
         console.file.write(f"{as_json_text(answers)}\n")
         return
     first = work.of(recipe, parse_cluster(clusters[0])[0])
-    console.print(
-        f"{first.episodes:,} episodes an iteration{'' if work.episodes else f' on {clusters[0]}'}, "
-        f"{first.lengths_text}."
-    )
+    console.print(f"{first.episodes:,} episodes an iteration{said}, {first.lengths_text}.")
     console.print(clusters_table(answers))
     for sentence in sentences(answers):
         console.print(sentence)

@@ -165,7 +165,10 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
     help="Mean and 99th percentile of the responses' tokens, like 400/1024; as many as they may have if left out.",
 )
 @click.option(
-    "--episodes", type=int, metavar="N", help="Episodes of an iteration, on any cluster; by default by the recipe."
+    "--episodes",
+    type=int,
+    metavar="N",
+    help="Episodes of an iteration, on any cluster; by default by the recipe, for --clusters by the largest of them.",
 )
 @click.option(
     "--clusters",

@@ -1,7 +1,8 @@
 """The ranges of a run's settings, for `PPOConfig` and recipes: a row for each setting that is a number or one of a few
 strings.
 
-Pure. Checks that depend on data, models or the number of processes are in `trainer`.
+Pure. Checks that depend on data, models or the number of processes are in `trainer`, but for `no_room`, which recipes
+need too.
 """
 
 from __future__ import annotations
@@ -37,6 +38,21 @@ class Setting:
     def read(self, value: object) -> Any:
         """The value, with NumPy's numbers as Python's. Raises `ValueError` if the setting cannot have it."""
         return self._adapter.validate_python(value)
+
+
+def no_room(response_length: int, positions: int | None) -> str | None:
+    """The problem, without a full stop, where a response leaves no token for a prompt; `None` without one.
+
+    Args:
+        response_length: most tokens of a response.
+        positions: most tokens of a sample in the model; `None` for no limit.
+    """
+    if positions is None or response_length < positions:
+        return None
+    return (
+        f"response_length {response_length} leaves no room for a prompt in the model's context of {positions}; lower "
+        f"response_length"
+    )
 
 
 def _plain(value: object) -> object:

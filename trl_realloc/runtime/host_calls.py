@@ -194,16 +194,17 @@ class HostCalls:
         if self.ahead is not None:
             self.ahead.stop()
 
-    def forward(self, name: str, samples: Rollouts) -> Rollouts:
+    def forward(self, name: str, samples: Rollouts, *, trained: bool = True) -> Rollouts:
         """The outputs of a call that scores, for this rank's samples. Equal samples are computed once.
 
         Args:
             samples: with `prompts` and `responses`, each of one token or more.
+            trained: the call's model may be trained on them, and keeps their graphs for this if it can.
 
         Raises:
             JobFailed: the call failed on some rank.
         """
-        return self._known_or_performed(name, samples)
+        return self._known_or_performed(name, samples, trained=trained)
 
     def score(self, name: str, model: str, tokens: Sequence[Sequence[int]]) -> list[float]:
         """The scores of one reward model for this rank's texts, infinite where they are not finite. Equal texts are
@@ -226,10 +227,10 @@ class HostCalls:
         scores: list[float] = values.masked_fill(values.isnan(), math.inf).tolist()
         return scores
 
-    def _known_or_performed(self, name: str, samples: Rollouts, model: str = "") -> Rollouts:
+    def _known_or_performed(self, name: str, samples: Rollouts, model: str = "", *, trained: bool = True) -> Rollouts:
         known = self._streamed.get((name, model), KnownOutputs())
         # computed are those, for example, that the loop has changed since
-        return known.complete(samples, lambda missing: self._perform(name, missing, model=model))
+        return known.complete(samples, lambda missing: self._perform(name, missing, model=model, keeps=trained))
 
     def train(self, samples: Rollouts, rate: Rate) -> Rollouts:
         """One optimizer step on the samples of all ranks.
@@ -297,6 +298,7 @@ class HostCalls:
         sampling: Sampling | None = None,
         loss: TokenLoss | None = None,
         continues: bool = False,
+        keeps: bool = True,
     ) -> Rollouts:
         """Run a call on all ranks' samples; the outputs for this rank's samples, or the statistics of a training."""
         call, executor = self.executor.plan.graph.call(name), self.executor
@@ -320,6 +322,7 @@ class HostCalls:
                     model=model,
                     loss=loss,
                     continues=continues,
+                    keeps=keeps,
                 )
             )
             run: Run = executor.perform_own

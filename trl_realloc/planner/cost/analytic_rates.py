@@ -124,7 +124,9 @@ class AnalyticRates:
         return compute, (spec.layer_elements * _decoded_bytes(spec) / tp + cache) / self._read
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
-        return self._head(spec, samples, tp, _decoded_bytes(spec))
+        # each device of a tensor group draws from all logits
+        drawn = self.device.sampled_bytes * samples * spec.outputs / self._read
+        return self._head(spec, samples, tp, _decoded_bytes(spec)) + drawn
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
         # Reads the gradient, reads and writes the float32 weight and two moments, and writes the weight once more.

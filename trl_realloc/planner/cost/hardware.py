@@ -23,6 +23,13 @@ from ...plan.model_spec import ModelSpec
 
 
 MOST_PLANNED = 8192  # devices. Choosing a plan for 4,096 takes some seconds, and the time grows with the number
+# Seconds of a decode step on the host, fitted to the three machines and models that have run (docs/studies/gpu_runs.md)
+# by least squares of the logarithms of their steps, with `Device.sampled_bytes` for the sampler:
+#   5.9 ms: an H100, 1.2 billion parameters, 64 samples, vocabulary 128,256; estimated 4.4
+#   4.5 ms: the same machine, 1.07 billion, 128 samples, vocabulary 32,000; estimated 4.3
+#   2.9 ms: an H200, the model and the samples of the first (4.1 ms with waking and weights); estimated 3.9
+# The host alone took 4.3, 3.0 and 1.8 ms in these steps.
+DECODE_STEP = 2.8e-3
 
 
 @dataclass(frozen=True)
@@ -114,9 +121,9 @@ class Device:
         memory_efficiency: fraction of `memory_bandwidth` that reading weights and caches reaches.
         launch: least seconds of one layer's forward. The host launches the kernels of a layer one by one.
         decode_launch: least seconds of one layer in a decode step, where an engine replays a captured graph.
-        step: seconds of a decode step outside the layers, for scheduling and sampling. The host's processors decide it,
-            which are no property of the device: 2.0 ms on one machine with an H200, 4.4 ms on one with an H100
-            (docs/hardware.md). The default is used until a run has shown it (`profile.DecodeHost`).
+        step: seconds of a decode step outside the device's arithmetic: scheduling, launches and Python. The host's
+            processors decide it, which are no property of the device (`DECODE_STEP`). The default is used until a run
+            has shown it (`profile.DecodeHost`).
         sample: seconds of a decode step for each of its samples, beside the device's arithmetic.
         call: seconds that a call takes to receive and send samples.
         overlap: fraction of ZeRO stage 3's communication that overlaps with arithmetic.
@@ -124,6 +131,8 @@ class Device:
         passes: how many times what a layer's forward keeps for its backward is moved from or to device memory in the
             forward, by all that is no matrix product. A backward moves twice as much.
         logit_bytes: bytes that are moved for each logit in the forward, beside the head's product.
+        sampled_bytes: the same in a decode step, by the engine's sampler: some 12 reads and writes of float32 (the cast,
+            temperature, softmax, the draw, the rank of the drawn token).
         own_adapters: whether each device of a node has an adapter of its own, so that a collective over several devices
             of each node has the bandwidth of all their adapters. False if the devices of a node share one adapter, and
             if `between` was fitted to collectives of whole nodes, which has this bandwidth already.
@@ -142,13 +151,14 @@ class Device:
     memory_efficiency: float = 0.7
     launch: float = 400e-6
     decode_launch: float = 15e-6
-    step: float = 2e-3
+    step: float = DECODE_STEP
     sample: float = 0.0
     call: float = 20e-3
     overlap: float = 0.8
     single_flops: float = 0.0
     passes: float = 3.5
     logit_bytes: float = 49.0
+    sampled_bytes: float = 48.0
     own_adapters: bool = True
 
 
@@ -330,7 +340,7 @@ class Rates(Protocol):
         """True if the seconds of `decode` include the layer's tensor-parallel collectives."""
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
-        """Seconds of the language head in one decode step."""
+        """Seconds of the language head and the sampler in one decode step."""
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
         """Seconds of one optimizer step on `elements` parameters."""

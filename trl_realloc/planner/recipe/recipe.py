@@ -11,7 +11,7 @@ from typing import Any
 
 from ...common.errors import MOST_LISTED, PlanError, Problems, nearest, shown
 from ...common.files import exists, read_json_mapping, read_yaml_mapping, shortened
-from ...common.settings import MIN_TEMPERATURE, SETTINGS, number_of_text, read_settings
+from ...common.settings import MIN_TEMPERATURE, SETTINGS, no_room, number_of_text, read_settings
 from ...plan.algorithm_graphs import grpo_graph, ppo_graph
 from ...plan.cluster import Cluster
 from ...plan.dataflow import CallKind, DataflowGraph, Role
@@ -126,7 +126,8 @@ class Recipe:
             graph: in place of the run's.
 
         Raises:
-            PlanError: a config that cannot be read, or a model that no table describes.
+            PlanError: a config that cannot be read, a model that no table describes, or responses of PPO for which the
+                policy has too few positions.
         """
         bf16, fp16 = self.settings["bf16"], self.settings["fp16"]
         mixed = 2 if bf16 is None or bf16 or fp16 else 0  # `bf16: null` is TRL's default, true unless fp16 is
@@ -140,6 +141,10 @@ class Recipe:
                     f"those with one are {', '.join(sorted(FAMILIES))}. A run of the recipe needs none: with "
                     f"plan: auto it plans by itself."
                 )
+            positions = config.get("max_position_embeddings")
+            if self.algorithm == "ppo" and call.role is Role.ACTOR and isinstance(positions, int):  # others shorten
+                if problem := no_room(self.longest_response, positions):
+                    raise PlanError(f"{self.path}: {problem}.")
             head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
             size = config_bytes(config)
             if call.role in (Role.ACTOR, Role.CRITIC):

@@ -85,6 +85,7 @@ class Step:
         first: the place of the batch's first sample in the data set of an evaluation, which seeds its draws.
         loss: a call that trains adds the gradients of this loss, and takes no optimizer step.
         continues: a call that trains adds to the gradients that are there; otherwise it forgets them first.
+        keeps: a model that is scored by and will be trained may keep the graphs of the samples.
     """
 
     number: int
@@ -96,6 +97,7 @@ class Step:
     first: int = 0
     loss: TokenLoss | None = None
     continues: bool = False
+    keeps: bool = True
 
     def trains(self, call: Call) -> bool:
         """True if a call takes optimizer steps."""
@@ -241,7 +243,8 @@ def forward(
     if placement.roles[call.role].kind == "score":
         return score(placement, settings, call, samples, step)
     with placement.scoring(call.name) as (engine,):
-        out = _outputs(placement, engine, call, samples, keeps=keeps and step.number < EVALUATION_STEP)
+        keeps = keeps and step.keeps and step.number < EVALUATION_STEP
+        out = _outputs(placement, engine, call, samples, keeps=keeps)
     if not out:
         return Rollouts()
     columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)

@@ -333,7 +333,7 @@ class Window:
             for of_moving in (False, True)
             for parts in [list(zip(own, moving, strict=True))]
         )
-        outputs = self.calls.forward(FORWARD, still)
+        outputs = self.calls.forward(FORWARD, still, trained=False)
         if len(outputs):
             column = outputs.ragged(POLICY_LOGPROBS)
             outputs = outputs.plus(**{LOGPROB_SLOPES: column.like(torch.zeros_like(column.values))})
