@@ -503,7 +503,7 @@ def test_a_new_adapter_is_trained_alone(tmp_path: Path, kind: type) -> None:
     assert changed and all("lora" in name for name in changed)
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_the_reference_stays_what_the_policy_was(tmp_path: Path) -> None:
     args = settings(tmp_path, beta=0.04, max_steps=3, num_iterations=2, optim="sgd", learning_rate=1.0)
     made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())

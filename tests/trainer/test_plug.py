@@ -58,7 +58,7 @@ def trainer(folder: Path, kind: Any = GRPOTrainer, peft_config: Any = None, **ch
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_grpo_trains_on_samples_of_the_policy_before_and_after_an_update(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     generation = plug(made)
