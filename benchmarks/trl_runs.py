@@ -3,6 +3,7 @@ memory and times, speed of the machine."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -149,23 +150,41 @@ def watched(process: subprocess.Popen[Any], mark: int, limit_s: float | None = N
     return code, peak
 
 
+def trl_ppo_python() -> str:
+    """An interpreter with TRL's PPO, which TRL has removed after 1.12: this one, or that of the oldest releases in
+    `.venv-oldest`, or in the folder that the environment variable OLDEST names."""
+    if importlib.util.find_spec("trl.experimental.ppo"):
+        return sys.executable
+    python = Path(os.environ.get("OLDEST", ROOT / ".venv-oldest")) / "bin" / "python"
+    if not python.is_file():
+        sys.exit(f"TRL's PPO needs TRL 1.12, and there is no {python}; `make setup-oldest` makes .venv-oldest.")
+    return str(python)
+
+
 class RunFailed(Exception):
     """A run ended without a result. The message has the end of its log."""
 
 
-def run_worker(arguments: Sequence[str], mark: int, processes: int = 1, limit_s: float | None = None) -> dict[str, Any]:
+def run_worker(
+    arguments: Sequence[str],
+    mark: int,
+    processes: int = 1,
+    limit_s: float | None = None,
+    python: str = sys.executable,
+) -> dict[str, Any]:
     """Start `vs_trl.py` with these arguments and `--out`, and wait for it. Returns what it wrote, and its peak memory.
 
     Args:
         mark: by which its processes are found (`memory_mb`).
         limit_s: after so many seconds the run is ended.
+        python: the interpreter (`trl_ppo_python`).
 
     Raises:
         RunFailed: there is no result.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, log_path = Path(folder) / "result.json", Path(folder) / "log"
-        command = [sys.executable]
+        command = [python]
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += [str(ROOT / "benchmarks" / "vs_trl.py"), *arguments, "--out", str(out)]

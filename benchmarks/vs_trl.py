@@ -6,7 +6,8 @@
 `--device cuda` GRPO and RLOO on one GPU (`vs_trl_cases`). `--plan` replaces the preset `flatten`, whose calls are on
 all devices as TRL's are.
 
-Every run is a process (or two) of its own. The first update of each is warm-up and not counted. The policy ends a
+Every run is a process (or two) of its own; TRL's PPO runs in the environment of the oldest releases, because later ones
+of TRL have none (`trl_runs.trl_ppo_python`). The first update of each is warm-up and not counted. The policy ends a
 response at each token with the same probability, so lengths are skewed: a quarter of the limit in the mean, and an
 eighth at a limit of 1,024 (`MEAN_SHARES`).
 """
@@ -43,6 +44,7 @@ from trl_runs import (
     models,
     run_worker,
     tokenizer,
+    trl_ppo_python,
 )
 
 
@@ -168,8 +170,9 @@ def _trl_split(marks: list[tuple[str, float]]) -> dict[str, float]:
 
 def one_run(side: str, processes: int, limit: int, seed: int, mark: int, plan: str) -> dict[str, Any]:
     arguments = ["--worker", side, "--processes", str(processes), "--limit", str(limit), "--seed", str(seed)]
+    python = trl_ppo_python() if side == "trl" else sys.executable
     try:
-        return run_worker([*arguments, "--plan", plan], mark, processes)
+        return run_worker([*arguments, "--plan", plan], mark, processes, python=python)
     except RunFailed as failed:
         sys.exit(str(failed))
 

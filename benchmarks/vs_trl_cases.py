@@ -53,6 +53,7 @@ from trl_runs import (
     run_worker,
     step_clock,
     tokenizer,
+    trl_ppo_python,
 )
 
 
@@ -343,8 +344,9 @@ def run(
                 mark += 1
                 arguments = ["--model", "smollm2", "--device", device, *(["--small"] if small else [])]
                 arguments += ["--worker", side, "--cases", case.name, "--updates", str(updates)]
+                python = trl_ppo_python() if (case.algorithm, side) == ("ppo", "trl") else sys.executable
                 try:
-                    done = run_worker([*arguments, "--seed", str(5 + repeat)], mark, limit_s=limit_s)
+                    done = run_worker([*arguments, "--seed", str(5 + repeat)], mark, limit_s=limit_s, python=python)
                     console.print(f"{side:5} {case.name}: {statistics.median(done['seconds']):.2f} s per update")
                 except RunFailed as failed:
                     if device != "cuda":

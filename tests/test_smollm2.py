@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from run_trl_tests import make_tokenizer
 
 from trl_realloc import GRPOConfig, PPOConfig
 from trl_realloc.cli.recipe_parser import parse_recipe
@@ -30,6 +31,18 @@ def test_only_the_answer_alone_is_rewarded(evidence: ModuleType) -> None:
     texts = [" 12", "12\n", "1", "12.", "7 + 5 = 12", "", "-12"]
     reward = importlib.import_module("tasks").right_answer
     assert reward([""] * len(texts), texts, ["12"] * len(texts)) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_reward_that_trls_ppo_gets_is_of_the_text_after_the_prompt(evidence: ModuleType) -> None:
+    words = make_tokenizer(300)
+    rows = [{"prompt": f"{n} + 5 =\nAnswer:", "answer": str(n + 5)} for n in (3, 17)]
+    texts = [" 8<eos>", "22", " 22<eos>", "8"]
+    ids = [words(row["prompt"] + text)["input_ids"] for row, text in zip(rows * 2, texts, strict=True)]
+    batch = words.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+    model = evidence.answer_model(words, rows)
+    scores = model.score(getattr(model, model.base_model_prefix)(**batch).hidden_states[-1])
+    assert scores.shape == (*batch["input_ids"].shape, 1)
+    assert scores[:, -1, 0].tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_held_out_rows_are_not_trained_on(evidence: ModuleType) -> None:

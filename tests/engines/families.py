@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BloomConfig,
     Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
@@ -44,7 +45,11 @@ FAMILIES: dict[str, tuple[PretrainedConfig, bool]] = {
     "qwen3": (Qwen3Config(**GROUPED, head_dim=8), True),
     "mistral, window 5": (MistralConfig(**GROUPED, sliding_window=5), True),
     "gemma": (GemmaConfig(**GROUPED, head_dim=8), True),
-    "gemma2": (Gemma2Config(**GROUPED, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0), False),
+    # sdpa has no cap of the attention's logits, so Transformers 5.23 runs the model without it; 5.19 does not
+    "gemma2": (
+        Gemma2Config(**GROUPED, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0),
+        Gemma2ForCausalLM._supports_sdpa,
+    ),
     "gemma3, window 4": (Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=4, layer_types=None), True),
     # its window is in the mask alone, and shows only in samples that are longer
     "qwen2-moe, window 7": (

@@ -115,7 +115,7 @@ class Moves:
             self.moves[unfinished.index] = self.moves.get(unfinished.index, 0) + 1
 
 
-@pytest.mark.newest  # what is used of vLLM to withdraw samples is private
+@pytest.mark.oldest  # what is used of vLLM to withdraw samples is private
 def test_samples_that_move_at_random_moments_are_those_that_do_not_move(engines: list[VLLMEngine]) -> None:
     chance, moved, again, tokens = random.Random(5), 0, 0, 0
     before = sum(engine.tokens_given_out() for engine in engines)

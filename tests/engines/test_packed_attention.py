@@ -37,7 +37,7 @@ def test_a_model_that_packs_saves_as_before(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_pack_keeps_its_attention() -> None:
-    model = causal("gemma2")
+    model = causal("bloom")
     before = attention_name(model.config)
     assert not packs(model) and attention_name(model.config) == before
     eager = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["llama"][0]), attn_implementation="eager")

@@ -24,6 +24,9 @@ from trl_realloc.engines.training.stage_run import Orders, StageRun, StageWork, 
 from trl_realloc.plan.batching import one_f_one_b
 
 
+pytestmark = pytest.mark.oldest
+
+
 CPU = torch.device("cpu")
 HEAD, SAMPLE = ValueHead(tiny.classifier()), rollouts(3).select([0])
 

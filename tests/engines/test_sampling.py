@@ -193,7 +193,7 @@ def test_a_moved_sample_goes_on_with_its_penalty_and_its_limit(
     assert {version for completion in got for version in completion.versions} == {1, 2}
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_a_regular_expression_is_matched_and_the_tokens_have_its_distribution(
     loaded: VLLMEngine, model: LlamaForCausalLM
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from recorded_rollouts import compare
 
 
-pytestmark = pytest.mark.newest  # the losses of the newest TRL too
+pytestmark = pytest.mark.oldest  # the losses of the oldest TRL too
 
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")

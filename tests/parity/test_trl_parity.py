@@ -28,7 +28,7 @@ from .recorded_trl import EOS, PAD, Case, Models, PPOConfig, Recording, State, U
 
 
 # TRL takes the variance of the ratios of one mini-batch, where it has but one
-pytestmark = pytest.mark.filterwarnings("ignore:var\\(\\). degrees of freedom:UserWarning")
+pytestmark = [pytest.mark.oldest, pytest.mark.filterwarnings("ignore:var\\(\\). degrees of freedom:UserWarning")]
 
 ENDS_AT_VARIED_LENGTHS = 1.5
 ALL_END_EARLY = 3.0

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import trl
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import (
@@ -37,6 +38,7 @@ if HAS_TRL_PPO:
     from trl.experimental.ppo.ppo_trainer import PolicyAndValueWrapper as TheirWrapper
 
 
+pytestmark = pytest.mark.oldest  # where TRL's PPO is the base class
 needs_trl_ppo = pytest.mark.skipif(not HAS_TRL_PPO, reason="this TRL has no PPO to compare with")
 
 TRL_METRICS = {
@@ -74,6 +76,26 @@ def test_the_default_arguments_warn_of_nothing(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         PPOConfig(output_dir=str(tmp_path))
     assert [str(warning.message) for warning in given if "gradient_checkpointing" in str(warning.message)] == []
+
+
+def test_only_trl_up_to_1_12_has_a_ppo_to_stand_on() -> None:
+    major, minor = (int(part) for part in trl.__version__.split(".")[:2])
+    assert ((major, minor) <= (1, 12)) == HAS_TRL_PPO
+
+
+def test_the_config_has_trl_1_12s_defaults_on_every_trl() -> None:
+    expected = {
+        "num_ppo_epochs": 4,
+        "kl_coef": 0.05,
+        "cliprange": 0.2,
+        "vf_coef": 0.1,
+        "gamma": 1.0,
+        "lam": 0.95,
+        "learning_rate": 3e-6,
+        "logging_steps": 10,
+    }
+    fields = PPOConfig.__dataclass_fields__
+    assert {name: fields[name].default for name in expected} == expected
 
 
 @needs_trl_ppo

@@ -104,7 +104,9 @@ class Processor(ProcessorMixin):  # type: ignore[misc]
 def test_a_processor_serves_as_its_tokenizer_does(tmp_path: Path) -> None:
     logs = []
     for processing_class in (tiny.tokenizer(), Processor(tiny.tokenizer())):
-        trainer = GRPOTrainer(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=processing_class)
+        model = policy()
+        model.config.image_token_id = tiny.VOCABULARY  # TRL 1.16 reads it of every model with a processor
+        trainer = GRPOTrainer(model, distinct, settings(tmp_path), PROMPTS, processing_class=processing_class)
         trainer.train()
         trainer.close()
         logs.append(trainer.state.log_history[0])
@@ -549,7 +551,7 @@ def test_a_new_adapter_is_trained_alone(tmp_path: Path, kind: type) -> None:
     assert changed and all("lora" in name for name in changed)
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_the_reference_stays_what_the_policy_was(tmp_path: Path) -> None:
     args = settings(tmp_path, beta=0.04, max_steps=3, num_iterations=2, optim="sgd", learning_rate=1.0)
     made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import recorded_rollouts
+import trl
 
 import trl_realloc
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+
+
+ASKED = signature(trl.GRPOTrainer._generate_single_turn).parameters
+COUNT = {"num_generations": 1} if "num_generations" in ASKED else {}  # TRL 1.12 knows it itself
 
 
 class Engine:
@@ -44,7 +50,7 @@ def test_losses_see_vllms_log_probabilities_whether_they_correct_for_them_or_not
     )
     made.vllm_generation = Engine()
     prompts = [[2, 3, 4], [5, 6]]
-    ids, logprobs = made._generate_single_turn(prompts, None, {})
+    ids, logprobs = made._generate_single_turn(prompts, None, {}, **COUNT)
     expected = recorded_rollouts.responses(0, prompts)
     assert ids == expected[0] and logprobs == (expected[1] if engine == "vllm" else None)
     assert made.vllm_importance_sampling_correction == (corrects and engine == "vllm")

@@ -24,7 +24,7 @@ from trl_realloc.trainer.policy.loss_in_engine import (
 )
 
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 ROWS, WIDTH = 5, 7
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")

@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kind: str) -> None:
     options = dict(KINDS[kind])

@@ -19,6 +19,7 @@ OURS = "from trl_realloc import PPOConfig, PPOTrainer"
 THEIRS = "from trl.experimental.ppo import PPOConfig, PPOTrainer"
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("line", [OURS, *([THEIRS] if HAS_TRL_PPO else [])])
 def test_the_example_script_runs_with_either_import(tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours in a process that a shell starts; TRL's in this one."""

@@ -1,5 +1,4 @@
-"""Real trainings that `make test-next` runs on the newest releases of the libraries too: every training engine, vLLM, a
-save, and a resume under the same plan and under another."""
+"""A real training with every training engine and vLLM, a save, and a resume under the same plan and under another."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from test_training import STEPS, assert_equal, check_saved, close, log
 
 
 pytestmark = [
-    pytest.mark.newest,
+    pytest.mark.oldest,
     pytest.mark.multiprocess,
     pytest.mark.vllm,
     pytest.mark.deepspeed,
