@@ -28,7 +28,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 # The signals by which a cluster, a launcher or a terminal ends or warns a job. Clusters send them to every process.
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-GRACE_S = 30.0  # a rank that handles SIGTERM may outlive its launcher so long; torchrun gives its ranks as much
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -87,8 +86,8 @@ def die_with_launcher() -> None:
     """Have this rank end with `torchrun` or `accelerate launch`, if one started it. A launcher that is killed with
     SIGKILL does not end its ranks, which would go on training.
 
-    A rank with a handler of SIGTERM gets that signal instead of SIGKILL, and ends `GRACE_S` later at the latest:
-    `accelerate launch` of one process ends at once when a cluster sends SIGTERM to all processes.
+    A rank with a handler of SIGTERM gets that signal instead of SIGKILL: `accelerate launch` of one process ends
+    at once when a cluster sends SIGTERM to all processes. It is killed after the time that torchrun would give it.
     """
     is_launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
     if not os.path.exists("/proc/self") or not is_launched:
@@ -102,7 +101,7 @@ def die_with_launcher() -> None:
     def end_later() -> None:
         while os.getppid() == launcher:
             time.sleep(1.0)
-        time.sleep(GRACE_S)
+        time.sleep(float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=end_later, name="end after the launcher", daemon=True).start()
