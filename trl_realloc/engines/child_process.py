@@ -86,9 +86,8 @@ def die_with_launcher() -> None:
     """Have this rank end with `torchrun` or `accelerate launch`, if one started it. A launcher that is killed with
     SIGKILL does not end its ranks, which would go on training.
 
-    A rank with a handler of SIGTERM gets that signal instead of SIGKILL, and is killed as long after it as torchrun
-    would wait (30 s by default): `accelerate launch` of one process ends at once when a cluster sends SIGTERM to all
-    processes.
+    A rank with a handler of SIGTERM gets that signal instead of SIGKILL: `accelerate launch` of one process ends
+    at once when a cluster sends SIGTERM to all processes. It is killed after the time that torchrun would give it.
     """
     is_launched = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
     if not os.path.exists("/proc/self") or not is_launched:

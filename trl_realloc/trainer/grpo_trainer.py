@@ -237,7 +237,8 @@ class PlannedPolicyTrainer(Trainer):
         loader = super()._get_dataloader(*args, **kwargs)
         if self.args.enable_jit_checkpoint and loader.num_workers:
             # a worker that SIGTERM ends would fail the run before its checkpoint
-            loader.worker_init_fn = functools.partial(ignore_sigterm_in_worker, loader.worker_init_fn)
+            base = getattr(loader, "base_dataloader", loader)  # Accelerate's loader reads from another one
+            base.worker_init_fn = functools.partial(ignore_sigterm_in_worker, base.worker_init_fn)
         return loader
 
     @under_plan
