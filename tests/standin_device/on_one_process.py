@@ -37,6 +37,7 @@ from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.packed_row import PackedRow  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
+from trl_realloc.engines.weight_digest import digest, part_digest  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402
 from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.plan.presets import flatten, with_sleeping_engines  # noqa: E402
@@ -410,6 +411,16 @@ def test_weights_reach_an_engines_shared_memory_from_the_device() -> None:
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64], ids=str)
+def test_a_digest_is_the_hosts(dtype: torch.dtype) -> None:
+    for tensor in ((torch.randn(33, 75) * 100).to(dtype), (torch.randn(70001) * 100).to(dtype)):
+        assert digest(tensor.to(SIM)).cpu() == digest(tensor)
+        assert digest(tensor[1:].to(SIM)[1:]).cpu() == digest(tensor[2:])
+        if tensor.dim() == 2:
+            part, box = tensor[3:30, 5:72], ((3, 30), (5, 72))
+            assert part_digest(part.t().to(SIM).t(), box, tensor.shape).cpu() == part_digest(part, box, tensor.shape)
 
 
 def test_offloaded_parameters_leave_the_device_and_return_on_one_stream_beside_the_call_before() -> None:

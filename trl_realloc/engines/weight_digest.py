@@ -3,12 +3,14 @@
 A digest is a sum over elements modulo 2^64, so the digest of a tensor is the sum of those of its parts, on whichever
 devices they lie, and does not depend on the order of the additions. Which copies are compared is decided elsewhere.
 
-The flattened tensor is cut into rows of `row_width` elements, and a row into words of 8 bytes. A word contributes its
-bits, as a number, times C[its place in the row] * R[the row]. C and R are odd, so a change of one element always shows,
-and mixed from all bits of the place. The elements in a word contribute on their own, times a power of 2, so that a part
-may begin or end within a word. Of the last one only as many bits count as it has, 16 of bfloat16: what is exchanged
-between last elements alone is overlooked once in 2^16 exchanges, and two that differ in the sign alone always. An
-element of 8 bytes contributes its upper half a second time, shifted down, so that nothing of the kind happens to it.
+The flattened tensor is cut into rows of `row_width` elements, and a row into words of 8 bytes. A word x contributes
+(x + (x >> 31)) * C[its place in the row] * R[the row], with weights C and R that are odd and mixed from all bits of the
+place. An element contributes as the word that has its bits alone, so a part may begin or end within a word.
+
+A product modulo 2^64 keeps 64 - k bits of the weight of a change by a multiple of 2^k. The shift brings the upper half
+of a word down, so k is at most 32, for a change of nothing but highest bits of words. A change of one bit, or of one
+element of at most 4 bytes, always shows. Changed signs of last elements of words alone go unseen once in 2^31, where
+they form a block of rows and columns once in 2^26; other changes once in 2^40 or less, of 8-bit integers once in 2^32.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ..realloc.layout import Box
 
 _WORD = 8  # bytes
 _FLAT_ROW = 1 << 16  # elements of a row of a tensor of one dimension
-_CPU_WORDS = 1 << 15  # words that are copied at a time on a CPU: 256 KiB, which a core's cache holds
+_CPU_WORDS = 1 << 15  # words that are worked on at a time on a CPU: 256 KiB, which a core's cache holds
 _DEVICE_WORDS = 1 << 22  # on an accelerator: working copies of 32 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMN_SALT, _ROW_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344
@@ -170,26 +172,20 @@ def _row_sums(values: Tensor, places: _Places) -> Tensor:
         places: of the columns, in the row.
     """
     size, device = values.element_size(), values.device
-    whole_words = isinstance(places, range) and places.start * size % _WORD == 0 == len(places) * size % _WORD
-    if isinstance(places, range) and whole_words and size < _WORD:
-        weights = _at(_COLUMN_SALT, range(places.start * size // _WORD, places.stop * size // _WORD), device)
-    else:
-        index = torch.arange(places.start, places.stop) if isinstance(places, range) else places
-        weights = _at(_COLUMN_SALT, index * size // _WORD, device) << (index * size % _WORD * 8).to(device)
-    if whole_words and size < _WORD and _lies_in_words(values):  # without a copy
-        values, size = values.view(torch.int64), 0
-    at_once = len(values)
-    if size or device.type != "cpu":  # with working copies
-        at_once = max(1, (_CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS) // len(weights))
-    sums = torch.empty(len(values), dtype=torch.int64, device=device)
-    for begin in range(0, len(values), at_once):
-        words = values[begin : begin + at_once]
-        if size and whole_words and size < _WORD:
-            words = words.clone(memory_format=torch.contiguous_format).view(torch.int64)
-        elif size:
-            words = _widened(words)
-        sums[begin : begin + at_once] = _products(words, weights)
-    return sums
+    most = (_CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS) * _WORD // size
+    if len(places) > most:
+        blocks = range(0, len(places), most)
+        return torch.stack([_row_sums(values[:, at : at + most], places[at : at + most]) for at in blocks]).sum(0)
+    of_word = _WORD // size
+    if not isinstance(places, range):  # a word for each element
+        weights = _at(_COLUMN_SALT, places // of_word, device)
+        shifts = (places % of_word * size * 8).to(device)
+        return torch.cat([_products(_bits(part) << shifts, weights) for part in _copied(values)])
+    before, after = places.start % of_word, -places.stop % of_word  # elements of the first and last word
+    weights = _at(_COLUMN_SALT, range(places.start // of_word, (places.stop + after) // of_word), device)
+    if not before and not after and _lies_in_words(values):
+        return _products(values.view(torch.int64), weights)
+    return torch.cat([_products(_in_words(part, before, after), weights) for part in _copied(values)])
 
 
 def _lies_in_words(values: Tensor) -> bool:
@@ -201,20 +197,42 @@ def _lies_in_words(values: Tensor) -> bool:
     )
 
 
-def _widened(values: Tensor) -> Tensor:
-    """int64: the bits of elements as numbers, for those of 8 bytes with the upper half once more."""
-    if values.element_size() == _WORD:
-        return values + ((values >> 32) & 0xFFFFFFFF)
-    return values.long() & ((1 << 8 * values.element_size()) - 1)
+def _copied(values: Tensor) -> Sequence[Tensor]:
+    """The rows of integers in blocks of which working copies are made. On a CPU torch copies each in one thread."""
+    most = _CPU_WORDS if values.device.type == "cpu" else _DEVICE_WORDS
+    return values.split(max(1, most // values.shape[1]))
+
+
+def _in_words(values: Tensor, before: int, after: int) -> Tensor:
+    """A copy of rows of integers as rows of words, with zeros in place of the first and last words' other elements."""
+    rows, columns = values.shape
+    padded = values.new_zeros(rows, before + columns + after)
+    padded[:, before : before + columns] = values
+    return padded.view(torch.int64)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """int64: the bits of integers as numbers."""
+    return values.long() & ((1 << 8 * values.element_size()) - 1) if values.element_size() < _WORD else values
 
 
 def _products(words: Tensor, weights: Tensor) -> Tensor:
-    """(rows,) int64: the sums of rows of words times weights. On a CPU by NumPy, whose one thread reads 14 GB/s, three
-    times as many as it copies; torch takes 2 with two threads, which wait for each other."""
-    if words.device.type != "cpu":
-        return (words * weights).sum(1)
+    """(rows,) int64: the sums of rows of words times weights. On a CPU by NumPy, in one thread, because torch's threads
+    wait for each other on busy cores."""
+    on_cpu = words.device.type == "cpu"
+    rows = max(1, (_CPU_WORDS if on_cpu else _DEVICE_WORDS) // len(weights))
+    if not on_cpu:
+        return torch.cat([((part >> 31).add_(part) * weights).sum(1) for part in words.split(rows)])
     # not by `Tensor.numpy`, after which torch neither grows nor frees a storage (`residency.DroppedCopy`)
-    return torch.from_numpy(np.einsum("ij,j->i", np.from_dlpack(words), np.from_dlpack(weights)))
+    of_words, of_weights = np.from_dlpack(words), np.from_dlpack(weights)
+    folded, sums = np.empty((min(rows, len(words)), len(weights)), np.int64), np.empty(len(words), np.int64)
+    for begin in range(0, len(words), rows):
+        part = of_words[begin : begin + rows]
+        to = folded[: len(part)]
+        np.right_shift(part, 31, out=to)
+        np.add(to, part, out=to)
+        np.einsum("ij,j->i", to, of_weights, out=sums[begin : begin + rows])
+    return torch.from_numpy(sums)
 
 
 def _at(salt: int, places: _Places, device: torch.device) -> Tensor:
