@@ -64,14 +64,23 @@ def ignore_job_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
 
 
-def ignore_sigterm_in_worker(begin: Callable[[int], object] | None, worker: int) -> None:
-    """The `worker_init_fn` of a data loader whose workers end with its process, and not by a cluster's SIGTERM.
+def obey_sigterm_of_parent(begin: Callable[[int], object] | None, worker: int) -> None:
+    """The `worker_init_fn` of a data loader whose workers end at SIGTERM only if their parent sends it. A cluster sends
+    it to all processes, and `torchrun` to the process groups of its ranks; `multiprocessing` does at a rank's exit, and
+    waits for the end of the worker.
 
     Args:
         begin: the loader's other `worker_init_fn`, if it has one.
         worker: the worker's number.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def obey() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=obey, name="SIGTERM of the parent", daemon=True).start()
     if begin is not None:
         begin(worker)
 

@@ -22,7 +22,7 @@ from accelerate import PartialState
 from transformers import Trainer
 from transformers.utils import logging
 
-from ..engines.child_process import ignore_sigterm_in_worker
+from ..engines.child_process import obey_sigterm_of_parent
 from ..engines.training.packed_attention import base_of
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
@@ -238,7 +238,7 @@ class PlannedPolicyTrainer(Trainer):
         if self.args.enable_jit_checkpoint and loader.num_workers:
             # a worker that SIGTERM ends would fail the run before its checkpoint
             base = getattr(loader, "base_dataloader", loader)  # Accelerate's loader reads from another one
-            base.worker_init_fn = functools.partial(ignore_sigterm_in_worker, base.worker_init_fn)
+            base.worker_init_fn = functools.partial(obey_sigterm_of_parent, base.worker_init_fn)
         return loader
 
     @under_plan
