@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...common.notices import notice
+from ..model_changes import described, forward_changes
 from .packed_row import PackedRow, Segment
 from .prefix_attention import PrefixAttention
 from .probe_model import probe_model
@@ -148,20 +149,21 @@ def packs(model: PreTrainedModel) -> bool:
 
     No flag of Transformers tells this. A recurrent layer, a custom attention or learned absolute positions would mix or
     misplace samples, so a `probe_model` of the model is run on five tokens. Windows and chunks that its attention
-    layers do not know would be lost, so the masks that it asks for are compared with the layers' windows.
+    layers do not know would be lost, so the masks that it asks for are compared with the layers' windows. What a user
+    has put on the model (`model_changes`) may do anything with a row, and sees padded samples.
 
     The answer is kept in `model.packs_rows`. A model whose weights are filled later gets it from the model whose
     weights it will have. A model with flash attention keeps it, and gets the bounds of the samples.
     """
     known: bool | None = getattr(model, "packs_rows", None)
     if known is None:
-        known, model.shares_rows = _packs(model)
+        changes = forward_changes(model)
+        known, model.shares_rows = (False, False) if changes else _packs(model)
         model.packs_rows = known
         base, attention = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
         if not known:
-            notice(
-                f"{base} (attention {attention}): samples are padded, because the model mixes samples that share a row."
-            )
+            reason = f"it has {described(changes)}" if changes else "the model mixes samples that share a row"
+            notice(f"{base} (attention {attention}): samples are padded, because {reason}.")
         elif not model.shares_rows:
             notice(
                 f"{base} (attention {attention}): a prompt is computed once for each of its samples; with attention "
