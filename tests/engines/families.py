@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BloomConfig,
+    DogeConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3TextConfig,
@@ -68,6 +69,8 @@ FAMILIES: dict[str, tuple[PretrainedConfig, bool]] = {
     "gpt-neox": (GPTNeoXConfig(**SHAPE, **SPECIAL, intermediate_size=48), True),
     "gpt2": (GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **SPECIAL), True),
     "opt": (OPTConfig(**SHAPE, **SPECIAL, ffn_dim=48, word_embed_proj_dim=32), True),
+    # its attention bias is made by a parameter that begins at zero, and is then none
+    "doge": (DogeConfig(**GROUPED, head_dim=8), False),
     "bloom": (BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, **SPECIAL), False),
     "mamba": (MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, **SPECIAL), False),
 }

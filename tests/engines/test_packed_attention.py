@@ -93,5 +93,6 @@ def test_a_loaded_model_of_which_no_copy_can_be_run_is_run_itself(monkeypatch: p
     monkeypatch.setattr(packed_attention, "probe_model", fails)
     assert packs(causal("llama").bfloat16()) and len(tried) == 1
     quantized = causal("llama").bfloat16()
+    quantized.is_quantized = True
     quantized.model.codes = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     assert packs(quantized) and len(tried) == 1

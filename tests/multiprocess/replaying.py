@@ -168,7 +168,7 @@ def replay(records: Records, seed: int) -> None:
         (engine_builder, "start_vllm", start),
         (TransformersEngine, "_batch", batch),
         (plan_request, "why_not_served", lambda *_, **__: None),
-        (plan_request, "why_not_this_class", lambda *_: None),
+        (plan_request, "why_not_this_model", lambda *_: None),
     ]
     for owner, name, value in replaced:
         setattr(owner, name, value)

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaForCausalLM
 
-from trl_realloc.engines.generation.vllm_support import is_vllm_available, why_not_this_class
-from trl_realloc.trainer.checks.model_checks import check_adapter_kind
+from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.trainer.checks.model_checks import check_adapter_kind, why_not_this_model
 
 
 def quantized(argument: str) -> dict[str, Any]:
@@ -121,5 +121,5 @@ def test_a_class_of_the_users_own_does_not_generate_in_vllm(tmp_path: Path) -> N
     given = {"model": Own(tiny.config())}
     with pytest.raises(ValueError, match=r"own implementation of 'llama', not by the class Own .*: transformers"):
         tiny.trainer(tmp_path, given=given, generation_engine="vllm")
-    assert why_not_this_class(tiny.policy()) is None
-    assert why_not_this_class(get_peft_model(tiny.policy(), LoraConfig(task_type="CAUSAL_LM"))) is None
+    assert why_not_this_model(tiny.policy()) is None
+    assert why_not_this_model(get_peft_model(tiny.policy(), LoraConfig(task_type="CAUSAL_LM"))) is None

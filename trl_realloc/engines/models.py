@@ -11,15 +11,17 @@ import contextlib
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from ..common.notices import notice
+from .model_changes import described, forward_changes
 from .model_configs import ModelError, untied
 from .training.meta_model import CannotReadParts, open_model
 from .training.weight_export import adapters_untie
@@ -323,9 +325,60 @@ def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.M
     return context
 
 
+def own_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A deep copy of a model, without the wrappers that libraries have put around its forward.
+
+    Raises:
+        ModelError: the copy computes with the parameters of the model, because a forward or a hook that a user has put
+            on the model is a closure over it.
+    """
+    copied, changes = copy.deepcopy(model), forward_changes(model)
+    base: Any = copied.get_base_model() if has_adapters(copied) else copied
+    if "forward" in vars(base) and not any(not change.module for change in changes):
+        del base.forward  # of TRL's it would run the model that was copied
+    if changes and _computes_with(copied, model):
+        raise ModelError(
+            f"the run needs a copy of the model, for the reference or for another layout, and the copy would compute "
+            f"with the weights of the model: it has {described(changes)}, which calls the model that it was made for. "
+            f"Make it a function of the module, as types.MethodType(function, module) or as a forward hook; for the "
+            f"reference you can also give ref_model (PPO), or set beta to 0 (GRPO, RLOO)."
+        )
+    return copied
+
+
+def _computes_with(copied: PreTrainedModel, model: PreTrainedModel) -> bool:
+    """True if a forward of a copy uses a parameter of the model that was copied."""
+    theirs, was_training = _Uses(map(id, model.parameters())), copied.training
+    device = next(copied.parameters()).device
+    with torch.no_grad(), theirs, contextlib.suppress(RuntimeError, TypeError, ValueError):
+        copied.eval()(input_ids=torch.zeros((1, 2), dtype=torch.long, device=device))
+    copied.train(was_training)
+    return theirs.found
+
+
+class _Uses(TorchFunctionMode):
+    """Inside, notes in `found` whether a function of torch gets one of some tensors.
+
+    Args:
+        tensors: the identities of the tensors.
+    """
+
+    def __init__(self, tensors: Iterable[int]) -> None:
+        super().__init__()
+        self.tensors, self.found = frozenset(tensors), False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waiting = [*args, *(kwargs or {}).values()]
+        while waiting:
+            value = waiting.pop()
+            self.found |= id(value) in self.tensors
+            waiting += value if isinstance(value, list | tuple) else ()
+        return func(*args, **(kwargs or {}))
+
+
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy of the model for the reference, without adapters."""
-    copied: Any = copy.deepcopy(model)
+    copied: Any = own_copy(model)
     if has_adapters(copied):
         from peft.utils.other import ModulesToSaveWrapper
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.tensor import DTensor
 
@@ -96,6 +96,23 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+def forward_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., object]]]:
+    """The hooks of a module that may change its outputs, each with what it is called."""
+    tables = ("a forward hook", module._forward_hooks), ("a forward pre-hook", module._forward_pre_hooks)
+    return ((what, hook) for what, table in tables for hook in table.values())
+
+
+def gradient_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., object]]]:
+    """The hooks of a module, and of its own parameters, that run in a backward, each with what it is called."""
+    named: list[tuple[str, Any]] = [("a backward hook", module._backward_hooks)]
+    named += [("a backward pre-hook", module._backward_pre_hooks)]
+    for name, parameter in module.named_parameters(recurse=False):
+        of_parameter: Any = parameter
+        named += [(f"a gradient hook of {name!r}", of_parameter._backward_hooks)]
+        named += [(f"a gradient hook of {name!r}", of_parameter._post_accumulate_grad_hooks)]
+    return ((what, hook) for what, table in named for hook in (table or {}).values())
+
+
 def extensions_folder() -> Path:
     """The folder in which torch compiles extensions, each in a folder of its own."""
     from torch.utils import cpp_extension
@@ -127,6 +144,8 @@ __all__ = [
     "CHECKPOINT_METADATA_CLASSES",
     "StorageInfo",
     "extensions_folder",
+    "forward_hooks",
+    "gradient_hooks",
     "has_step_hooks",
     "memory_of",
     "takes_argument",

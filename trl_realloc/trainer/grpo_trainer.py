@@ -106,7 +106,8 @@ class PlannedPolicyTrainer(Trainer):
             hidden = {"use_vllm": False, "beta": 0.0}  # TRL makes no engine and no reference
             if is_by_name:  # nor does it say that it ignores settings of a model that has been loaded by them
                 hidden["model_init_kwargs"] = None
-        with _hidden(config, **hidden):
+        model = arguments["model"] if self.run is not None else None
+        with _hidden(config, **hidden), _forward_kept(model):
             super().__init__(**arguments)
         if self.run is not None:
             self.run.host.take_over()
@@ -474,6 +475,19 @@ def _hidden(args: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(args, name, value)
+
+
+@contextlib.contextmanager
+def _forward_kept(model: Any) -> Iterator[None]:
+    """Around TRL's constructor, whose newer releases replace the model's forward by a closure over this model, which
+    its copies would run. Afterwards the model has the one that it had, which may be the user's. Does nothing for
+    `None`."""
+    before = vars(model).get("forward") if model is not None else None
+    yield
+    if model is not None:
+        vars(model).pop("forward", None)
+        if before is not None:
+            model.forward = before
 
 
 __all__ = ["GRPOTrainer", "RLOOTrainer"]

@@ -21,7 +21,7 @@ from ...plan.model_spec import FAMILIES, ModelSpec
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 
 # families that vLLM 0.26 and 0.27 generate with the embedding as the head, whatever their config says
@@ -64,19 +64,6 @@ def cpu_head_sizes() -> tuple[int, ...]:
                 if isinstance(statement, ast.Return) and isinstance(statement.value, ast.List):
                     return tuple(map(ast.literal_eval, statement.value.elts))
     return ()
-
-
-def why_not_this_class(model: PreTrainedModel | str) -> str | None:
-    """The reason why vLLM does not compute as a loaded model does: its class is not Transformers' own. `None` if it is,
-    and for a model's name or path."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kind = type(base)
-    if isinstance(model, str) or not hasattr(base, "config") or kind.__module__.startswith("transformers."):
-        return None
-    return (
-        f"vLLM would generate by its own implementation of {base.config.model_type!r}, not by the class "
-        f"{kind.__name__} of {kind.__module__}"
-    )
 
 
 def engine_slots(samples: int, settings: Mapping[str, Any]) -> int:

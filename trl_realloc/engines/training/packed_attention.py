@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...common.notices import notice
+from ..model_changes import described, forward_changes
 from .packed_row import PackedRow, Segment
 from .prefix_attention import PrefixAttention
 from .probe_model import probe_model
@@ -38,7 +39,7 @@ class _LocalAttention:
     show in the outputs of a probe of five tokens, so both are recorded and compared.
 
     Attributes:
-        masks: sizes in the masks that the model asks for.
+        masks: sizes in the masks that the model asks for; a word for a mask that it, or a layer, makes itself.
         windows: sizes that its attention layers pass.
     """
 
@@ -51,7 +52,7 @@ class _LocalAttention:
         return self.masks <= self.windows
 
 
-HALVES = {torch.float16, torch.bfloat16}
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 CANNOT_RUN = (
     TypeError,
     ValueError,
@@ -80,8 +81,11 @@ def _packed_attention(
     if row is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.pop("sliding_window", None)
-    if (local_attention := _probed.get()) is not None and window is not None:
-        local_attention.windows.add(window)
+    if (local_attention := _probed.get()) is not None:
+        if window is not None:
+            local_attention.windows.add(window)
+        if attention_mask is not None and attention_mask.dim() == 4:  # `_packed_mask` has made none
+            local_attention.masks.add("mask or bias of an attention layer")
     if window is not None and window >= max(row.lengths):
         window = None
     if has_varlen(query, value, kwargs):
@@ -144,22 +148,22 @@ def packs(model: PreTrainedModel) -> bool:
     `PACKED`, which is plain sdpa for every other caller.
 
     No flag of Transformers tells this. A recurrent layer, a custom attention or learned absolute positions would mix or
-    misplace samples, so the model is run on five tokens, or a `probe_model` if its weights are in 16 bits or not read
-    yet. Windows and chunks that its attention layers do not know would be lost, so the masks that it asks for are
-    compared with the layers' windows.
+    misplace samples, so a `probe_model` of the model is run on five tokens. Windows and chunks that its attention
+    layers do not know would be lost, so the masks that it asks for are compared with the layers' windows. What a user
+    has put on the model (`model_changes`) may do anything with a row, and sees padded samples.
 
     The answer is kept in `model.packs_rows`. A model whose weights are filled later gets it from the model whose
     weights it will have. A model with flash attention keeps it, and gets the bounds of the samples.
     """
     known: bool | None = getattr(model, "packs_rows", None)
     if known is None:
-        known, model.shares_rows = _packs(model)
+        changes = forward_changes(model)
+        known, model.shares_rows = (False, False) if changes else _packs(model)
         model.packs_rows = known
         base, attention = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
         if not known:
-            notice(
-                f"{base} (attention {attention}): samples are padded, because the model mixes samples that share a row."
-            )
+            reason = f"it has {described(changes)}" if changes else "the model mixes samples that share a row"
+            notice(f"{base} (attention {attention}): samples are padded, because {reason}.")
         elif not model.shares_rows:
             notice(
                 f"{base} (attention {attention}): a prompt is computed once for each of its samples; with attention "
@@ -216,15 +220,15 @@ def _packs(model: PreTrainedModel) -> tuple[bool, bool]:
 def _models_to_run(backbone: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The models of which the first that can be run answers for a backbone.
 
-    One whose weights are not read yet cannot be run itself. In 16 bits a GPU multiplies rows of another number of
-    tokens by other kernels, whose results differ by more than a weak mixing of samples would change them. A quantized
-    model has layers that cannot compute with other weights.
+    A `probe_model` shows what a new model hides, whose parameters may begin at zero; and on a GPU rows of another
+    number of tokens are multiplied by other kernels, whose results in 16 bits differ by more than a weak mixing of
+    samples would change them. A quantized model has layers that cannot compute with other weights. One whose weights
+    are not read yet cannot be run itself.
     """
     if any(p.is_meta for p in backbone.parameters()):
         yield probe_model(backbone)
         return
-    dtypes = {p.dtype for p in backbone.parameters()}
-    if dtypes & HALVES and dtypes <= {*HALVES, torch.float32}:
+    if all(p.dtype in FLOATS for p in backbone.parameters()):
         with contextlib.suppress(*CANNOT_RUN):
             yield probe_model(backbone)
     yield backbone

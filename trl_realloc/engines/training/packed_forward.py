@@ -25,6 +25,7 @@ from ...plan.prefix_tree import PrefixTree
 from ..base import Support
 from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
+from ..model_changes import forward_changes
 from .kept_forward import KeptForward
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs, shares_rows
@@ -142,8 +143,12 @@ class PolicyHead(RoleHead):
         # (logits, targets, temperature, support) -> logprobs, entropy; `vocab_parallel` for tensor parallelism
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = TokenLogprobs.apply
         self.vocabulary_group: MeshGroup | None = None  # over which tensor parallelism splits the language head
-        self.may_slice = logits_are_of_head(base_of(model))
-        self.takes_logits_to_keep = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
+        changes = forward_changes(model)
+        self.may_slice = not changes and logits_are_of_head(base_of(model))
+        # what a user has put on the model gets the logits of all tokens, in their places
+        self.takes_logits_to_keep = (
+            not changes and "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
+        )
 
     def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples, packed_row)

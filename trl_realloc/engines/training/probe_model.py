@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_NOISE = 0.3  # standard deviation of what is added to vectors, whose initial values are mostly 0 or 1
+
+
 class PassThrough(nn.Module):
     """Replaces a module of a model; returns its first argument."""
 
@@ -27,9 +30,10 @@ class PassThrough(nn.Module):
 
 
 def probe_model(backbone: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a backbone in float32 on the CPU, with other weights: each matrix shows a vector of random numbers from
-    another position in every row, so it takes the memory of a row and a column. Of layers that differ only by their
-    number one is left. If the model cannot compute with such matrices, they are in memory whole.
+    """A copy of a backbone in float32 on the CPU, with other weights. All are drawn, because a parameter that begins at
+    zero may switch a part of the model off. Each matrix shows a vector of random numbers from another position in every
+    row, so it takes the memory of a row and a column. Of layers that differ only by their number one is left. If the
+    model cannot compute with such matrices, they are in memory whole.
 
     Args:
         backbone: on any device, the meta device included. Its parameters are not read.
@@ -62,9 +66,19 @@ def _with_numbers(backbone: PreTrainedModel, *, shares_memory: bool) -> PreTrain
                 module._parameters[leaf] = made.setdefault(parameter, _drawn(parameter, draws, shares_memory))
     with torch.random.fork_rng(devices=[]):
         probe.initialize_weights()  # of vectors, such as the weights of norms
+    _draw_vectors(probe, draws)
     if any(parameter.dim() == 3 for parameter in made) and hasattr(probe, "set_experts_implementation"):
         probe.set_experts_implementation("eager")  # one expert after the other; other ways need whole matrices
     return probe.float()
+
+
+def _draw_vectors(probe: nn.Module, draws: torch.Generator) -> None:
+    """Add random numbers to the vectors among the parameters, and to the buffers that a checkpoint has."""
+    vectors = [parameter for parameter in probe.parameters() if parameter.dim() < 2]
+    saved = probe.state_dict(keep_vars=True)
+    for tensor in [*vectors, *(buffer for name, buffer in probe.named_buffers() if name in saved)]:
+        if tensor.is_floating_point() and not tensor.is_meta:
+            tensor.data = tensor + _NOISE * torch.randn(tensor.shape, generator=draws)
 
 
 def _without_parameters(backbone: PreTrainedModel) -> PreTrainedModel:

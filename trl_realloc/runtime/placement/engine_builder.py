@@ -6,7 +6,6 @@ The plan chooses each call's engine. How calls use the engines is in `placement`
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from transformers.utils import logging
 from ...engines.base import EngineError, InPlaceEngine, ScoringEngine, TrainingEngine
 from ...engines.device import is_accelerator, release_cached_memory
 from ...engines.generation.transformers import TransformersEngine
+from ...engines.models import own_copy
 from ...engines.training.fused_training import FusedTraining
 from ...engines.training.megatron import MegatronEngine
 from ...engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
@@ -155,7 +155,7 @@ class EngineBuilder:
             self._build_frozen(follower, model)
         for call in copied:
             is_last = not trains and copied_here[-1:] == [call]
-            copied_model = (model if is_last else copy.deepcopy(model)) if call in copied_here else None
+            copied_model = (model if is_last else own_copy(model)) if call in copied_here else None
             self._follow(call, home, model, copied_model)
             if copied_model is not None:
                 self.engines[call] = [self._copy_engine(call, home, copied_model)]

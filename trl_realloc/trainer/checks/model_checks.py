@@ -24,6 +24,7 @@ from ...algorithms.rewards import Rewards
 from ...common.errors import shown
 from ...engines.device import is_accelerator
 from ...engines.generation.vllm_support import why_not_served
+from ...engines.model_changes import described, forward_changes
 from ...engines.model_configs import ModelError
 from ...engines.models import adapted_policy, generated_config
 from ...engines.training.weight_export import why_not_merged
@@ -111,11 +112,29 @@ def _check_model(model: object, argument: str) -> None:
                 f"{argument} has {labels} outputs (num_labels), but a value or a reward is one number; load it with "
                 f"AutoModelForSequenceClassification.from_pretrained(…, num_labels=1)."
             )
+        check_read_in_parts(model, argument)
         if argument == "value_model" and not hasattr(base, "score"):
             raise ModelError(
                 f"value_model ({type(base).__name__}) has no `score` layer to read a value at every token with; use a "
                 f"decoder's AutoModelForSequenceClassification."
             )
+
+
+def check_read_in_parts(model: PreTrainedModel, argument: str) -> None:
+    """Check that nothing a user has put on a classifier is around its backbone and its `score` layer, which the engines
+    call one after the other. So does TRL's PPO, where the forward of a user's class is therefore allowed.
+
+    Raises:
+        ModelError: there is something.
+    """
+    around = [change for change in forward_changes(model) if not change.module and "forward" in change.what]
+    if not around or not hasattr(base_of(model), "score"):
+        return
+    why = f"{argument} has {described(around)}, which is not called: its backbone and its `score` layer are"
+    if argument != "reward_funcs" and all(change.of_class for change in around):
+        logger.warning(f"{why}, as in TRL.")
+        return
+    raise ModelError(f"{why}; put it on one of these{'' if argument == 'value_model' else ', or give a function'}.")
 
 
 class Obstacle(NamedTuple):
@@ -252,6 +271,24 @@ def why_adapted_not_generated(adapted: PreTrainedModel, config: PretrainedConfig
     if (problem := why_not_merged(adapted)) is not None or generated is config:  # without adapters it has been checked
         return problem
     return why_not_served(generated, on_cpu=not is_accelerator(device))
+
+
+def why_not_this_model(model: PreTrainedModel | str) -> str | None:
+    """The reason why vLLM does not compute as a loaded model does: its class is not Transformers' own, or a user has
+    changed the object (`model_changes`). `None` if there is none, and for a model's name or path."""
+    if isinstance(model, str) or not hasattr(model, "config"):
+        return None
+    base = base_of(model)
+    kind = type(base)
+    if not kind.__module__.startswith("transformers."):
+        return (
+            f"vLLM would generate by its own implementation of {base.config.model_type!r}, not by the class "
+            f"{kind.__name__} of {kind.__module__}"
+        )
+    changes = forward_changes(model)
+    if not changes:
+        return None
+    return f"vLLM generates by a model's config and weights alone, and the policy has {described(changes)}"
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:

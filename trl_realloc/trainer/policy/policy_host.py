@@ -18,7 +18,6 @@ from transformers.utils import logging
 from ...algorithms.prompts import columns_of, is_made_when_read
 from ...algorithms.rewards import event_loop, is_async
 from ...engines.generation.sampling_checks import engine_only_settings
-from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import Role
 from ...runtime.calls.training_calls import check_first_weights
 from ...runtime.executor import Executor
@@ -78,8 +77,6 @@ class PolicyHost:
         """Put the plan's calls in the place of TRL's, after the constructor of TRL's class. All ranks together."""
         trainer, run = self.trainer, self.trainer.run
         trainer.model = trainer.model_wrapped = run.placed.setup.models_before_start[Role.ACTOR]
-        # newer releases of TRL replace the method by a closure over this model, which its copies would run
-        vars(base_of(trainer.model)).pop("forward", None)
         trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False  # the engines do what the launcher asked for
         run.follow_callbacks()
         trainer.accelerator.backward = lambda loss, **_: self.loss.backward(loss)

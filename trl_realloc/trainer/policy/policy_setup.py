@@ -154,6 +154,7 @@ def _check_models(
     configs = role_configs(given, graph, config, given_dtype(args, config))
     for reward_config, reward in zip(configs.get(Role.REWARD, ()), given.reward_models, strict=True):
         model_checks.check_config_of(reward_config, reward, given.reward_argument)
+        model_checks.check_read_in_parts(reward, given.reward_argument)
     check_optimizer(args, given.optimizer, given.scheduler, {"model": model})
     given = replace(given, processing_class=given.processing_class or _load_tokenizer(args, model))
     copies_adapter = has_adapters(model) and Role.REFERENCE in graph.roles

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...engines.generation.sampling_checks import needs_tokenizer
+from ...engines.model_changes import described, forward_changes
 from ...plan.dataflow import Role
 from ...plan.execution_plan import ExecutionPlan
 from ...runtime.executor import Executor, make_executor
@@ -22,6 +23,7 @@ from ...runtime.process_groups import wait_for_all
 from ...runtime.samples.drawn_samples import DrawnSamples
 from ..checkpoint.identity import Identity
 from ..checkpoint.write_errors import WriteErrors
+from ..checks.config_checks import ConfigError
 from .run_setup import RunSetup
 
 
@@ -124,8 +126,14 @@ class PlacedPlan:
         self.host.follow(self.executor)
 
     def start(self) -> None:
-        """Load the models and start the engines, unless it has been done for this plan."""
+        """Load the models and start the engines, unless it has been done for this plan.
+
+        Raises:
+            ConfigError: vLLM is to generate, and something has been put on the policy since the plan was chosen.
+        """
         has_models = self.placement.started
+        if not has_models:
+            self._check_policy()
         self.placement.start()
         if has_models:
             return
@@ -134,6 +142,15 @@ class PlacedPlan:
         self.setup = self.setup.started(models)
         self.placement.roles = self.setup.roles
         self.placement.options = replace(self.placement.options, make_optimizer=self.setup.make_optimizer)
+
+    def _check_policy(self) -> None:
+        policy = self.setup.models_before_start[Role.ACTOR]
+        changes = [change for change in forward_changes(policy) if not change.of_class]
+        if changes and self.plan["actor.generate"].engine == "vllm":
+            raise ConfigError(
+                f"the trainer's model has {described(changes)}, and vLLM, which is to generate, has its config and "
+                f"weights alone; put it on the model before the trainer is made, and give the trainer this model."
+            )
 
     def _module_of(self, role: Role, structure: PreTrainedModel) -> PreTrainedModel:
         """This rank's module of a trained role; the structure without weights on a rank without a part of the role."""

@@ -35,9 +35,10 @@ logger = logging.get_logger(__name__)
 
 def can_change_plan(setup: RunSetup) -> bool:
     """True if the run's state can be moved to another plan. It cannot with adapters, with a policy or a critic that is
-    frozen in part, with an optimizer of the user's, or with one that cannot be sharded."""
+    frozen in part, with models that the user has changed, with an optimizer of the user's, or with one that cannot be
+    sharded."""
     is_default = setup.make_optimizer.func is make_optimizer
-    if setup.roles[Role.ACTOR].adapted or setup.is_frozen_in_part or not is_default:
+    if setup.roles[Role.ACTOR].adapted or setup.is_fixed or not is_default:
         return False
     return can_be_sharded(setup.make_optimizer, torch.device("cpu"))  # another plan may shard its state
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ...common.errors import in_file
 from ...common.notices import notice
 from ...engines.device import is_accelerator
-from ...engines.generation.vllm_support import is_vllm_available, why_not_served, why_not_this_class
+from ...engines.generation.vllm_support import is_vllm_available, why_not_served
 from ...engines.model_configs import read_config
 from ...plan.cluster import Cluster
 from ...plan.dataflow import DataflowGraph
@@ -29,6 +29,7 @@ from ...runtime.launch.hosts import Process, cluster_of, meet, without_gpus
 from ...runtime.launch.launcher import check_device
 from ..accelerate_plugin import ReallocationPlugin
 from ..checks.config_checks import ConfigError, by_transformers
+from ..checks.model_checks import why_not_this_model
 from ..checks.unfollowed_settings import Then, unfollowed_settings
 from ..trainer_inputs import path_as_text
 
@@ -119,7 +120,7 @@ def _why_not_vllm(model: PreTrainedModel | str, config: PretrainedConfig, device
     """
     if device.type not in ("cpu", "cuda"):
         return f"vLLM engines run on CUDA GPUs and on the CPU, and the job's device is {device}"
-    problem = why_not_this_class(model)
+    problem = why_not_this_model(model)
     if problem is None and config is not None:
         problem = why_not_served(config, on_cpu=not is_accelerator(device))
     return problem

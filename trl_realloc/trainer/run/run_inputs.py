@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...algorithms.rewards import Rewards
+from ...engines.model_changes import described, model_changes
 from ...plan.dataflow import DataflowGraph, Role
 from ...profiling.job_models import JobModels
 from ..accelerate_plugin import ReallocationPlugin
@@ -52,6 +53,19 @@ class RunInputs:
     def own_reference(self) -> bool:
         """True if the user gave a reference model."""
         return self.given.ref_model is not None
+
+    def changes(self) -> dict[Role, str]:
+        """What the user has put on the model objects of a role (`model_changes`), in words; without the roles whose
+        models have nothing."""
+        given = self.given
+        models: dict[Role, Sequence[object]] = {
+            Role.ACTOR: [given.model],
+            Role.REFERENCE: [given.ref_model if self.own_reference else given.model],
+            Role.CRITIC: [given.value_model],
+            Role.REWARD: given.reward_models,
+        }
+        found = {role: [c for model in models[role] for c in model_changes(model)] for role in self.graph.roles}
+        return {role: described(changes) for role, changes in found.items() if changes}
 
     def job_models(self) -> JobModels:
         """The models as the planner reads them. None is loaded."""

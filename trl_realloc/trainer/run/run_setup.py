@@ -55,7 +55,8 @@ class RunSetup:
         job_plan: the plan with its estimate.
         job: the planner's input.
         train_dataset: of PPO tokenized, of other trainers as the user gave it.
-        is_frozen_in_part: some parameters of a trained model that the user gave are not trained.
+        is_fixed: a model that the user gave is more than its config and its weights: some parameters of a trained one
+            are not trained, or it has changes (`model_changes`).
     """
 
     plan: ExecutionPlan
@@ -68,7 +69,7 @@ class RunSetup:
     job_plan: JobPlan
     job: Job
     train_dataset: Any
-    is_frozen_in_part: bool
+    is_fixed: bool
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -99,6 +100,7 @@ class PlanCheck:
         configs: the Transformers config of every model of every role.
         adapters: the PEFT configs of the policy's adapters, by their names.
         sharding: how the optimizer may be sharded.
+        changes: as of `RunInputs`.
         own_reference, copies_adapter: as of `RunInputs`.
     """
 
@@ -107,6 +109,7 @@ class PlanCheck:
     adapters: Mapping[str, Any]
     sharding: OptimizerSharding
     processes: Sequence[Process]
+    changes: Mapping[Role, str]
     own_reference: bool
     copies_adapter: bool
 
@@ -121,6 +124,13 @@ class PlanCheck:
                 "the reference of a policy with an adapter is a copy of the adapter beside it, so reference.forward "
                 "runs on the mesh and in the layout of actor.train, as in plan: flatten."
             )
+        for name, assignment in plan.assignments.items():
+            role = plan.graph.call(name).role
+            if assignment.engine == "megatron" and role in self.changes:
+                raise PlanError(
+                    f"{name} has engine megatron, which splits the modules of a model, and the {role}'s has "
+                    f"{self.changes[role]}; use engine zero."
+                )
         precision, deepspeed = compute_dtype(self.args), launched_deepspeed_config(self.args)
         adapted = [Role.ACTOR] if self.adapters else []
         check_plan(self.args, plan, self.configs, adapted, precision, deepspeed, own_reference=self.own_reference)
@@ -144,6 +154,7 @@ def plan_check(run: RunInputs) -> PlanCheck:
         adapter_configs(given.model, given.peft_config),
         OptimizerSharding(run.args, settings),
         request.processes,
+        run.changes(),
         run.own_reference,
         run.copies_adapter,
     )
@@ -168,7 +179,8 @@ def plan_run(
         ConfigError, ModelError, PlanError: see `plan_job` and `build_roles`.
     """
     given, request = run.given, run.request
-    job = replace(job, check=check, splits=check.sharding.splits_with(check.adapters))
+    engines = tuple(engine for engine in job.engines if engine != "megatron" or not check.changes)
+    job = replace(job, check=check, engines=engines, splits=check.sharding.splits_with(check.adapters))
     if request.plan is not None:
         job_plan = known_estimate(job, request.plan)
     else:
@@ -194,7 +206,7 @@ def plan_run(
         job_plan=job_plan,
         job=job,
         train_dataset=train_dataset,
-        is_frozen_in_part=frozen_in_part(given.model, given.value_model),
+        is_fixed=bool(check.changes) or frozen_in_part(given.model, given.value_model),
     )
 
 
