@@ -258,7 +258,8 @@ def answers_of(functions: Sequence[FunctionReward], samples: Rollouts, texts: Ca
     async def gathered() -> list[Any]:
         return await asyncio.gather(*(f.result(answer) for f, answer in zip(functions, answers, strict=True)))
 
-    return awaited(gathered())
+    results: list[Any] = awaited(gathered())
+    return results
 
 
 def is_async(function: Any) -> bool:

@@ -140,7 +140,9 @@ def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> 
         logprobs: of the trainer, (rows, tokens).
         ages: of the tokens, (rows, tokens); `None` for 0.
     """
-    difference = logprobs - engine_logprobs(made)
+    engine = engine_logprobs(made)
+    assert engine is not None, "`of_generation` adds them"
+    difference = logprobs - engine
     counts = (made["completion_mask"] * made.get("tool_mask", 1)).bool() & ~difference.isnan()
     difference = difference.masked_fill(~counts, 0.0)
     ratios = difference.sum(1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()[counts.any(1)]
