@@ -6,6 +6,7 @@ lengths that each run's responses had.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,9 @@ class FittedPrices(StreamPrices):
     def slots(self, generation: str) -> int:
         return len(self.known)
 
+    def room(self, generation: str) -> float:
+        return math.inf
+
     def start(self, generation: str) -> float:
         return self.times.start
 
@@ -106,7 +110,7 @@ class FittedPrices(StreamPrices):
     def step(self, generation: str, batch: int, cached: float) -> float:
         return self.times.step + self.times.sample * batch
 
-    def prefill(self, generation: str, lengths: Sequence[int]) -> float:
+    def prefill(self, generation: str, lengths: Sequence[int], shared: float = 0.0) -> float:
         """Of the first prompts it is in `start`; of samples that move, as a forward of the policy."""
         return (
             0.0 if all(length == self.prompt for length in lengths) else self._forward_s("reference.forward", lengths)
