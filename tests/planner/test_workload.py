@@ -62,7 +62,7 @@ def test_what_an_engine_holds_at_a_time_fits_in_its_cache_and_no_token_is_lost(
 
 
 def test_a_sample_that_the_cache_has_no_room_for_waits_and_is_computed_again() -> None:
-    """Four samples of 128 + 8 tokens grow by 91 each, until 908 tokens are full. One waits with its 91 tokens, until the
+    """Four samples of 128 + 8 tokens grow by 91 each, until the cache is full. One waits with its 91 tokens, until the
     others have ended; its prompt and these are computed again."""
     made = work(episodes=4, response_tokens=(100,)).decoding(1, 4, 4 * (128 + 8 + 91) + 3)
     assert [(steps, batch) for steps, batch, _ in made.phases] == [(91, 4), (9, 3), (9, 1)]

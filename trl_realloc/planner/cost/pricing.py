@@ -370,8 +370,8 @@ class Pricing:
         return parts
 
     def prefill(self, spec: ModelSpec, assignment: Assignment, tokens: float, length: float) -> dict[str, float]:
-        """Seconds by cause in which an engine reads `tokens` tokens of samples with `length` tokens each. It computes the
-        logits of the last token of a sample alone."""
+        """Seconds by cause in which an engine reads `tokens` tokens of samples with `length` tokens each, with the
+        logits of each sample's last token."""
         micro = _micro_batches(tokens, PREFILL_TOKENS, assignment.strategy.pp)
         last = tokens / length / micro
         return self._pass(spec, assignment, tokens / micro, tokens * length / micro, micro, answered=last)[0]
