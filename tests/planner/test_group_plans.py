@@ -188,6 +188,21 @@ def test_a_step_on_two_generations_costs_half_a_step_for_each() -> None:
     assert half.parts["optimizer"] == pytest.approx(one.parts["optimizer"] / 2)
 
 
+@pytest.mark.parametrize(
+    ("steps", "accumulated", "iterations", "stay"),
+    [(4, 4, 1, False), (8, 4, 1, False), (2, 4, 2, False), (2, 4, 1, True), (3, 2, 1, True)],
+)
+def test_gradients_stay_on_the_device_while_a_step_goes_on_over_a_generation(
+    steps: int, accumulated: int, iterations: int, stay: bool
+) -> None:
+    """4 bytes of a parameter, which are there beside the engine."""
+    graph, spec = FORMS[-1], llama(7)
+    prices = pricing(1, 8, groups(steps, accumulated, iterations))
+    cost = prices.price(graph.call("actor.train"), [spec], Assignment(DeviceMesh(0, 8), ParallelStrategy(8), "zero"))
+    assert cost.static / spec.elements == 14 + 4 * stay
+    assert cost.gradients / spec.elements == 4 - 4 * stay and cost.transient > cost.gradients
+
+
 def test_a_workload_with_no_optimizer_steps_is_refused() -> None:
     with pytest.raises(PlanError, match=r"mini_batches is above 0, not 0"):
         replace(work(), mini_batches=0)

@@ -117,6 +117,24 @@ def test_an_engine_takes_as_long_as_all_its_steps_one_by_one(lengths: list[int],
         assert sum(span.samples for span in spans) == len(drawn)
 
 
+@pytest.mark.parametrize("completions", [1, 8])
+@pytest.mark.parametrize("share", [0.032, 0.036, 0.5])
+def test_an_engine_whose_cache_is_full_takes_as_long_as_priced_and_reads_the_prompt_of_a_group_once(
+    completions: int, share: float
+) -> None:
+    """A 1B has 1.9 GB of weights, and 131,072 bytes of a token: the caches hold 5,000 tokens, 7,400, and all."""
+    lengths = tuple(range(100, 420, 10))
+    many = work(episodes=64, prompt_tokens=512, response_tokens=lengths, completions=completions)
+    costs = replace(pricing(1, 2, many), vllm_share=share)
+    plan = replace(flatten(costs.cluster, generation_engine="vllm"), streams=Streams(), barrier=True)
+    priced, result = streamed(plan, costs, Streams())
+    spans = [span for span in result.spans if span.call == "actor.generate" and span.device == 0]
+    whole = costs.price(plan.graph.call("actor.generate"), MODELS["actor.generate"], plan["actor.generate"])
+    assert priced.seconds == result.seconds
+    assert sum(span.seconds for span in spans) == pytest.approx(whole.seconds, rel=0.05)
+    assert result.decoded == 2 * sum(lengths)
+
+
 @settings(max_examples=150, deadline=None)
 @given(makers, st.sampled_from([2, 4, 8]), many_lengths, st.integers(8, 60), st.booleans())
 def test_streams_are_not_slower_than_whole_batches_by_more_than_a_forward_and_messages(

@@ -18,7 +18,7 @@ from trl_realloc.planner.cost.workload import BATCHES, Workload
 )
 def test_every_token_is_decoded_whatever_the_slots(lengths: list[int], episodes: int, slots: int) -> None:
     workload = work(response_tokens=tuple(lengths), episodes=episodes)
-    phases = workload.decoding(1, slots)
+    phases = workload.decoding(1, slots).phases
     decoded = sum(steps * batch for steps, batch, _ in phases)
     ordered = sorted(lengths)
     if episodes % len(lengths) == 0:  # neighbouring phases are joined where there are many, and batches are whole
@@ -29,12 +29,60 @@ def test_every_token_is_decoded_whatever_the_slots(lengths: list[int], episodes:
 
 
 def test_equal_lengths_decode_in_one_batch() -> None:
-    assert work(episodes=8, response_tokens=(100,)).decoding(1, 64) == ((100, 8, 128 + 50),)
+    assert work(episodes=8, response_tokens=(100,)).decoding(1, 64) == (((100, 8, 128 + 50),), 0)
 
 
 def test_waiting_samples_take_the_place_of_finished_ones() -> None:
-    phases = work(episodes=8, response_tokens=(100,)).decoding(1, 4)
+    phases = work(episodes=8, response_tokens=(100,)).decoding(1, 4).phases
     assert [(steps, batch) for steps, batch, _ in phases] == [(100, 4), (100, 4)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    groups=st.integers(1, 3),
+    completions=st.sampled_from([1, 4, 8]),
+    share=st.floats(0, 1),
+)
+def test_what_an_engine_holds_at_a_time_fits_in_its_cache_and_no_token_is_lost(
+    lengths: list[int], groups: int, completions: int, share: float
+) -> None:
+    episodes = completions * groups * len(lengths)
+    workload = work(response_tokens=tuple(lengths), episodes=episodes, completions=completions)
+    held = workload.engine_prompt(episodes)
+    least = 128 + max(lengths) + 16  # one sample alone
+    room = least + share * max(0.0, workload.most_cached(episodes) - least)
+    phases, reread = workload.decoding(1, episodes, room)
+    # neighbouring phases are joined where there are many, and their batches are whole
+    decoded = sum(steps * batch for steps, batch, _ in phases)
+    assert decoded == pytest.approx(sum(lengths) * episodes // len(lengths), rel=0.15)
+    assert all((batch - 1) * (cached - 128 + held + 8) <= room for _, batch, cached in phases)
+    whole = workload.decoding(1, episodes)
+    assert sum(steps for steps, _, _ in phases) >= sum(steps for steps, _, _ in whole.phases)
+    assert not whole.reread and reread >= 0
+
+
+def test_a_sample_that_the_cache_has_no_room_for_waits_and_is_computed_again() -> None:
+    """Four samples of 128 + 8 tokens grow by 91 each, until the cache is full. One waits with its 91 tokens, until the
+    others have ended; its prompt and these are computed again."""
+    made = work(episodes=4, response_tokens=(100,)).decoding(1, 4, 4 * (128 + 8 + 91) + 3)
+    assert [(steps, batch) for steps, batch, _ in made.phases] == [(91, 4), (9, 3), (9, 1)]
+    assert made.reread == 128 + 91
+
+
+@pytest.mark.parametrize(
+    ("samples", "completions", "prompt", "computed"),
+    [
+        (32, 8, 400, (400 + 7 * 8) / 8),  # four groups of 8, whose prompts share all but half a block
+        (12, 8, 400, (400 + 5 * 8) / 6),  # a group of 8 and half of another
+        (5, 8, 400, (400 + 4 * 8) / 5),
+        (32, 1, 400, 400),
+        (32, 8, 6, 6),  # less than a block
+    ],
+)
+def test_an_engine_computes_the_prompt_of_a_group_once(
+    samples: int, completions: int, prompt: int, computed: float
+) -> None:
+    assert work(prompt_tokens=prompt, completions=completions).engine_prompt(samples) == pytest.approx(computed)
 
 
 @given(
@@ -53,7 +101,7 @@ def test_engines_get_all_lengths_alike_and_the_slowest_is_priced(
     ordered = sorted(lengths)
     expected = sorted(ordered[(2 * at + 1) * len(lengths) // (2 * episodes)] for at in range(episodes))
     assert sorted(length for engine in drawn for length in engine) == expected
-    assert sum(steps for steps, _, _ in workload.decoding(engines, episodes)) == expected[-1]
+    assert sum(steps for steps, _, _ in workload.decoding(engines, episodes).phases) == expected[-1]
 
 
 @given(
@@ -91,7 +139,7 @@ def test_a_long_tail_is_kept() -> None:
     lengths = [100] * 1996 + [1000] * 4
     workload = work(episodes=512).of_lengths(lengths)
     assert workload.response_tokens[-1] == 1000
-    assert sum(steps for steps, _, _ in workload.decoding(32, 64)) == 1000
+    assert sum(steps for steps, _, _ in workload.decoding(32, 64).phases) == 1000
 
 
 def test_a_measured_distribution_keeps_its_mean() -> None:

@@ -10,6 +10,7 @@ proportional to its tokens.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,9 @@ class KnownTimes(StreamPrices):
     def slots(self, generation: str) -> int:
         return len(self.known)
 
+    def room(self, generation: str) -> float:
+        return math.inf
+
     def start(self, generation: str) -> float:
         return SHIFT_S * next(self.engines)  # once for each, in their order
 
@@ -80,7 +84,7 @@ class KnownTimes(StreamPrices):
     def step(self, generation: str, batch: int, cached: float) -> float:
         return STEP_S
 
-    def prefill(self, generation: str, lengths: Sequence[int]) -> float:
+    def prefill(self, generation: str, lengths: Sequence[int], shared: float = 0.0) -> float:
         return 0.0
 
     def again(self, name: str, seconds: float) -> float:

@@ -131,8 +131,8 @@ class Device:
         passes: how many times what a layer's forward keeps for its backward is moved from or to device memory in the
             forward, by all that is no matrix product. A backward moves twice as much.
         logit_bytes: bytes that are moved for each logit in the forward, beside the head's product.
-        sampled_bytes: the same in a decode step, by the engine's sampler: some 12 reads and writes of float32 (the cast,
-            temperature, softmax, the draw, the rank of the drawn token).
+        sampled_bytes: bytes that an engine's sampler moves for each logit of a decode step: some 12 reads and writes of
+            float32 (the cast, temperature, softmax, the draw, the rank of the drawn token).
         own_adapters: whether each device of a node has an adapter of its own, so that a collective over several devices
             of each node has the bandwidth of all their adapters. False if the devices of a node share one adapter, and
             if `between` was fitted to collectives of whole nodes, which has this bandwidth already.

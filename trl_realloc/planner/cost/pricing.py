@@ -22,7 +22,7 @@ from .device_memory import DeviceMemory
 from .engine_room import EngineRoom, engine_peak
 from .estimate_factors import Corrections
 from .hardware import Link, Rates
-from .workload import Workload
+from .workload import Decoding, Workload
 from .zero_costs import DataParallelGroup, backward_bucket, gathered_bytes, held_bucket, whole_gradient
 
 
@@ -88,8 +88,9 @@ class Pricing:
         if not rooms or self.memory is None:
             return self.shares[-1:]
         starts = max(room.needed for room in rooms) / self.memory.total
-        mean = self.workload.longest / self.longest_request  # a request may be longer than any sample
-        all_at_once = max(room.needed + room.request * (mean * min(each, MOST_SLOTS) - 1) for room in rooms)
+        # in requests, one of which is counted already; a request may be longer than any sample
+        requests = self.workload.most_cached(min(each, MOST_SLOTS)) / self.longest_request
+        all_at_once = max(room.needed + room.request * max(0.0, requests - 1) for room in rooms)
         least, most = (self._enough(share) for share in (starts, all_at_once / self.memory.total))
         between = self._enough((least + most) / 2)
         return tuple(sorted({least, between, most, *(share for share in self.shares if share == MEMORY_SHARE > least)}))
@@ -189,7 +190,15 @@ class Pricing:
         return CallCost(parts, size, working)
 
     def _pass(
-        self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float, micro: int, *, train: bool = False
+        self,
+        spec: ModelSpec,
+        assignment: Assignment,
+        tokens: float,
+        squared: float,
+        micro: int,
+        *,
+        train: bool = False,
+        answered: float | None = None,
     ) -> tuple[dict[str, float], float]:
         """Forwards, and with `train` backwards, of `micro` micro-batches through all pipeline stages.
 
@@ -199,12 +208,13 @@ class Pricing:
         Args:
             tokens: number of tokens of a micro-batch.
             squared: sum of the squared lengths of the samples of a micro-batch.
+            answered: number of tokens of a micro-batch whose logits are computed; `None` for those of the responses.
 
         Returns:
             Seconds by cause, and the compute seconds of one stage for one micro-batch.
         """
         pp = assignment.strategy.pp
-        stage = self._stage(spec, assignment, tokens, squared, train=train)
+        stage = self._stage(spec, assignment, tokens, squared, train=train, answered=answered)
         parts = {"compute": micro * stage.compute}
         if assignment.strategy.tp > 1:
             parts["tensor"] = micro * stage.tensor
@@ -214,13 +224,21 @@ class Pricing:
         return parts, stage.compute
 
     def _stage(
-        self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float, *, train: bool
+        self,
+        spec: ModelSpec,
+        assignment: Assignment,
+        tokens: float,
+        squared: float,
+        *,
+        train: bool,
+        answered: float | None = None,
     ) -> StageSeconds:
         """One micro-batch on the slowest pipeline stage, with the arguments of `_pass`."""
         strategy, rates, work = assignment.strategy, self.rates, self.workload
         tensor_link, pipeline_link = self._links(assignment)
         layers = self._stage_layers(spec, assignment)
-        answered = tokens * work.mean_response / work.mean_length  # the head runs only at response positions
+        if answered is None:
+            answered = tokens * work.mean_response / work.mean_length  # the head runs only at response positions
         layer = layers * rates.layer(spec, tokens, squared, strategy.tp)
         forward, backward = layer + rates.head(spec, answered, strategy.tp), 0.0
         if train:
@@ -259,6 +277,8 @@ class Pricing:
         working = self._working(spec, largest, strategy, backward=True, held=held)
         working += max(0.0, whole_gradient(spec, assignment) - without_kept)
         working += backward_bucket(spec, assignment) + gathered_bytes(spec, assignment)
+        if work.updates % 1:  # an optimizer step goes on over a generation, and its gradients are there meanwhile
+            return CallCost(parts, static + held_gradients, working)
         return CallCost(parts, static, working + held_gradients, held_gradients)
 
     def _training_micro_batches(self, assignment: Assignment) -> tuple[int, float, float]:
@@ -287,17 +307,20 @@ class Pricing:
     def _generate(self, spec: ModelSpec, assignment: Assignment) -> CallCost:
         strategy, work = assignment.strategy, self.workload
         share = math.ceil(work.episodes / strategy.dp)
-        slots, static, cache = self._engine_memory(spec, assignment, share)
+        slots, room, static, cache = self._engine_memory(spec, assignment, share)
+        read = share * work.prompt_tokens
         if assignment.engine == "transformers":  # no slot is refilled before the whole batch ends
             steps = work.response_tokens[-1]
             mean = work.prompt_tokens + steps / 2
-            phases: Sequence[tuple[int, int, float]] = [(steps * math.ceil(share / slots), min(share, slots), mean)]
+            decoding = Decoding(((steps * math.ceil(share / slots), min(share, slots), mean),))
         else:
-            phases = work.decoding(strategy.dp, slots)
+            decoding, read = work.decoding(strategy.dp, slots, room), share * work.engine_prompt(share)
         parts: dict[str, float] = {}
-        for steps, batch, cached in phases:
+        for steps, batch, cached in decoding.phases:
             _add(parts, self.decode_step(spec, assignment, batch, cached), steps)
-        _add(parts, self.prefill(spec, assignment, share * work.prompt_tokens, work.prompt_tokens))
+        _add(parts, self.prefill(spec, assignment, read, work.prompt_tokens))
+        if decoding.reread:
+            _add(parts, self.prefill(spec, assignment, decoding.reread, work.prompt_tokens + work.mean_response / 2))
         load = {"load": self.load_seconds(spec, assignment)}
         if sleeps(assignment):
             load, static, cache = {"load": load["load"] + SLEEP}, 0.0, cache + static
@@ -340,15 +363,18 @@ class Pricing:
         _add(parts, {"memory" if reading > busy else "compute": pp * layers * max(reading, busy)})
         size = part * spec.hidden * spec.activation_bytes
         if not rates.decodes_whole:
-            parts["tensor"] = pp * layers * 2 * tensor_link.all_reduce(size, tp)
+            logits = part * spec.outputs * spec.activation_bytes
+            parts["tensor"] = pp * layers * 2 * tensor_link.all_reduce(size, tp) + tensor_link.gather(logits, tp)
         if pp > 1:
             parts["pipeline"] = pp * pipeline_link.send(size)
         return parts
 
     def prefill(self, spec: ModelSpec, assignment: Assignment, tokens: float, length: float) -> dict[str, float]:
-        """Seconds by cause in which an engine reads `tokens` tokens of samples with `length` tokens each."""
+        """Seconds by cause in which an engine reads `tokens` tokens of samples with `length` tokens each, with the
+        logits of each sample's last token."""
         micro = _micro_batches(tokens, PREFILL_TOKENS, assignment.strategy.pp)
-        return self._pass(spec, assignment, tokens / micro, tokens * length / micro, micro)[0]
+        last = tokens / length / micro
+        return self._pass(spec, assignment, tokens / micro, tokens * length / micro, micro, answered=last)[0]
 
     def forward_of(self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float) -> dict[str, float]:
         """Seconds by cause of one replica's forward of `tokens` tokens; `squared` is the sum of the squared lengths."""
@@ -362,33 +388,44 @@ class Pricing:
     def _stage_layers(self, spec: ModelSpec, assignment: Assignment) -> int:
         return math.ceil(_layers(spec) / assignment.strategy.pp)
 
-    def slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> int:
-        """The number of samples that an engine decodes at once, of `share` samples that it has."""
-        return self._engine_memory(spec, assignment, share)[0]
+    def engine_slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float]:
+        """The largest number of samples that an engine decodes at once, of `share` samples that it has, and the tokens
+        whose keys and values its cache holds."""
+        return self._engine_memory(spec, assignment, share)[:2]
 
-    def _engine_memory(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float]:
+    def slots(self, spec: ModelSpec, assignment: Assignment, share: int, held: float | None = None) -> int:
+        """The number of samples that an engine decodes at once, of `share` samples that it has.
+
+        Args:
+            held: tokens of each that the cache holds; `None` for those of the longest sample.
+        """
+        slots, room = self.engine_slots(spec, assignment, share)
+        return max(1, int(min(slots, room / (held or self.workload.longest))))
+
+    def _engine_memory(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float, float]:
         """The batch and the memory of an engine that generates `share` samples.
 
         Returns:
-            Number of samples decoded at once, static bytes, and bytes that are added while generating: of the cache
-            and, by Transformers, of the weights that autocast keeps cast.
+            The largest number of samples decoded at once, the tokens whose keys and values the cache holds, static
+            bytes, and bytes that are added while generating: of the cache and, by Transformers, of the weights that
+            autocast keeps cast.
         """
         strategy = assignment.strategy
         weights = _part(spec, strategy) * spec.bytes_per_element
-        cache = self.workload.longest * spec.kv_bytes_per_token / strategy.pp  # bytes of one sample
-        cache /= min(strategy.tp, max(spec.kv_heads, 1))
+        of_token = _cache_bytes(spec, strategy)
+        cache = self.workload.longest * of_token  # bytes of one sample
         if assignment.engine == "transformers":
             fitting = int(self.workload.forward_tokens / self.workload.longest)
             slots = min(share, max(1, self.workload.generation_batch or fitting))
-            return slots, weights, slots * cache + kept_casts(spec)
+            return slots, math.inf, weights, slots * cache + kept_casts(spec)
         share = min(share, MOST_SLOTS)
         if self.memory is None:
-            return share, weights, share * cache
+            return share, math.inf, weights, share * cache
         room = self.engine_room(spec, assignment, share)
         assert room is not None, "the memory is known"
         if room.share < room.needed:  # it counts as more than the device, so that the memory check refuses it
-            return 1, max(weights, self.memory.total) + cache, 0.0
-        return min(share, max(1, int(room.cache / cache)) if cache else share), room.share, 0.0
+            return 1, math.inf, max(weights, self.memory.total) + cache, 0.0
+        return share, room.cache / of_token if of_token else math.inf, room.share, 0.0
 
     @property
     def longest_request(self) -> float:
@@ -401,10 +438,10 @@ class Pricing:
             return None
         strategy = assignment.strategy
         weights = _part(spec, strategy) * spec.bytes_per_element
-        of_token = spec.kv_bytes_per_token / strategy.pp / min(strategy.tp, max(spec.kv_heads, 1))
         longest = self.longest_request
         peak = engine_peak(spec, strategy.tp, share, longest) if self.memory.is_gpu else 0.0
-        return EngineRoom(self.memory.total * self.share_of(assignment), weights, peak, longest * of_token)
+        request = longest * _cache_bytes(spec, strategy)
+        return EngineRoom(self.memory.total * self.share_of(assignment), weights, peak, request)
 
     # --- memory and shared processors --------------------------------------------------------------------------------
 
@@ -452,6 +489,11 @@ def _add(parts: dict[str, float], more: Mapping[str, float], times: float = 1.0)
 def _part(spec: ModelSpec, strategy: ParallelStrategy) -> float:
     """Elements of the largest part of a model under tensor and pipeline parallelism."""
     return spec.stage_elements(strategy.pp) / strategy.tp
+
+
+def _cache_bytes(spec: ModelSpec, strategy: ParallelStrategy) -> float:
+    """Bytes of the keys and values of a token on a device of an engine."""
+    return spec.kv_bytes_per_token / strategy.pp / min(strategy.tp, max(spec.kv_heads, 1))
 
 
 def _layers(spec: ModelSpec) -> int:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from random import Random
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...common.errors import PlanError, Problems
 from ...plan.prefix_tree import LEAST_SHARED
@@ -24,6 +25,22 @@ QUANTILES = 256
 MOST_SAMPLES = 4096  # of an engine; more only repeat the pattern
 BATCHES = 16  # with different samples; how long their longest are averages out over so many
 MOST_DEALT = 65_536  # samples of these batches together; larger batches differ less
+# Tokens of a sample's last block of vLLM's cache (16 tokens a block) that are not of whole blocks, on average. They are
+# not shared with other samples of the prompt, and as many places of the block are empty.
+HALF_BLOCK = 8
+
+
+class Decoding(NamedTuple):
+    """The decoding of one engine.
+
+    Args:
+        phases: (steps, samples in the batch, mean cached tokens of a sample), one after the other.
+        reread: tokens that are computed again, of samples whose keys and values were given up because the cache was
+            full.
+    """
+
+    phases: tuple[tuple[int, int, float], ...]
+    reread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -194,17 +211,37 @@ class Workload:
         """Number of optimizer steps in an iteration; below 1 where a step trains on the batches of several."""
         return self.epochs * self.mini_batches
 
-    def decoding(self, engines: int, slots: int) -> tuple[tuple[int, int, float], ...]:
-        """The phases of decoding in the engine with the longest sample, as (steps, samples in the batch, mean cached
-        tokens of a sample).
+    def engine_prompt(self, samples: float) -> float:
+        """Tokens of a prompt that a vLLM engine computes and holds for each of its samples, in the mean. It computes a
+        prompt once for all of its samples, but for the last block. An engine gets whole groups of samples of a prompt,
+        or a part of one (`runtime.samples.shares.deal`).
 
-        When a sample ends, a waiting sample takes its slot.
+        Args:
+            samples: number of samples of the engine.
+        """
+        together = samples / math.ceil(samples / self.completions)
+        return self.prompt_tokens - (1 - 1 / together) * max(0.0, self.prompt_tokens - HALF_BLOCK)
+
+    def most_cached(self, samples: int) -> float:
+        """The most tokens that a vLLM engine holds at a time if it begins all of its samples at once."""
+        held, n = self.engine_prompt(samples) + HALF_BLOCK, len(self.response_tokens)
+        return max(samples * (n - at) / n * (held + length) for at, length in enumerate(self.response_tokens))
+
+    def decoding(self, engines: int, slots: int, room: float = math.inf) -> Decoding:
+        """The decoding of the vLLM engine with the longest sample.
+
+        When a sample ends, waiting samples take its slot and its room. If the cache is full, the sample that was begun
+        last gives its room up. It waits, and its tokens are computed again when there is room.
 
         Args:
             engines: among which the samples are divided (`engine_lengths`).
             slots: largest number of samples in the batch.
+            room: tokens whose keys and values the engine's cache holds.
         """
-        return _decoding(self.prompt_tokens, self.response_tokens, self.episodes, engines, max(1, slots))
+        share = math.ceil(self.episodes / engines)
+        room = math.inf if room >= self.most_cached(share) else room
+        prompts = self.prompt_tokens, self.engine_prompt(share)
+        return _decoding(prompts, self.response_tokens, self.episodes, engines, max(1, min(slots, share)), room)
 
     def engine_lengths(self, engines: int) -> tuple[tuple[int, ...], ...]:
         """The lengths of the responses that each engine generates, in its order. All lengths are equally frequent in
@@ -257,33 +294,56 @@ def _batches(lengths: Sequence[int], drawn: int) -> Iterator[tuple[int, ...]]:
 
 @lru_cache(1024)
 def _decoding(
-    prompt: float, lengths: tuple[int, ...], episodes: int, engines: int, slots: int
-) -> tuple[tuple[int, int, float], ...]:
+    prompts: tuple[float, float], lengths: tuple[int, ...], episodes: int, engines: int, slots: int, room: float
+) -> Decoding:
+    """See `Workload.decoding`.
+
+    Args:
+        prompts: tokens of a prompt that a sample attends to, and that the engine holds for each sample.
+    """
     share = math.ceil(episodes / engines)
-    waiting = _longest_engine(lengths, episodes, engines, MOST_SAMPLES)
-    count = len(waiting)
-    slots = max(1, slots * count // share)
+    engine_lengths = _longest_engine(lengths, episodes, engines, MOST_SAMPLES)
+    count = len(engine_lengths)
     weight = share / count
-    running = [(length, 0) for length in waiting[:slots]]  # (step at which it ends, step at which it began)
-    heapq.heapify(running)
-    following = slots
-    began_sum = 0
-    now, phases = 0, list[tuple[int, int, float]]()
-    while running:
-        end = running[0][0]
-        steps = end - now
-        if steps:
-            cached = prompt + (now + end) / 2 - began_sum / len(running)
-            phases.append((steps, max(1, round(len(running) * weight)), cached))
-            now = end
-        while running and running[0][0] == now:
-            _, began = heapq.heappop(running)
+    slots, room = max(1, slots * count // share), room / weight
+    prompt, held = prompts[0], prompts[1] + HALF_BLOCK
+    waiting = deque((length, 0) for length in engine_lengths)  # (tokens of the response, tokens that there are)
+    running = dict[int, tuple[int, int]]()  # in the order in which they began: (tokens, step at which they had none)
+    ends = list[tuple[int, int]]()  # heap of (step, number of the sample); some have given their room up
+    now = number = reread = began_sum = 0
+    phases = list[tuple[int, int, float]]()
+    while running or waiting:
+        while waiting and len(running) < slots:
+            length, has = waiting[0]
+            n = len(running) + 1
+            if running and n * (held + now + 1) - began_sum + has - now > room:
+                break
+            waiting.popleft()
+            running[number] = length, now - has
+            heapq.heappush(ends, (now + length - has, number))
+            began_sum += now - has
+            number += 1
+        n = len(running)
+        free = room - n * (held + now) + began_sum
+        while ends[0][1] not in running:
+            heapq.heappop(ends)
+        if n > 1 and free < n:
+            _, (length, began) = running.popitem()
             began_sum -= began
-            if following < count:
-                heapq.heappush(running, (now + waiting[following], now))
-                began_sum += now
-                following += 1
-    return _merged(phases)
+            waiting.appendleft((length, now - began))
+            reread += prompts[1] + now - began
+            continue
+        steps = ends[0][0] - now
+        if n > 1 and free < n * steps:
+            steps = int(free / n)
+        if steps:
+            phases.append((steps, max(1, round(n * weight)), prompt + now + steps / 2 - began_sum / n))
+            now += steps
+        while ends and ends[0][0] <= now:
+            _, ended = heapq.heappop(ends)
+            if ended in running:
+                began_sum -= running.pop(ended)[1]
+    return Decoding(_merged(phases), weight * reread)
 
 
 def _merged(phases: Sequence[tuple[int, int, float]], most: int = 48) -> tuple[tuple[int, int, float], ...]:

@@ -71,10 +71,24 @@ class StreamPrices:
         return [drawn[at % engines][at // engines] for at in range(self.episodes)]
 
     def slots(self, generation: str) -> int:
-        """The most samples that an engine decodes at once: all that it has, if its cache has room for them."""
+        """The most samples that an engine decodes at once, however few tokens they have."""
         share = engine_samples(self.plan, generation, self.pricing.workload.episodes)
-        slots = (self.pricing.slots(spec, self.plan[generation], share) for spec in self.specs[generation])
+        slots = (self.pricing.engine_slots(spec, self.plan[generation], share)[0] for spec in self.specs[generation])
         return max(1, round(min(slots, default=share) / self.weight))
+
+    def room(self, generation: str) -> float:
+        """Tokens of simulated samples whose keys and values an engine's cache holds."""
+        share = engine_samples(self.plan, generation, self.pricing.workload.episodes)
+        rooms = (self.pricing.engine_slots(spec, self.plan[generation], share)[1] for spec in self.specs[generation])
+        return min(rooms, default=math.inf) / self.weight
+
+    def shared(self, generation: str) -> float:
+        """Tokens of a prompt that an engine neither computes nor holds for a sample, in the mean, because it has them
+        for another sample of the prompt."""
+        work, assignment = self.pricing.workload, self.plan[generation]
+        if assignment.engine != "vllm":
+            return 0.0
+        return work.prompt_tokens - work.engine_prompt(math.ceil(work.episodes / assignment.strategy.dp))
 
     def start(self, generation: str) -> float:
         """Seconds from an engine's parameters to its first prefill: receiving prompts, waking, loading."""
@@ -111,13 +125,18 @@ class StreamPrices:
             self._steps[key] = seconds
         return self._steps[key]
 
-    def prefill(self, generation: str, lengths: Sequence[int]) -> float:
-        """Seconds in which an engine reads samples with so many tokens each."""
+    def prefill(self, generation: str, lengths: Sequence[int], shared: float = 0.0) -> float:
+        """Seconds in which an engine reads samples with so many tokens each.
+
+        Args:
+            shared: tokens of all of them that it does not compute.
+        """
         tokens, squared = sum(lengths), sum(length * length for length in lengths)
         if not tokens:
             return 0.0
         assignment, times = self.plan[generation], self.weight * self._call(generation).passes
-        parts = (self.pricing.prefill(s, assignment, times * tokens, squared / tokens) for s in self.specs[generation])
+        computed, length = times * (tokens - shared), squared / tokens
+        parts = (self.pricing.prefill(s, assignment, computed, length) for s in self.specs[generation])
         return sum(self._corrected(generation, each) for each in parts)
 
     def score(self, scoring: str, parts: Sequence[Sequence[int]], *, loads: bool) -> float:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..cost.workload import HALF_BLOCK
 from .activities import Activities
 from .stream_cost import StreamPrices
 
@@ -56,9 +57,12 @@ class SimulatedEngine:
         self.decoded = 0  # tokens
         self._waiting = deque((index, 0) for index in samples)  # (sample, tokens that it has)
         self._running: list[tuple[int, int]] = []  # heap of (step at which it ends, sample)
+        self._begun: dict[int, None] = {}  # the running samples in the order in which they got their places
+        self._moved: set[int] = set()  # samples that another engine has begun, whose prompts this one has not
         self._step = 0
         self._offset = 0  # sum over the running samples of their cached tokens at step 0
-        self._slots = prices.slots(work.name)
+        self._slots, self._room = prices.slots(work.name), prices.room(work.name)
+        self._shared = prices.shared(work.name)  # of each sample
         self._segment: tuple[int, int, float] | None = None  # activity, its steps and seconds, of decoding
         self._kept = 0  # steps of an interrupted segment that count when the last of them has ended
         self._least: int | None = None  # most tokens of a sample that is withdrawn; `None` if none are
@@ -78,6 +82,7 @@ class SimulatedEngine:
             samples: the number of tokens that each has.
         """
         self._waiting.extend(sorted(samples.items()))
+        self._moved |= {index for index, has in samples.items() if has}
         self._interrupt()
 
     def withdraw(self, limit: int, least_tokens: int) -> None:
@@ -128,7 +133,9 @@ class SimulatedEngine:
         again = list(self.running().items()) if self._rereads else []
         admitted, self._rereads = [*again, *self._admitted()], False
         if admitted:
-            seconds = self.prices.prefill(self.work.name, [self.work.prompts[index] + has for index, has in admitted])
+            lengths = [self.work.prompts[index] + has for index, has in admitted]
+            shared = self._shared * sum(index not in self._moved for index, _ in admitted)
+            seconds = self.prices.prefill(self.work.name, lengths, shared)
             self.activities.start(seconds, self.work.devices, self._go_on)
         elif self._running:
             self._decode()
@@ -136,20 +143,48 @@ class SimulatedEngine:
             self._is_busy = False
 
     def _admitted(self) -> list[tuple[int, int]]:
-        """The waiting samples that get a place now, and the number of tokens that each has."""
+        """The waiting samples that get a place now, and the number of tokens that each has. There is room for a token
+        more of each sample."""
         admitted: list[tuple[int, int]] = []
         while self._waiting and len(self._running) < self._slots and not self._is_closed:
-            index, has = self._waiting.popleft()
+            index, has = self._waiting[0]
+            if self._running and self._free(self.work.prompts[index] + has) < 0:
+                break
+            self._waiting.popleft()
             heapq.heappush(self._running, (self._step + self.work.lengths[index] - has, index))
+            self._begun[index] = None
             self._offset += self.work.prompts[index] + has - self._step
             admitted.append((index, has))
         self._is_closed = self.work.whole_batches and bool(self._running)
         return admitted
 
+    def _free(self, more: int = 0) -> float:
+        """Tokens for which the cache has room after the next step; below 0 if the step does not fit.
+
+        Args:
+            more: tokens of a further sample.
+        """
+        batch = len(self._running) + bool(more)
+        cached = self._offset + self._step * len(self._running) + more
+        return self._room - cached - batch * (1 + HALF_BLOCK - self._shared)
+
+    def _give_up(self) -> None:
+        """Let the sample that got its place last wait, until there is room for it."""
+        index = next(reversed(self._begun))
+        end = next(end for end, other in self._running if other == index)
+        self._running.remove((end, index))
+        heapq.heapify(self._running)
+        self._waiting.appendleft((index, self.work.lengths[index] - (end - self._step)))
+        self._remove(end, index)
+
     def _decode(self) -> None:
-        """Decode until the next sample ends; of whole batches, until the last does."""
+        """Decode until the next sample ends, or the cache is full; of whole batches, until the last sample ends."""
+        while len(self._running) > 1 and self._free() < 0:
+            self._give_up()
         last = max(self._running) if self.work.whole_batches else self._running[0]
         steps, batch = last[0] - self._step, len(self._running)
+        if batch > 1 and self._free() < batch * (steps - 1):
+            steps = 1 + int(self._free() / batch)
         cached = self._offset / batch + self._step + steps / 2
         seconds = steps * self.prices.step(self.work.name, batch, cached)
         number = self.activities.start(seconds, self.work.devices, lambda: self._decoded(steps))
@@ -187,5 +222,6 @@ class SimulatedEngine:
         self._withdrawn(dict(sorted(stopped.items())))  # as ranks report them; where each goes depends on the order
 
     def _remove(self, end: int, index: int) -> int:
+        del self._begun[index]
         self._offset -= self.work.prompts[index] + self.work.lengths[index] - end
         return index

@@ -142,9 +142,9 @@ class Recipe:
                     f"plan: auto it plans by itself."
                 )
             positions = config.get("max_position_embeddings")
-            if self.algorithm == "ppo" and call.role is Role.ACTOR and isinstance(positions, int):  # others shorten
-                if problem := no_room(self.longest_response, positions):
-                    raise PlanError(f"{self.path}: {problem}.")
+            is_ppos = self.algorithm == "ppo" and call.role is Role.ACTOR  # GRPO and RLOO shorten responses
+            if is_ppos and isinstance(positions, int) and (problem := no_room(self.longest_response, positions)):
+                raise PlanError(f"{self.path}: {problem}.")
             head: Head = "lm" if call.role in (Role.ACTOR, Role.REFERENCE) else "score"
             size = config_bytes(config)
             if call.role in (Role.ACTOR, Role.CRITIC):

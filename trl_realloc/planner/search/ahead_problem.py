@@ -17,6 +17,7 @@ from ...plan.cluster import Cluster, DeviceMesh
 from ...plan.dataflow import CallKind
 from ...plan.staleness import calls_ahead
 from ..cost.call_cost import CallCost
+from ..cost.workload import HALF_BLOCK
 from ..iteration.simulate import IterationTask, undisturbed_iteration
 from .problem import Problem
 from .space import Candidate, Space, State
@@ -164,12 +165,12 @@ class AheadProblem(Problem):
             pricing, assignment = self.space.pricing, candidate.assignment
             work, call = pricing.workload, self.space.graph.call(self.names[self._generate])
             share = math.ceil(work.episodes / assignment.strategy.dp)
-            cached = work.prompt_tokens + fmean(n * n for n in work.response_tokens) / (2 * work.mean_response)
-            seconds = 0.0
+            drawn = fmean(n * n for n in work.response_tokens) / (2 * work.mean_response)  # tokens of a running sample
+            prompt, cached, seconds = work.engine_prompt(share), work.prompt_tokens + drawn, 0.0
             for spec in self.space.specs[call.name]:
-                batch = pricing.slots(spec, assignment, share)
+                batch = pricing.slots(spec, assignment, share, prompt + drawn + HALF_BLOCK)
                 step = sum(pricing.decode_step(spec, assignment, batch * call.passes, cached).values())
-                tokens = share * work.prompt_tokens * call.passes
+                tokens = share * prompt * call.passes
                 read = sum(pricing.prefill(spec, assignment, tokens, work.prompt_tokens).values())
                 seconds += step * share * work.mean_response / batch + read
             whole = pricing.shared(CallCost({"compute": seconds}), assignment.mesh.size).seconds
