@@ -4,8 +4,8 @@
     python benchmarks/house.py --at 3e85f29 --json benchmarks/results/house.json
 
 `--at` counts another commit with this script, so that two commits are compared by one definition. The result file has
-one section per commit that `--at` named, and `checkout` for the working tree. The files of an iteration are those that
-docs/structure.md lists. 3e85f29 has no list; 798f22d, the first that has one, has the same package.
+one section per commit that `--at` named, and `checkout` for the working tree. Bare lines are those without blank lines,
+comments and docstrings. What an iteration runs through is measured by `follow.py`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import statistics
 import subprocess
 import tarfile
 import tempfile
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 
 import result_file
 
 
 PACKAGE = "trl_realloc"
-TRAINERS = ("PPOTrainer", "GRPOTrainer")
 RELATIVE_OPENINGS = {"What", "Whether", "How", "Of", "Where", "Which"}
 SHORT_LINES = 100
-Figure = int | float | None
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
 class Source:
-    """The parsed files of a folder, by their path below the root."""
+    """The parsed files of some folders, by their path below the root."""
 
-    def __init__(self, root: Path, folder: str) -> None:
-        self.root = root
-        paths = sorted(path for path in (root / folder).rglob("*.py") if "__pycache__" not in path.parts)
+    def __init__(self, root: Path, *folders: str) -> None:
+        paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
         self.texts = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
         self.trees = {name: ast.parse(text) for name, text in self.texts.items()}
 
@@ -47,6 +47,10 @@ class Source:
 
     def lines(self, below: str = "") -> int:
         return sum(text.count("\n") for name, text in self.texts.items() if name.startswith(below))
+
+    def bare_lines(self) -> int:
+        """The lines that have code."""
+        return sum(len(code_lines(text) - docstring_lines(self.trees[name])) for name, text in self.texts.items())
 
     def imports(self, name: str) -> Iterator[tuple[str, str, str]]:
         """For every name that a file imports from the package: its name there, the file it is from, its own name."""
@@ -68,72 +72,14 @@ class Source:
         return next((name for name in (f"{module}.py", f"{module}/__init__.py") if name in self.texts), None)
 
 
-def iteration_files(root: Path, algorithm: str) -> tuple[int | None, list[str]]:
-    """The number of files listed for an algorithm's iteration, and those of them that are missing."""
-    text = (root / "docs" / "structure.md").read_text(encoding="utf-8")
-    section = re.search(rf"^### An iteration of {algorithm}\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
-    if section is None:
-        return None, []
-    files = set(re.findall(r"`([\w/]+\.py)`", section[1]))
-    return len(files), sorted(file for file in files if not (root / PACKAGE / file).is_file())
+def code_lines(text: str) -> set[int]:
+    tokens = tokenize.generate_tokens(StringIO(text).readline)
+    return {line for each in tokens if each.type not in NO_CODE for line in range(each.start[0], each.end[0] + 1)}
 
 
-def family(source: Source, trainer: str) -> dict[tuple[str, str], ast.ClassDef]:
-    """The trainer's class and all classes of the package that it inherits from, by file and name."""
-    classes = {
-        (name, node.name): node
-        for name, tree in source.trees.items()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }
-    found: dict[tuple[str, str], ast.ClassDef] = {}
-    waiting = [key for key in classes if key[1] == trainer]
-    while waiting:
-        key = waiting.pop()
-        if key not in classes or key in found:
-            continue
-        found[key] = classes[key]
-        waiting += bases(source, key, classes[key])
-    return found
-
-
-def bases(source: Source, key: tuple[str, str], node: ast.ClassDef) -> list[tuple[str, str]]:
-    imported = {name: (file, original) for name, file, original in source.imports(key[0])}
-    names = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-    return [imported.get(name.id, (key[0], name.id)) for name in names if isinstance(name, ast.Name)]
-
-
-def methods(node: ast.ClassDef) -> set[str]:
-    return {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-def mixin_calls(source: Source, trainer: str) -> int:
-    """Calls through `self` of a method that neither the class nor a class that it inherits from defines, but another
-    class of the trainer does."""
-    classes = family(source, trainer)
-    count = 0
-    for key, node in classes.items():
-        inherited, waiting = set(methods(node)), bases(source, key, node)
-        while waiting:
-            base = waiting.pop()
-            if base in classes:
-                inherited |= methods(classes[base])
-                waiting += bases(source, base, classes[base])
-        others = set().union(*(methods(each) for each in classes.values())) - inherited
-        for call in ast.walk(node):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in others:
-                count += isinstance(call.func.value, ast.Name) and call.func.value.id == "self"
-    return count
-
-
-def bare_declarations(source: Source, trainer: str) -> int:
-    """Attributes that a class of the trainer declares without a value."""
-    return sum(
-        isinstance(statement, ast.AnnAssign) and statement.value is None
-        for node in family(source, trainer).values()
-        for statement in ast.walk(node)
-        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Attribute))
-    )
+def docstring_lines(tree: ast.AST) -> set[int]:
+    nodes = [node.body[0] for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)]
+    return {line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
 def one_importer(source: Source) -> list[str]:
@@ -153,11 +99,6 @@ def shared(names: Iterable[str]) -> int:
     return sum(count > 1 for count in Counter(names).values())
 
 
-def public_classes(source: Source) -> Iterator[str]:
-    for tree in source.trees.values():
-        yield from {node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"}
-
-
 def constants(source: Source) -> Iterator[str]:
     for tree in source.trees.values():
         targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
@@ -167,8 +108,7 @@ def constants(source: Source) -> Iterator[str]:
 
 
 def docstrings(source: Source) -> list[str]:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [text for node in source.nodes() if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+    return [text for node in source.nodes() if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node))]
 
 
 def private_reaches(tests: Source) -> int:
@@ -194,24 +134,15 @@ def function_lines(source: Source) -> list[int]:
     return sorted((node.end_lineno or node.lineno) - node.lineno + 1 for node in functions)
 
 
-def count(root: Path) -> dict[str, Figure]:
+def count(root: Path) -> dict[str, float]:
     source, tests = Source(root, PACKAGE), Source(root, "tests")
     lengths, openings = function_lines(source), [re.split(r"\W", text)[0] for text in docstrings(source)]
-    figures: dict[str, Figure] = {}
-    for algorithm in ("PPO", "GRPO"):
-        figures[f"files of an iteration of {algorithm}"], missing = iteration_files(root, algorithm)
-        if missing:
-            print(f"docs/structure.md lists files for {algorithm} that are missing: {', '.join(missing)}")
-    figures["files of the package"] = len(source.texts)
-    figures["lines of the package"] = source.lines()
+    figures: dict[str, float] = {"files of the package": len(source.texts)}
+    around = Source(root, "benchmarks", "examples")
+    for name, of in (("the package", source), ("tests/", tests), ("benchmarks/ and examples/", around)):
+        figures[f"lines of {name}"], figures[f"bare lines of {name}"] = of.lines(), of.bare_lines()
     figures["lines of planner/"] = source.lines(f"{PACKAGE}/planner/")
-    for trainer in TRAINERS:
-        figures[f"{trainer}: calls from mixin to mixin"] = mixin_calls(source, trainer)
-        figures[f"{trainer}: bare attribute declarations"] = bare_declarations(source, trainer)
     figures[f"files with one importer, under {SHORT_LINES} lines"] = len(one_importer(source))
-    figures["public class names of several files"] = shared(public_classes(source))
-    stems = [Path(name).stem for name in source.texts]
-    figures["module names of several files"] = shared(stem for stem in stems if not stem.startswith("__"))
     figures["constant names of several files"] = shared(constants(source))
     figures["docstrings that begin with What, Whether, How, Of, Where, Which"] = sum(
         opening in RELATIVE_OPENINGS for opening in openings
@@ -243,7 +174,7 @@ def main() -> None:
                 archive.extractall(folder, filter="data")
             figures = count(Path(folder))
     for name, figure in figures.items():
-        print(f"{name:<66} {'not listed' if figure is None else f'{figure:,}':>10}")
+        print(f"{name:<66} {figure:>10,}")
     if given.json:
         result_file.merge(given.json, {given.at or "checkout": figures})
 
