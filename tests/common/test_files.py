@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.common.files import MOST_BYTES, parse_json, parse_yaml, read_json_mapping, read_text, read_yaml_mapping
+from trl_realloc.common.files import MAX_BYTES, parse_json, parse_yaml, read_json_mapping, read_text, read_yaml_mapping
 
 
 plain = st.recursive(
@@ -124,7 +124,7 @@ def test_what_is_no_text_file_is_refused_with_what_it_is(tmp_path: Path) -> None
         ("ä".encode("latin-1"), "byte 0xe4 at position 0 is not UTF-8); save it as UTF-8"),
         ("name: a".encode("utf-16"), "it is UTF-16); save it as UTF-8"),
         (b"\x7fELF\0\0", "it is a binary file"),
-        (b"a" * (MOST_BYTES + 1), "1,048,577 bytes, and 1,048,576 are the most"),
+        (b"a" * (MAX_BYTES + 1), "1,048,577 bytes, and 1,048,576 are the most"),
     ]:
         path.write_bytes(data)
         assert told in refusal(path)

@@ -178,7 +178,7 @@ def test_a_step_is_the_gradient_times_the_learning_rate_whatever_the_micro_batch
         statistics = made.train(samples, mean_logprob, budget, 0.5)
         assert_same(exported(made), expected, 1e-5)
         assert len(calls) == (budget == 1000), "the head is computed in slices for the second budget alone"
-        monkeypatch.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 0)  # of the second budget
+        monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)  # of the second budget
         monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 3 * tiny.VOCABULARY)
         assert made.version == 1
         assert statistics["tokens"].tolist() == samples.ragged("responses").lengths.tolist()

@@ -110,7 +110,7 @@ def test_tokens_are_shared_where_activations_are_recomputed_and_with_adapters(ma
 
 
 def test_tokens_are_shared_where_logits_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 0)
+    monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)
     monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 2 * VOCABULARY)
     samples = group()
     assert_shares(head_of("qwen3", "policy"), samples, row_of(samples))

@@ -32,7 +32,7 @@ from trl_realloc.planner.cost.activation_memory import slice_bytes
 @pytest.fixture
 def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of two rows or less, however few the logits."""
-    monkeypatch.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 0)
+    monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)
     monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 2 * tiny.VOCABULARY)
 
 
@@ -70,7 +70,7 @@ def assert_same(
     sliced = learned(head, samples, autocast, entropy)
     assert head.may_slice
     with monkeypatch.context() as patched:
-        patched.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 1 << 40)
+        patched.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 1 << 40)
         whole = learned(head, samples, autocast, entropy)
     for ours, theirs in zip(sliced, whole, strict=True):
         assert ours.keys() == theirs.keys()
@@ -151,8 +151,8 @@ def test_whether_a_model_changes_its_logits_is_known_before_it_has_weights(
 
 def test_few_logits_are_computed_whole_and_many_in_slices() -> None:
     model = tiny.policy()
-    assert not works_in_slices(model, sliced_head.MOST_WHOLE_ON_CPU // tiny.VOCABULARY)
-    assert works_in_slices(model, sliced_head.MOST_WHOLE_ON_CPU // tiny.VOCABULARY + 1)
+    assert not works_in_slices(model, sliced_head.MAX_WHOLE_ON_CPU // tiny.VOCABULARY)
+    assert works_in_slices(model, sliced_head.MAX_WHOLE_ON_CPU // tiny.VOCABULARY + 1)
 
 
 @pytest.mark.usefixtures("in_slices")

@@ -48,7 +48,7 @@ def test_steps_by_the_slopes_of_a_loss_are_the_steps_of_the_loss(
     loss: TokenLoss, sliced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sliced:
-        monkeypatch.setattr(sliced_head, "MOST_WHOLE_ON_CPU", 0)
+        monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)
         monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 3 * 50)
     direct, by_slopes = engine(), engine()
     samples = samples_of(direct)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.generation import vllm, vllm_support
 from trl_realloc.engines.generation.vllm_support import (
-    MOST_CPU_CACHE,
+    MAX_CPU_CACHE,
     RESERVED_ENGINE_ARGUMENTS,
     cpu_cache_bytes,
     cpu_head_sizes,
@@ -144,15 +144,15 @@ def test_an_engine_on_the_cpu_takes_the_cache_that_its_samples_fill(
 
 def test_an_engine_on_the_cpu_takes_a_gibibyte_of_cache_and_more_only_for_a_single_sample() -> None:
     block = 128 * 1024
-    assert cpu_cache_bytes(config(), "float32", samples=4096, tokens=1024) <= MOST_CPU_CACHE
-    assert cpu_cache_bytes(config(), "float32", samples=4096, tokens=1024) + block > MOST_CPU_CACHE
+    assert cpu_cache_bytes(config(), "float32", samples=4096, tokens=1024) <= MAX_CPU_CACHE
+    assert cpu_cache_bytes(config(), "float32", samples=4096, tokens=1024) + block > MAX_CPU_CACHE
     assert cpu_cache_bytes(config(), "float32", samples=2, tokens=2**21) == (2**14 + 1) * block  # 2 GiB and a block
 
 
 def test_a_cache_of_unknown_size_has_a_gibibyte() -> None:
-    assert cpu_cache_bytes(config(model_type="gemma3"), "float32", samples=1, tokens=1) == MOST_CPU_CACHE
+    assert cpu_cache_bytes(config(model_type="gemma3"), "float32", samples=1, tokens=1) == MAX_CPU_CACHE
     kwargs = {"block_size": 256}
-    assert cpu_cache_bytes(config(), "float32", samples=1, tokens=1, engine_kwargs=kwargs) == MOST_CPU_CACHE
+    assert cpu_cache_bytes(config(), "float32", samples=1, tokens=1, engine_kwargs=kwargs) == MAX_CPU_CACHE
 
 
 def test_an_engine_decodes_no_more_samples_at_once_than_vllm_takes() -> None:

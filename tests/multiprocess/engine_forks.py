@@ -42,7 +42,7 @@ _OF_AN_ENGINE = (
     "vllm.v1.worker.cpu_worker",
 )
 _PR_SET_CHILD_SUBREAPER = 36
-_MOST_BYTES, _MOST_FDS = 1 << 17, 64
+_MAX_BYTES, _MAX_FDS = 1 << 17, 64
 _HIGH = 1 << 10  # descriptors of an engine are below
 # what is read when vLLM, torch and OpenMP are loaded, as `engine_process.engine_environment` sets it
 _ENVIRONMENT = {
@@ -181,7 +181,7 @@ def _serve(connection: int, owner: int, be: Callable[[dict[str, Any]], int]) -> 
     die_with_parent(owner)
     requests = socket.socket(fileno=connection)
     while True:
-        content, fds, _, _ = socket.recv_fds(requests, _MOST_BYTES, _MOST_FDS)
+        content, fds, _, _ = socket.recv_fds(requests, _MAX_BYTES, _MAX_FDS)
         if not content:
             os._exit(0)
         between = os.fork()

@@ -37,7 +37,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     configs = {role: [config()] for role in Role}
     models = JobModels(configs, specs_of(configs))
     whole = models.specs["actor.train"][0]
-    cache.MOST_ELEMENTS = int(whole.elements - 3 * whole.layer_elements)  # three of the six layers
+    cache.MAX_ELEMENTS = int(whole.elements - 3 * whole.layer_elements)  # three of the six layers
     job = ppo_job(
         args,
         ReallocationPlugin(),

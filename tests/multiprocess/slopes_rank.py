@@ -46,7 +46,7 @@ def with_zeros(samples: Rollouts, every: int) -> Rollouts:
 
 def run(case: dict[str, Any], alone: Any) -> dict[str, Any]:
     rank, tp, pp, stage = dist.get_rank(), case.get("tp", 1), case.get("pp", 1), case.get("zero")
-    sliced_head.MOST_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
+    sliced_head.MAX_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
     options: dict[str, Any] = {"make_optimizer": optimizer, "max_grad_norm": 0.05}
     made, split = groups(2, tp, pp), head_of(case, "policy")
     whole = ReplicatedEngine(head_of(case, "policy"), MeshGroup((rank,), rank), CPU, **options)

@@ -157,7 +157,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     rank, tp, pp = dist.get_rank(), case.get("tp", 1), case.get("pp", 1)
     dp = world // (tp * pp)
     # of this case alone: the head's logits in slices of five rows, in the whole model too
-    sliced_head.MOST_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
+    sliced_head.MAX_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
     loss = PolicyLoss(0.2) if head == "policy" else ValueLoss(0.2, 0.1)
     samples = batch(11)
     norm = case.get("max_grad_norm", 0.05)

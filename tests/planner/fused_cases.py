@@ -10,7 +10,7 @@ from trl_realloc.planner.fused.pipelines import MODELS, FusedPipelines, Pipeline
 
 
 STAGES = ((1, 1), (2, 2), (2, 2), (2, 1), (1, 2), (3, 3), (3, 1), (4, 2), (2, 4))
-MOST_CHAINS = {1: 5, 2: 4, 3: 4, 4: 3}  # by the number of stages
+MAX_CHAINS = {1: 5, 2: 4, 3: 4, 4: 3}  # by the number of stages
 
 
 def random_small(rng: np.random.Generator) -> FusedPipelines:
@@ -19,7 +19,7 @@ def random_small(rng: np.random.Generator) -> FusedPipelines:
     copies = [max(stages) // own for own in stages]
     while True:
         micro_batches = rng.integers(1, 4, 2)
-        if np.dot(micro_batches, copies) <= MOST_CHAINS[max(stages)]:
+        if np.dot(micro_batches, copies) <= MAX_CHAINS[max(stages)]:
             break
     pipelines = []
     for own, count, number in zip(stages, micro_batches, copies, strict=True):

@@ -14,7 +14,7 @@ from llamas import llama, pricing, specs, work
 
 from trl_realloc.engines.mesh_group import split_ranks
 from trl_realloc.plan.algorithm_graphs import ppo_graph
-from trl_realloc.plan.assignment import MOST_LOGITS, REDUCE_BUCKET, Assignment, ParallelStrategy
+from trl_realloc.plan.assignment import MAX_LOGITS, REDUCE_BUCKET, Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.model_spec import ModelSpec
@@ -330,7 +330,7 @@ def test_logits_that_cannot_be_computed_in_slices_are_priced_whole() -> None:
     """Of models that cap or scale their logits, and of heads that an adapter changes."""
     rows = pricing(workload=work(episodes=1024, response_tokens=(1024,), forward_tokens=1 << 15, train_tokens=1 << 15))
     answered = (1 << 15) * 1024 / (1024 + 128)
-    assert answered * 32000 > MOST_LOGITS
+    assert answered * 32000 > MAX_LOGITS
     for call, each in (("actor.train", 8), ("reference.forward", 4)):
         spec, assignment, graph_call = llama(7), on(8, "zero", dp=8), ppo_graph().call(call)
         sliced = rows.price(graph_call, [spec], assignment).transient

@@ -9,7 +9,7 @@ from llamas import llama, pricing, specs, work
 
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import ppo_graph
-from trl_realloc.plan.assignment import MOST_SLOTS, Assignment, ParallelStrategy
+from trl_realloc.plan.assignment import MAX_SLOTS, Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.planner.cost.device_memory import DeviceMemory, gpu_memory
 from trl_realloc.planner.cost.engine_room import CUDA_GRAPH_BYTES, engine_peak
@@ -59,8 +59,8 @@ def test_on_a_gpu_the_largest_forward_is_not_cache(tp: int) -> None:
     assert of_long > 3.9 * (kept - CUDA_GRAPH_BYTES), "of requests that are longer than a forward"
     long = work(prompt_tokens=1024)
     slots = [replace(prices, workload=long).slots(spec, engines(tp), 10_000) for prices in (gpu, other)]
-    assert slots[0] < slots[1] < MOST_SLOTS
-    assert engine_peak(spec, tp, 10_000, 5000) == engine_peak(spec, tp, MOST_SLOTS, 5000)
+    assert slots[0] < slots[1] < MAX_SLOTS
+    assert engine_peak(spec, tp, 10_000, 5000) == engine_peak(spec, tp, MAX_SLOTS, 5000)
 
 
 def refusal(prices: Pricing, billions: int = 70) -> str:

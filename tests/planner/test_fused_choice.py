@@ -28,7 +28,7 @@ from trl_realloc.planner.cost.device_memory import DeviceMemory
 from trl_realloc.planner.cost.hardware import Link
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.fused.check import (
-    MOST_MEMORY,
+    MAX_MEMORY,
     UniformPipeline,
     check,
     lower_bound,
@@ -154,7 +154,7 @@ def test_the_activations_of_both_models_are_counted() -> None:
     limit = memory_limit(pipelines)
     assert pipelines.memory_limit == pytest.approx((limit,) * 4)
     assert max(check(pipelines, schedule).memory_peaks) <= limit * (1 + 1e-9)
-    assert limit == pytest.approx(MOST_MEMORY * serial_memory(pipelines))
+    assert limit == pytest.approx(MAX_MEMORY * serial_memory(pipelines))
     assert plan.fused_cost.cost.transient > limit
     assert plan.estimate.memory > alone.estimate.memory
     assert f"while {joined(PAIR)} runs" in plan.estimate.holds

@@ -15,7 +15,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.fused import joined, parted
 from trl_realloc.plan.timeline import Span, Timeline
 from trl_realloc.planner.fused.check import check
-from trl_realloc.planner.fused.lists import MOST_TASKS, example, schedule_timeline, stage_lists, text_of
+from trl_realloc.planner.fused.lists import MAX_TASKS, example, schedule_timeline, stage_lists, text_of
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.planner.search.show import draw_estimate
 from trl_realloc.trainer.report.run_report import simulated_seconds
@@ -45,7 +45,7 @@ def test_each_stage_lists_the_tasks_of_both_models_in_the_schedules_order() -> N
 def test_a_stage_with_many_tasks_says_how_many_are_left_out() -> None:
     _, schedule = example(plan())
     stages = [stage * 5 for stage in schedule.stages]
-    assert text_of(stages[0]).endswith(f" and {len(stages[0]) - MOST_TASKS} more")
+    assert text_of(stages[0]).endswith(f" and {len(stages[0]) - MAX_TASKS} more")
 
 
 def test_lines_of_several_replicas_and_tensor_ranks_name_all_their_devices() -> None:

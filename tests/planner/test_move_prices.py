@@ -31,7 +31,7 @@ def priced(nodes: int) -> tuple[float, Assignment, Assignment]:
 
 def test_the_bound_of_a_wide_reallocation_is_what_its_schedule_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     by_schedule, _, _ = priced(32)
-    monkeypatch.setattr(problems, "MOST_SCHEDULE_S", 0.0)
+    monkeypatch.setattr(problems, "MAX_SCHEDULE_S", 0.0)
     by_bound, _, _ = priced(32)
     assert by_bound != by_schedule
     assert by_bound == pytest.approx(by_schedule, rel=0.03)

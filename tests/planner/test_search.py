@@ -31,7 +31,7 @@ from trl_realloc.planner.search.fastest import _Climb, partitions, search
 from trl_realloc.planner.search.ladder import Ways
 from trl_realloc.planner.search.priced_plan import PricedPlan
 from trl_realloc.planner.search.problem import Problem
-from trl_realloc.planner.search.space import MOST_CANDIDATES, Candidate, Space, State, _spread, meshes_of, undominated
+from trl_realloc.planner.search.space import MAX_CANDIDATES, Candidate, Space, State, _spread, meshes_of, undominated
 
 
 def random_problem(seed: int, per_call: int = 4, memory: bool = True) -> Problem:
@@ -195,16 +195,16 @@ def test_of_many_choices_those_are_kept_that_are_fast_in_little_memory_as_in_muc
         Candidate(Assignment(mesh, strategy, "zero"), CallCost({"c": 1 + at}, 2.0 ** (8 - at / 8))) for at in range(64)
     ]
     kept = undominated(many)
-    assert len(kept) == MOST_CANDIDATES and kept[0] is many[0] and kept[-1] is many[-1]
+    assert len(kept) == MAX_CANDIDATES and kept[0] is many[0] and kept[-1] is many[-1]
     sizes = [c.cost.static for c in kept]
-    assert all(before / after <= 2.0 ** (8 / (MOST_CANDIDATES - 1)) * 1.1 for before, after in pairwise(sizes))
+    assert all(before / after <= 2.0 ** (8 / (MAX_CANDIDATES - 1)) * 1.1 for before, after in pairwise(sizes))
 
 
 def test_of_many_choices_that_take_no_memory_the_fastest_are_kept() -> None:
     """As of a reward that is a Python function."""
     assignment = Assignment(DeviceMesh(0, 4), ParallelStrategy(4), "zero")
-    many = [Candidate(assignment, CallCost({"functions": 1 + at})) for at in range(2 * MOST_CANDIDATES)]
-    assert _spread(many) == many[:MOST_CANDIDATES]
+    many = [Candidate(assignment, CallCost({"functions": 1 + at})) for at in range(2 * MAX_CANDIDATES)]
+    assert _spread(many) == many[:MAX_CANDIDATES]
 
 
 def test_a_longer_limit_searches_again_from_other_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.workload import Workload
 from trl_realloc.planner.iteration.stream import engine_samples
-from trl_realloc.planner.iteration.stream_cost import MOST_OF_ENGINES, MOST_SAMPLES_OF_BATCH, StreamPrices
+from trl_realloc.planner.iteration.stream_cost import MAX_OF_ENGINES, MAX_SAMPLES_OF_BATCH, StreamPrices
 from trl_realloc.planner.search.choose import choose
 from trl_realloc.planner.search.ladder import STREAMING, Ways
 from trl_realloc.planner.search.priced_plan import PricedPlan
@@ -72,7 +72,7 @@ def test_streams_that_gain_nothing_are_left_out() -> None:
 
 def test_streams_of_a_batch_of_thousands_are_worth_what_those_of_a_smaller_one_are() -> None:
     shares = []
-    for episodes in (MOST_SAMPLES_OF_BATCH, 8 * MOST_SAMPLES_OF_BATCH):
+    for episodes in (MAX_SAMPLES_OF_BATCH, 8 * MAX_SAMPLES_OF_BATCH):
         whole = priced(replace(LONG_TAIL, episodes=episodes))
         shares.append(whole.with_streams(Streams()).seconds / whole.seconds)
     assert shares[1] == pytest.approx(shares[0], rel=0.02)
@@ -82,7 +82,7 @@ def test_streams_of_a_batch_of_thousands_are_worth_what_those_of_a_smaller_one_a
 def test_no_more_samples_of_a_batch_are_simulated_for_a_thousand_engines(episodes: int) -> None:
     prices = pricing(128, 8, replace(LONG_TAIL, episodes=episodes))
     plan = replace(flatten(prices.cluster), streams=Streams())
-    assert MOST_OF_ENGINES / 2 <= StreamPrices.of(plan, MODELS, prices).episodes <= MOST_OF_ENGINES
+    assert MAX_OF_ENGINES / 2 <= StreamPrices.of(plan, MODELS, prices).episodes <= MAX_OF_ENGINES
 
 
 def test_streams_are_chosen_on_hundreds_of_devices() -> None:

@@ -51,8 +51,8 @@ def test_short_runs_have_fewer_layers_where_the_memory_does_not_hold_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = make(tmp_path, None).models.specs["actor.train"][0]
-    monkeypatch.setattr(profile_cache, "MOST_ELEMENTS", whole.elements)
-    monkeypatch.setattr(profile_cache, "LEAST_ELEMENTS", whole.elements // 32)
+    monkeypatch.setattr(profile_cache, "MAX_ELEMENTS", whole.elements)
+    monkeypatch.setattr(profile_cache, "MIN_ELEMENTS", whole.elements // 32)
     assert elements_of_short_runs(make(tmp_path, 1.0)) == whole.elements
     tight = make(tmp_path, 8e-9 * whole.bytes)  # actor and critic take 4 times their weights each, and two are frozen
     runs = short_runs(tight, elements_of_short_runs(tight))
@@ -68,7 +68,7 @@ def test_a_split_under_which_the_job_itself_does_not_fit_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shallow models fit under each split; the job's own, of which short runs measure a part, under ZeRO-3 at most."""
-    monkeypatch.setattr(profile_cache, "MOST_ELEMENTS", 300_000)
+    monkeypatch.setattr(profile_cache, "MAX_ELEMENTS", 300_000)
     job = make(tmp_path, None, num_hidden_layers=200)
     state = 16e-9 * job.models.specs["actor.train"][0].elements  # GB
     assert "tp 2 pp 1" in names(make(tmp_path, 2 * state, num_hidden_layers=200))

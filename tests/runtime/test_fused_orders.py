@@ -56,7 +56,7 @@ def test_an_order_is_faster_than_one_model_after_the_other_and_found_once(monkey
     assert check(pipelines, schedule).makespan < 0.8 * serial_time(pipelines)
     assert orders(shape(((402,) * 6,), ((301,) * 6,))) == first, "the times differ by less than they are rounded by"
     assert orders.latest[1] is schedule
-    monkeypatch.setattr(fused_orders, "MOST_KEPT", 1)
+    monkeypatch.setattr(fused_orders, "MAX_KEPT", 1)
     orders(shape(((400,),), ((300,),)))
     orders(asked)
     assert orders.latest[1] is not schedule, "the oldest are forgotten"

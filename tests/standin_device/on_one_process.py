@@ -238,7 +238,7 @@ def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, m
     monkeypatch.setattr(sliced_head, "LOGITS_SLICE", 4 * vocabulary)
     peaks, micro = {}, samples.to(SIM)
     for most in (1 << 40, 0):  # whole, and in slices
-        monkeypatch.setattr(sliced_head, "MOST_LOGITS", most)
+        monkeypatch.setattr(sliced_head, "MAX_LOGITS", most)
         with torch.set_grad_enabled(trains):
             for _ in range(2):  # the second time beside its gradients
                 there.zero_grad(set_to_none=False)
@@ -280,7 +280,7 @@ def test_packed_rows_by_variable_length_attention_give_the_hosts_numbers(
         return varlen(*arguments)
 
     monkeypatch.setattr(packed_attention, "varlen_attention", counted)
-    monkeypatch.setattr(sliced_head, "MOST_LOGITS", most)
+    monkeypatch.setattr(sliced_head, "MAX_LOGITS", most)
     monkeypatch.setattr(sliced_head, "LOGITS_SLICE", 16 * tiny.VOCABULARY)
     with torch.autocast("cuda", torch.bfloat16):
         row = None if tree is None else PackedRow.of(tree)

@@ -16,7 +16,7 @@ from trl_realloc.algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.trainer.policy import loss_and_logprobs
 from trl_realloc.trainer.policy.loss_and_logprobs import Leaves, Rows, Window
-from trl_realloc.trainer.policy.loss_in_engine import MOST_SENT, MicroBatch
+from trl_realloc.trainer.policy.loss_in_engine import MAX_SENT, MicroBatch
 
 
 CPU = torch.device("cpu")
@@ -240,6 +240,6 @@ def test_a_rank_whose_completions_are_all_masked_takes_part_in_the_pass_of_the_o
 
 def test_micro_batches_that_are_too_large_to_be_sent_are_computed_in_two_passes(two_ranks: list[Any]) -> None:
     calls: Any = PassingCalls(control="a group")
-    two_ranks += [MOST_SENT]
+    two_ranks += [MAX_SENT]
     assert collected(Window(calls, CPU), micro_batch([5, 6], [8])) == [0.25] * 3
     assert not calls.added and calls.sizes[0] == 2 and not two_ranks

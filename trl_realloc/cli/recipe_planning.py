@@ -13,7 +13,7 @@ from pathlib import Path
 from ..common.errors import PlanError, Problems, shown
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.assignment import CACHED_TOKENS
-from ..plan.cluster import MOST_DEVICES, Cluster
+from ..plan.cluster import MAX_DEVICES, Cluster
 from ..plan.execution_plan import ExecutionPlan
 from ..planner.cost.analytic_rates import AnalyticRates
 from ..planner.cost.device_memory import gpu_memory
@@ -22,7 +22,7 @@ from ..planner.cost.measured_rates import MeasuredRates
 from ..planner.cost.pricing import Pricing
 from ..planner.cost.profile import Profile, model_key
 from ..planner.cost.workload import Workload
-from ..planner.recipe.recipe import MOST_TOKENS, Recipe
+from ..planner.recipe.recipe import MAX_TOKENS, Recipe
 from ..planner.search.choose import choose
 from ..planner.search.clusters import ClusterAnswer, colocated
 from ..planner.search.decision import Decision
@@ -91,8 +91,8 @@ class IterationSize:
     @staticmethod
     def parse(episodes: int | None, response_tokens: str | None) -> IterationSize:
         """The work by --episodes and --response-tokens. Raises `PlanError` if one of them has another form."""
-        if episodes is not None and not 1 <= episodes <= MOST_TOKENS:
-            raise PlanError(f"--episodes is a number from 1 to {MOST_TOKENS:,}, not {episodes}.")
+        if episodes is not None and not 1 <= episodes <= MAX_TOKENS:
+            raise PlanError(f"--episodes is a number from 1 to {MAX_TOKENS:,}, not {episodes}.")
         if response_tokens is None:
             return IterationSize(episodes)
         match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)(?:/(\d{1,9}(?:\.\d+)?))?", response_tokens.strip())
@@ -248,8 +248,8 @@ def job_cluster(plan: str, devices: int | None, nodes: int | None) -> Cluster:
     nodes = 1 if nodes is None else nodes
     if devices is None:
         raise PlanError(f"the size of the job is missing: say --devices N, for instance {plan} --devices 8.")
-    if devices > MOST_DEVICES:
-        raise PlanError(f"--devices {devices}: a plan can be for {MOST_DEVICES:,} devices at most.")
+    if devices > MAX_DEVICES:
+        raise PlanError(f"--devices {devices}: a plan can be for {MAX_DEVICES:,} devices at most.")
     if nodes < 1 or devices < 1 or devices % nodes:
         raise PlanError(
             f"--devices {devices} on --nodes {nodes}: both are 1 or more, and each node has equally many devices."

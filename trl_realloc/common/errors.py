@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from difflib import SequenceMatcher
 
 
-MOST_LISTED = 10  # problems of one kind that a message lists
-MOST_SHOWN = 30  # valid names that a message lists
+MAX_LISTED = 10  # problems of one kind that a message lists
+MAX_SHOWN = 30  # valid names that a message lists
 LONGEST_WORD = 100  # characters; a longer text is not a misspelt name, and comparing it takes seconds
 
 
@@ -74,15 +74,15 @@ def shown(value: object) -> str:
 
 
 def unknown_keys(keys: Iterable[object], known: Collection[str], what: str) -> list[str]:
-    """A sentence for each key that is not `known`, with a suggestion; at most `MOST_LISTED` of them.
+    """A sentence for each key that is not `known`, with a suggestion; at most `MAX_LISTED` of them.
 
     Args:
         what: the beginning of each sentence, like `a plan has no key`.
     """
     unknown = [key for key in keys if key not in known]
-    sentences = [f"{what} {shown(key)}; {suggest(key, known)}" for key in unknown[:MOST_LISTED]]
-    if len(unknown) > MOST_LISTED:
-        sentences.append(f"{len(unknown) - MOST_LISTED:,} more keys are unknown.")
+    sentences = [f"{what} {shown(key)}; {suggest(key, known)}" for key in unknown[:MAX_LISTED]]
+    if len(unknown) > MAX_LISTED:
+        sentences.append(f"{len(unknown) - MAX_LISTED:,} more keys are unknown.")
     return sentences
 
 
@@ -104,9 +104,9 @@ def nearest(name: object, valid: Iterable[str], at_least: float = 0.5) -> str | 
 
 def suggest(name: object, valid: Iterable[str]) -> str:
     """The end of a message about an invalid name: the nearest valid name. Without a near one all valid names, if they
-    are at most `MOST_SHOWN`."""
+    are at most `MAX_SHOWN`."""
     names = list(valid)
     near = nearest(name, names)
-    if near is None and len(names) > MOST_SHOWN:
+    if near is None and len(names) > MAX_SHOWN:
         return f"none of the {len(names)} that there are is like it."
     return f"did you mean {near!r}?" if near else f"choose from {', '.join(names) or 'none'}."

@@ -17,12 +17,12 @@ import yaml
 from .errors import PlanError, shown
 
 
-MOST_BYTES = 1 << 20  # of a plan, a recipe or a model's config; PyYAML reads some 100 kB/s
-MOST_RECORD_BYTES = 1 << 30  # of metrics, timelines and profiles, which grow with the length of a run
-MOST_NESTING = 50  # of nested lists and mappings in YAML
-MOST_VALUES = 20_000  # of a YAML file, where an alias counts as all values that it stands for
-MOST_CHARACTERS = 1 << 21  # of these values together
-MOST_DIGITS = 18  # of an integer
+MAX_BYTES = 1 << 20  # of a plan, a recipe or a model's config; PyYAML reads some 100 kB/s
+MAX_RECORD_BYTES = 1 << 30  # of metrics, timelines and profiles, which grow with the length of a run
+MAX_NESTING = 50  # of nested lists and mappings in YAML
+MAX_VALUES = 20_000  # of a YAML file, where an alias counts as all values that it stands for
+MAX_CHARACTERS = 1 << 21  # of these values together
+MAX_DIGITS = 18  # of an integer
 
 
 def exists(path: str | Path) -> bool:
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TRL_REALLOC_CACHE", Path.home() / ".cache" / "trl_realloc"))
 
 
-def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: str | Path, what: str, most_bytes: int = MAX_BYTES) -> str:
     """The text of a regular file.
 
     Args:
@@ -135,12 +135,12 @@ def read_yaml_mapping(path: str | Path, what: str, like: str) -> dict[Any, Any]:
     return value
 
 
-def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: str | Path, what: str, most_bytes: int = MAX_BYTES) -> Any:
     """The value of a JSON file. Raises `PlanError` as `read_text` does, or if it is not JSON."""
     return parse_json(read_text(path, what, most_bytes), f"{path}: {what}")
 
 
-def read_json_mapping(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def read_json_mapping(path: str | Path, what: str, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The object in a JSON file. Raises `PlanError` as `read_json` does, or if the value is not an object."""
     value = read_json(path, what, most_bytes)
     if not isinstance(value, dict):
@@ -173,10 +173,8 @@ class _Loader(yaml.SafeLoader):
         line = self.peek_event().start_mark.line + 1
         before = self._values, self._characters
         self._depth += 1
-        if self._depth > MOST_NESTING:
-            raise PlanError(
-                f"lists and mappings are nested more than {MOST_NESTING} deep (line {line}); write it flat."
-            )
+        if self._depth > MAX_NESTING:
+            raise PlanError(f"lists and mappings are nested more than {MAX_NESTING} deep (line {line}); write it flat.")
         node = super().compose_node(parent, index)
         self._depth -= 1
         if alias:
@@ -188,8 +186,8 @@ class _Loader(yaml.SafeLoader):
             self._values += 1
             self._characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
             self._weights[id(node)] = self._values - before[0], self._characters - before[1]
-        if self._values > MOST_VALUES or self._characters > MOST_CHARACTERS:
-            raise PlanError(f"there are more than {MOST_VALUES:,} values, with what aliases stand for (line {line}).")
+        if self._values > MAX_VALUES or self._characters > MAX_CHARACTERS:
+            raise PlanError(f"there are more than {MAX_VALUES:,} values, with what aliases stand for (line {line}).")
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -203,11 +201,11 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: Any) -> int:
-        """An integer. Raises `PlanError` for more than `MOST_DIGITS` digits, which no setting has and Python may refuse
+        """An integer. Raises `PlanError` for more than `MAX_DIGITS` digits, which no setting has and Python may refuse
         to print."""
         value: int = super().construct_yaml_int(node)
-        if abs(value) >= 10**MOST_DIGITS:
-            raise PlanError(f"a whole number of more than {MOST_DIGITS} digits (line {node.start_mark.line + 1}).")
+        if abs(value) >= 10**MAX_DIGITS:
+            raise PlanError(f"a whole number of more than {MAX_DIGITS} digits (line {node.start_mark.line + 1}).")
         return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from .errors import LONGEST_WORD, MOST_LISTED, PlanError, shown
+from .errors import LONGEST_WORD, MAX_LISTED, PlanError, shown
 
 
 def checked(kind: object, value: object, where: str, *, key: str = "") -> Any:
@@ -22,15 +22,15 @@ def checked(kind: object, value: object, where: str, *, key: str = "") -> Any:
         key: the path of the value in the file, for messages.
 
     Raises:
-        PlanError: with a sentence for each wrong value, at most `MOST_LISTED`.
+        PlanError: with a sentence for each wrong value, at most `MAX_LISTED`.
     """
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        sentences = [f"{where}: {_sentence(detail['loc'], detail, key)}" for detail in details[:MOST_LISTED]]
-        if len(details) > MOST_LISTED:
-            sentences.append(f"{where}: {len(details) - MOST_LISTED:,} more values are wrong.")
+        sentences = [f"{where}: {_sentence(detail['loc'], detail, key)}" for detail in details[:MAX_LISTED]]
+        if len(details) > MAX_LISTED:
+            sentences.append(f"{where}: {len(details) - MAX_LISTED:,} more values are wrong.")
         raise PlanError(*sentences) from None
 
 

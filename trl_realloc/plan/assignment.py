@@ -179,12 +179,12 @@ class Assignment:
 CACHED_TOKENS = 1024
 # Samples that a vLLM engine decodes at once, unless a user says otherwise: vLLM's own largest default. It refuses more
 # than the tokens of one of its forwards, and captures no graph for so many.
-MOST_SLOTS = 1024
+MAX_SLOTS = 1024
 MEMORY_SHARE = 0.3  # of a GPU's memory for a vLLM engine, where neither the plan nor the settings say it
 
 # Of an accelerator: most logits of a forward that are in memory whole, in elements (1 GiB in bfloat16), and of a slice,
 # 440 rows of a vocabulary of 152,000, so that products are of matrices.
-MOST_LOGITS, LOGITS_SLICE = 1 << 29, 1 << 26
+MAX_LOGITS, LOGITS_SLICE = 1 << 29, 1 << 26
 
 # Most elements of the buffer in which DeepSpeed collects gradients before it reduces them (`reduce_bucket_size`). Its
 # default, 5e8, takes 2 GB of float32 for each model that is trained. A tenth of it is still 100 MB in 16 bits, and

@@ -14,7 +14,7 @@ from ..common.errors import PlanError, Problems, shown
 __all__ = ["Cluster", "DeviceMesh", "PlanError", "check_mesh", "halves", "is_legal", "legal_meshes", "nearest_mesh"]
 
 
-MOST_DEVICES = 1 << 20
+MAX_DEVICES = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
@@ -114,10 +114,10 @@ class Cluster:
             problems.append(
                 f"a cluster's memory_gb is a number of gigabytes above 0, not {shown(memory)}; or leave it out."
             )
-        if not problems and self.size > MOST_DEVICES:
+        if not problems and self.size > MAX_DEVICES:
             problems.append(
                 f"a cluster of {shown(self.nodes)} nodes of {shown(self.devices_per_node)} devices has more than the "
-                f"{MOST_DEVICES:,} devices that a plan can be for."
+                f"{MAX_DEVICES:,} devices that a plan can be for."
             )
         problems.refuse()
 

@@ -17,7 +17,7 @@ from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
 
 
 _LABEL = re.compile(r"[a-z0-9_]{1,40}")
-MOST_COLUMNS = 100  # of a call in a graph that is read from a file
+MAX_COLUMNS = 100  # of a call in a graph that is read from a file
 
 
 class Role(StrEnum):
@@ -271,6 +271,6 @@ def _table(where: str, value: object, keys: Iterable[str]) -> Mapping[str, Any]:
 def _columns(where: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(column, str) for column in value):
         raise PlanError(f"graph, {where}: the columns are a list like [prompts, responses], not {shown(value)}.")
-    if len(value) > MOST_COLUMNS:
-        raise PlanError(f"graph, {where}: {len(value):,} columns, and {MOST_COLUMNS} are the most.")
+    if len(value) > MAX_COLUMNS:
+        raise PlanError(f"graph, {where}: {len(value):,} columns, and {MAX_COLUMNS} are the most.")
     return tuple(value)

@@ -29,7 +29,7 @@ from .streams import Streams, stream_problems, streamed_calls
 __all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]
 
 
-MOST_CALLS = 100  # of an iteration; the known algorithms have at most seven
+MAX_CALLS = 100  # of an iteration; the known algorithms have at most seven
 LONGEST_NAME = 200  # characters
 
 
@@ -198,8 +198,8 @@ class ExecutionPlan:
                 f"calls has a line for each call, like actor.train: {{mesh: 0-1, …}}; it is {shown(calls)}."
             )
             calls = {}
-        if len(calls) > MOST_CALLS:
-            problems.append(f"calls has {len(calls):,} lines, and an iteration has {MOST_CALLS} calls at most.")
+        if len(calls) > MAX_CALLS:
+            problems.append(f"calls has {len(calls):,} lines, and an iteration has {MAX_CALLS} calls at most.")
             calls = {}
         assignments = {}
         for call, assignment in calls.items():

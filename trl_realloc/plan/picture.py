@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-WIDTH, MOST_INCHES = 10.0, 100.0  # of a picture, its largest height
-MOST_NUMBERED = 32  # rows of a picture in which iterations have their numbers
+WIDTH, MAX_INCHES = 10.0, 100.0  # of a picture, its largest height
+MAX_NUMBERED = 32  # rows of a picture in which iterations have their numbers
 # By role and kind, in colours that the colour-blind can tell apart (Okabe and Ito, Color Universal Design, 2008).
 COLOURS = {
     "actor.generate": "#0072B2",
@@ -70,7 +70,7 @@ def draw_timeline(
     lanes = calls_alone.lanes() if is_ahead or calls_alone.overlaps else {}
     functions = [call for call in order if is_host_work(call) and call != LOOP]
     streamed = set[str]() if is_ahead else timeline.streamed_calls()
-    figure = new_figure(WIDTH, min(1.5 + 0.35 * len(rows) + 2.0 * bool(streamed), MOST_INCHES))
+    figure = new_figure(WIDTH, min(1.5 + 0.35 * len(rows) + 2.0 * bool(streamed), MAX_INCHES))
     axes = figure.add_subplot(211 if streamed else 111)
     for call in order:
         spans = [span for span in timeline.spans if span.call == call and span.device in row]
@@ -78,7 +78,7 @@ def draw_timeline(
             _draw_functions(axes, call, HOST_HATCHES[functions.index(call) % len(HOST_HATCHES)], spans, row, zero)
         else:
             _draw_spans(axes, call, spans, lanes, row, zero)
-    if is_ahead and len(rows) <= MOST_NUMBERED:
+    if is_ahead and len(rows) <= MAX_NUMBERED:
         _number(axes, {span: lane for span, lane in lanes.items() if span.device in row}, row, zero)
     axes.set_yticks(range(len(rows)), [_named(devices) for devices in rows])
     axes.invert_yaxis()

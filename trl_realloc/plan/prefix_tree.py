@@ -14,7 +14,7 @@ from itertools import pairwise
 
 
 # A shorter common beginning is computed for each sample: a branch costs some calls in every layer.
-LEAST_SHARED = 16
+MIN_SHARED = 16
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PrefixTree:
     shared: tuple[int, ...]
 
     @staticmethod
-    def of(keys: Sequence[bytes], prompts: Sequence[int], width: int, least: int = LEAST_SHARED) -> PrefixTree:
+    def of(keys: Sequence[bytes], prompts: Sequence[int], width: int, least: int = MIN_SHARED) -> PrefixTree:
         """The tree of samples. They branch at the end of a prompt, or where other samples branch, unless at least
         `least` more tokens are in common.
 

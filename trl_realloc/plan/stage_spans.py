@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 from pydantic import ConfigDict
 
-from ..common.files import MOST_RECORD_BYTES, read_json
+from ..common.files import MAX_RECORD_BYTES, read_json
 from ..common.schema import checked
-from .cluster import MOST_DEVICES
+from .cluster import MAX_DEVICES
 from .timeline import Count, Seconds, Span, Timeline
 
 
@@ -45,7 +45,7 @@ class StageSpan:
     call: str
     kind: Literal["forward", "backward"]
     micro_batch: Count
-    device: Annotated[int, Ge(0), Lt(MOST_DEVICES)]
+    device: Annotated[int, Ge(0), Lt(MAX_DEVICES)]
     start: Seconds
     end: Seconds
     step: Count
@@ -87,7 +87,7 @@ class MiniBatchStages:
     @staticmethod
     def load(path: str | Path) -> MiniBatchStages:
         """The inverse of `save`. Raises `PlanError` with the file's name if the file is not such a record."""
-        return MiniBatchStages(checked(list[StageSpan], read_json(path, "the stages", MOST_RECORD_BYTES), str(path)))
+        return MiniBatchStages(checked(list[StageSpan], read_json(path, "the stages", MAX_RECORD_BYTES), str(path)))
 
 
 def task_name(call: str, kind: str) -> str:

@@ -17,7 +17,7 @@ from .dataflow import CallKind, DataflowGraph
 from .streams import Streams
 
 
-MOST_VERSIONS = 64
+MAX_VERSIONS = 64
 KV_CACHE = ("keep", "recompute")
 
 
@@ -41,8 +41,8 @@ class Staleness:
         problems = Problems()
         if not isinstance(self.versions, int) or isinstance(self.versions, bool):
             problems.append(f"staleness is a number of updates, like 1, not {shown(self.versions)}.")
-        elif not 0 <= self.versions <= MOST_VERSIONS:
-            problems.append(f"staleness is from 0 to {MOST_VERSIONS} updates, not {self.versions}.")
+        elif not 0 <= self.versions <= MAX_VERSIONS:
+            problems.append(f"staleness is from 0 to {MAX_VERSIONS} updates, not {self.versions}.")
         if self.kv_cache not in KV_CACHE:
             problems.append(f"staleness: kv_cache is {' or '.join(KV_CACHE)}, not {shown(self.kv_cache)}.")
         problems.refuse()

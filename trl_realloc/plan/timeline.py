@@ -19,15 +19,15 @@ from annotated_types import Ge, Le, Lt
 from pydantic import ConfigDict
 
 from ..common.errors import PlanError
-from ..common.files import MOST_RECORD_BYTES, read_json_mapping
+from ..common.files import MAX_RECORD_BYTES, read_json_mapping
 from ..common.schema import checked
-from .cluster import MOST_DEVICES
+from .cluster import MAX_DEVICES
 from .fused import Fused, joined
 
 
 Seconds = Annotated[float, Ge(-1e12), Le(1e12)]  # finite; 30,000 years, which is more than any clock shows
 Count = Annotated[int, Ge(0), Lt(2**63)]
-MOST_CALLS_OF_RUN = 1000  # different calls of a run; a plan has some ten, including reallocations
+MAX_CALLS_OF_RUN = 1000  # different calls of a run; a plan has some ten, including reallocations
 REWARD_FUNCTION, TOOL = "reward: ", "tool: "  # begin the names of spans of functions that run on the host
 LOOP = "training loop"  # name of the spans of an update in which no device runs a call or a function
 
@@ -55,7 +55,7 @@ class Span:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     call: str
-    device: Annotated[int, Ge(0), Lt(MOST_DEVICES)]
+    device: Annotated[int, Ge(0), Lt(MAX_DEVICES)]
     start: Seconds
     end: Seconds
     step: Count
@@ -235,7 +235,7 @@ class Timeline:
     def load(path: str | Path) -> Timeline:
         """The inverse of `save`. Raises `PlanError` with the file's name if the file is not a saved timeline."""
         try:
-            saved = read_json_mapping(path, "the timeline", MOST_RECORD_BYTES)
+            saved = read_json_mapping(path, "the timeline", MAX_RECORD_BYTES)
             columns = checked(list[str], saved.get("columns"), str(path), key="columns")
             rows = checked(list[list[object]], saved.get("spans"), str(path), key="spans")
             short = next((at for at, row in enumerate(rows) if len(row) != len(columns)), None)
@@ -245,7 +245,7 @@ class Timeline:
             timeline = Timeline(checked(list[Span], named, str(path), key="spans"))
         except PlanError as error:
             raise PlanError(f"{path} is no saved timeline: {_first(error, path)}.") from None
-        if len(timeline.calls) > MOST_CALLS_OF_RUN:
+        if len(timeline.calls) > MAX_CALLS_OF_RUN:
             raise PlanError(f"{path} is no saved timeline: it has spans of {len(timeline.calls):,} different calls.")
         return timeline
 

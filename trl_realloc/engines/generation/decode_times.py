@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..base import DecodeStep
 
 
-LEAST_STEPS = 4  # decode steps, of which a mean is taken
+MIN_STEPS = 4  # decode steps, of which a mean is taken
 
 
 class DecodeTimes:
@@ -34,5 +34,5 @@ class DecodeTimes:
         return [
             (samples / steps, cached / samples, seconds / steps)
             for steps, samples, cached, seconds in sums
-            if steps >= LEAST_STEPS
+            if steps >= MIN_STEPS
         ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import shown, unknown_keys
-from ...plan.assignment import MOST_SLOTS
+from ...plan.assignment import MAX_SLOTS
 from ...plan.model_spec import FAMILIES, ModelSpec
 
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # families that vLLM 0.26 and 0.27 generate with the embedding as the head, whatever their config says
 _TIED = ("cohere", "cohere2", "cohere2_moe", "gemma", "gemma2", "gemma3n_text", "mpt")
 _CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.26 to 0.33
-MOST_CPU_CACHE = 2**30  # bytes
+MAX_CPU_CACHE = 2**30  # bytes
 
 
 def is_vllm_available() -> bool:
@@ -74,7 +74,7 @@ def engine_slots(samples: int, settings: Mapping[str, Any]) -> int:
             forward.
     """
     tokens = (settings.get("engine_kwargs") or {}).get("max_num_batched_tokens")
-    return min(samples, MOST_SLOTS, tokens if isinstance(tokens, int) and tokens > 0 else MOST_SLOTS)
+    return min(samples, MAX_SLOTS, tokens if isinstance(tokens, int) and tokens > 0 else MAX_SLOTS)
 
 
 def cpu_cache_bytes(
@@ -99,11 +99,11 @@ def cpu_cache_bytes(
         engine_kwargs: the user's arguments of vLLM's engine. As they may change the cache, 1 GiB if there are any.
     """
     if config.get("model_type") not in FAMILIES or engine_kwargs:
-        return MOST_CPU_CACHE
+        return MAX_CPU_CACHE
     spec = ModelSpec.from_config(config, bytes_per_element=2 if "16" in dtype else 4)
     of_token = spec.kv_bytes_per_token // spec.kv_heads * math.ceil(spec.kv_heads / tp)
     of_sample, of_block = math.ceil(tokens / _CPU_BLOCK), _CPU_BLOCK * of_token
-    most = max(MOST_CPU_CACHE // of_block, of_sample + 1)  # blocks, of which vLLM keeps one for itself
+    most = max(MAX_CPU_CACHE // of_block, of_sample + 1)  # blocks, of which vLLM keeps one for itself
     return min(samples * of_sample + 1, most) * of_block
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-MOST_PLAIN = 1 << 20  # bytes of one of `plain_tensors`
+MAX_PLAIN = 1 << 20  # bytes of one of `plain_tensors`
 BACKEND = "trl_realloc"  # name of the class below in vLLM's registry of weight-transfer engines
 
 
@@ -160,7 +160,7 @@ def plain_tensors(model: nn.Module, device: torch.device) -> list[Tensor]:
         for owner in (module, module.__dict__.get("impl")):
             values = (value for name, value in getattr(owner, "__dict__", {}).items() if name != "kv_cache")
             found |= {id(value): value for value in values if isinstance(value, Tensor) and value.device == device}
-    small = (tensor for tensor in found.values() if tensor.nbytes <= MOST_PLAIN)
+    small = (tensor for tensor in found.values() if tensor.nbytes <= MAX_PLAIN)
     return [tensor for tensor in small if tensor.untyped_storage().data_ptr() not in known]
 
 

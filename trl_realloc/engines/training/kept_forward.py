@@ -20,8 +20,8 @@ from .packed_row import PackedRow
 
 # A backward takes twice as long as a forward, so a new forward and backward of the samples that are trained on cost
 # less than the kept graph's backward where they have a smaller share of its tokens.
-LEAST_USED = 2 / 3
-LEAST_FREE = 1 / 4  # share of the host's memory that is free when a graph is kept there
+MIN_USED = 2 / 3
+MIN_FREE = 1 / 4  # share of the host's memory that is free when a graph is kept there
 
 
 class KeptForward:
@@ -70,7 +70,7 @@ class KeptForward:
         for of_batch, outputs in kept:
             row_of = {key: row for row, key in enumerate(token_keys(of_batch))}
             positions = [position for position in left if keys[position] in row_of]
-            if not positions or samples.select(positions).tokens < LEAST_USED * of_batch.tokens:
+            if not positions or samples.select(positions).tokens < MIN_USED * of_batch.tokens:
                 continue
             rows = [row_of[keys[position]] for position in positions]
             taken.append((positions, {name: column.select(rows) for name, column in outputs.items()}))
@@ -92,7 +92,7 @@ def _has_room(device: torch.device, before: int) -> bool:
     if is_accelerator(device):
         return has_room(device, _allocated(device) - before)
     memory = psutil.virtual_memory()
-    return bool(memory.available >= LEAST_FREE * memory.total)
+    return bool(memory.available >= MIN_FREE * memory.total)
 
 
 def _allocated(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS
+from ...plan.assignment import LOGITS_SLICE, MAX_LOGITS
 from ..base import Support
 from ..mesh_group import MeshGroup
 from .packed_attention import backbone_of
@@ -28,9 +28,9 @@ from .token_logprobs import logits_gradient, precise, scaled
 from .token_support import highest_of, keep_above, keep_support
 
 
-# `MOST_LOGITS` and `LOGITS_SLICE` of a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and
+# `MAX_LOGITS` and `LOGITS_SLICE` of a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and
 # again in the backward, which is a third more work of the head.
-MOST_WHOLE_ON_CPU, SLICE_ON_CPU = 1 << 26, 1 << 24
+MAX_WHOLE_ON_CPU, SLICE_ON_CPU = 1 << 26, 1 << 24
 
 
 @dataclass
@@ -204,7 +204,7 @@ def works_in_slices(model: PreTrainedModel, tokens: int, group: MeshGroup | None
     split = is_split(head.weight)
     if split and group is None:
         return False
-    most = MOST_WHOLE_ON_CPU if head.weight.device.type == "cpu" else MOST_LOGITS
+    most = MAX_WHOLE_ON_CPU if head.weight.device.type == "cpu" else MAX_LOGITS
     ranks = group.size if split and group is not None else 1
     return tokens * -(-head.out_features // ranks) > most  # a weight that ZeRO-3 has partitioned has no rows here
 

@@ -17,7 +17,7 @@ from ..device import is_accelerator
 
 
 DECAY = 0.5  # of what was measured in earlier mini-batches, for each mini-batch
-LEAST_SPREAD = 0.05  # of the tokens, relative; below it seconds are taken as proportional to tokens
+MIN_SPREAD = 0.05  # of the tokens, relative; below it seconds are taken as proportional to tokens
 
 
 @dataclass
@@ -48,7 +48,7 @@ class TokenFit:
             return float("nan"), float("nan")
         tokens, seconds = self.tokens / self.n, self.seconds / self.n
         slope, spread = seconds / tokens, self.squares / self.n - tokens * tokens
-        if spread > (LEAST_SPREAD * tokens) ** 2:
+        if spread > (MIN_SPREAD * tokens) ** 2:
             slope = min(slope, max(0.0, (self.products / self.n - tokens * seconds) / spread))
         return seconds - slope * tokens, slope
 

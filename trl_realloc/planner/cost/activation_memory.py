@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...plan.assignment import LOGITS_SLICE, MOST_LOGITS, ParallelStrategy
+from ...plan.assignment import LOGITS_SLICE, MAX_LOGITS, ParallelStrategy
 from ...plan.model_spec import ModelSpec
 from .hardware import Rates
 from .workload import Workload
@@ -108,7 +108,7 @@ def working_bytes(
 
 def in_slices(spec: ModelSpec, logits: float) -> bool:
     """True if a forward with `logits` logits on a device computes them in slices."""
-    return logits > MOST_LOGITS and not spec.whole_logits
+    return logits > MAX_LOGITS and not spec.whole_logits
 
 
 def slice_bytes(activation_bytes: float, *, backward: bool) -> int:

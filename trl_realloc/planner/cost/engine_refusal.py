@@ -15,7 +15,7 @@ from .engine_room import EngineRoom
 from .pricing import Pricing
 
 
-MOST_TENSOR = 64  # largest tensor degree that a refusal suggests
+MAX_TENSOR = 64  # largest tensor degree that a refusal suggests
 
 
 class SmallShareError(PlanError):
@@ -60,7 +60,7 @@ def _shares(room: EngineRoom, pricing: Pricing) -> list[str]:
 
 def _larger_nodes(room: EngineRoom, tp: int, share: float, specs: Sequence[ModelSpec], pricing: Pricing) -> list[str]:
     """The smallest nodes with whose tensor degree this share would be enough, if the models can be split so."""
-    degrees = (1 << at for at in range(MOST_TENSOR.bit_length()))
+    degrees = (1 << at for at in range(MAX_TENSOR.bit_length()))
     for degree in degrees:
         if degree > max(tp, pricing.cluster.devices_per_node) and all(spec.generates_under(degree) for spec in specs):
             split = Assignment(DeviceMesh(0, degree), ParallelStrategy(1, degree), "vllm", memory_share=share)

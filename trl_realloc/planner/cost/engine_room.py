@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...plan.assignment import MOST_SLOTS
+from ...plan.assignment import MAX_SLOTS
 from ...plan.model_spec import ModelSpec
 
 
@@ -50,10 +50,10 @@ def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float
     and a bit for the prompt); and CUDA graphs.
 
     Args:
-        samples: that the engine gets; it decodes `MOST_SLOTS` at once at most.
+        samples: that the engine gets; it decodes `MAX_SLOTS` at once at most.
         longest: tokens of the longest request.
     """
-    samples = min(samples, MOST_SLOTS)
+    samples = min(samples, MAX_SLOTS)
     tokens = min(BATCHED, samples * longest)
     activations = tokens * (OF_FORWARD_SPLIT / tp + OF_FORWARD_WHOLE) * spec.hidden * spec.activation_bytes / 2
     of_samples = 2 * 4 * min(samples, tokens) + 4 * (1 + 1 / 32) * samples

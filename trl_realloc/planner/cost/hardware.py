@@ -22,7 +22,7 @@ from ...plan.cluster import Cluster
 from ...plan.model_spec import ModelSpec
 
 
-MOST_PLANNED = 8192  # devices. Choosing a plan for 4,096 takes some seconds, and the time grows with the number
+MAX_PLANNED = 8192  # devices. Choosing a plan for 4,096 takes some seconds, and the time grows with the number
 # Seconds of a decode step on the host, fitted to the three machines and models that have run (docs/studies/gpu_runs.md)
 # by least squares of the logarithms of their steps, with `Device.sampled_bytes` for the sampler:
 #   5.9 ms: an H100, 1.2 billion parameters, 64 samples, vocabulary 128,256; estimated 4.4
@@ -190,7 +190,7 @@ def parse_cluster(text: str) -> tuple[Cluster, Device]:
     `gpu.yaml:2x8`, where a file describes the device (`read_device`).
 
     Raises:
-        PlanError: the text has another form, there is no such device, or the cluster has more than `MOST_PLANNED`
+        PlanError: the text has another form, there is no such device, or the cluster has more than `MAX_PLANNED`
             devices.
     """
     match = re.fullmatch(r"(.+):(?:([0-9]{1,9})x)?([0-9]{1,9})", text.strip())
@@ -201,9 +201,9 @@ def parse_cluster(text: str) -> tuple[Cluster, Device]:
     name, nodes, per_node = match.groups()
     device = read_device(Path(name)) if name.endswith((".yaml", ".yml")) else _known_device(name.lower())
     cluster = Cluster(int(nodes or 1), int(per_node), device.memory / 1e9)
-    if cluster.size > MOST_PLANNED:
+    if cluster.size > MAX_PLANNED:
         raise PlanError(
-            f"{text.strip()} is {cluster.size:,} devices, and the planner chooses for {MOST_PLANNED:,} at most."
+            f"{text.strip()} is {cluster.size:,} devices, and the planner chooses for {MAX_PLANNED:,} at most."
         )
     return cluster, device
 

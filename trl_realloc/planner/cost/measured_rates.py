@@ -22,7 +22,7 @@ from .zero_costs import DataParallelGroup
 
 CPU_ERROR = 0.08  # measured by benchmarks/planner.py
 LAYOUT_ERROR = 0.12  # of a call in a layout that was not measured: of the presets but flatten in that benchmark
-LEAST_ZERO = 0.1  # of the formula, below which a measurement is taken for noise
+MIN_ZERO = 0.1  # of the formula, below which a measurement is taken for noise
 ACCELERATOR_ERROR = 0.1  # assumed: no estimate from measured rates has been compared with an accelerator
 FEWEST = 2  # observations of a kind of work, below which nothing is fitted
 
@@ -212,7 +212,7 @@ class MeasuredRates:
             work = "train" if trains else "forward"
             rows = [row for row in self.profile.observations if row.work == work and row.zero_stage == stage]
             factors = [self._zero_factor(row) for row in rows]
-            self._fits[at] = max(LEAST_ZERO, float(np.median(factors))) if factors else 1.0
+            self._fits[at] = max(MIN_ZERO, float(np.median(factors))) if factors else 1.0
         factor: float = self._fits[at]
         return factor
 

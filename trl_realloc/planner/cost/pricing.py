@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...plan.assignment import MEMORY_SHARE, MOST_SLOTS, Assignment, ParallelStrategy, sleeps
+from ...plan.assignment import MAX_SLOTS, MEMORY_SHARE, Assignment, ParallelStrategy, sleeps
 from ...plan.cluster import Cluster
 from ...plan.dataflow import Call, CallKind
 from ...plan.model_spec import ModelSpec
@@ -89,7 +89,7 @@ class Pricing:
             return self.shares[-1:]
         starts = max(room.needed for room in rooms) / self.memory.total
         # in requests, one of which is counted already; a request may be longer than any sample
-        requests = self.workload.most_cached(min(each, MOST_SLOTS)) / self.longest_request
+        requests = self.workload.most_cached(min(each, MAX_SLOTS)) / self.longest_request
         all_at_once = max(room.needed + room.request * max(0.0, requests - 1) for room in rooms)
         least, most = (self._enough(share) for share in (starts, all_at_once / self.memory.total))
         between = self._enough((least + most) / 2)
@@ -418,7 +418,7 @@ class Pricing:
             fitting = int(self.workload.forward_tokens / self.workload.longest)
             slots = min(share, max(1, self.workload.generation_batch or fitting))
             return slots, math.inf, weights, slots * cache + kept_casts(spec)
-        share = min(share, MOST_SLOTS)
+        share = min(share, MAX_SLOTS)
         if self.memory is None:
             return share, math.inf, weights, share * cache
         room = self.engine_room(spec, assignment, share)

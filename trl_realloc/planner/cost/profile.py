@@ -17,18 +17,18 @@ from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict, PositiveInt
 
 from ...common.errors import PlanError
-from ...common.files import MOST_RECORD_BYTES, read_json_mapping
+from ...common.files import MAX_RECORD_BYTES, read_json_mapping
 from ...common.schema import checked
-from ...plan.cluster import MOST_DEVICES
+from ...plan.cluster import MAX_DEVICES
 from ...plan.model_spec import ModelSpec
 from .estimate_factors import Corrections
 from .hardware import Sharing
 
 
 # What a profile's file may hold.
-_Count = Annotated[int, Ge(1), Le(MOST_DEVICES)]
+_Count = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 _Amount = Annotated[float, Ge(0), Le(1e24)]
-LEAST_SECONDS = 1e-12
+MIN_SECONDS = 1e-12
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Profile:
     def load(path: str | Path) -> Profile:
         """The inverse of `save`. Raises `PlanError` where the file holds no profile."""
         try:
-            saved = read_json_mapping(path, "the profile", MOST_RECORD_BYTES)
+            saved = read_json_mapping(path, "the profile", MAX_RECORD_BYTES)
             slower = checked(_Slowdowns, saved.pop("sharing", None), str(path), key="sharing")
             profile: Profile = checked(Profile, {**saved, "sharing": {"slower": slower} if slower else None}, str(path))
             _check_observations(profile.observations, path)
@@ -187,7 +187,7 @@ def _check_observations(rows: Sequence[Observation], path: str | Path, name: str
         wrong = None
         if kept and not row.bytes:
             wrong = "bytes is 0, but it says what was kept"
-        elif not kept and row.seconds < LEAST_SECONDS:
+        elif not kept and row.seconds < MIN_SECONDS:
             wrong = f"seconds is {row.seconds:g}, but work takes some time"
         elif row.work in ("forward", "train", "activations") and not row.tokens:
             wrong = "tokens is 0, but it says how much work it was"

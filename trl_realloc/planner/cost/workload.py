@@ -16,15 +16,15 @@ from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 from ...common.errors import PlanError, Problems
-from ...plan.prefix_tree import LEAST_SHARED
+from ...plan.prefix_tree import MIN_SHARED
 
 
 # Number of quantiles that represent a measured length distribution. The last samples of a batch decide how long its
 # generation takes, so a batch of this size keeps about its longest one.
 QUANTILES = 256
-MOST_SAMPLES = 4096  # of an engine; more only repeat the pattern
+MAX_SAMPLES = 4096  # of an engine; more only repeat the pattern
 BATCHES = 16  # with different samples; how long their longest are averages out over so many
-MOST_DEALT = 65_536  # samples of these batches together; larger batches differ less
+MAX_DEALT = 65_536  # samples of these batches together; larger batches differ less
 # Tokens of a sample's last block of vLLM's cache (16 tokens a block) that are not of whole blocks, on average. They are
 # not shared with other samples of the prompt, and as many places of the block are empty.
 HALF_BLOCK = 8
@@ -160,7 +160,7 @@ class Workload:
             budget: most tokens of a micro-batch.
             mini_batches: into which the samples are divided at random.
         """
-        if self.completions == 1 or self.prompt_tokens < LEAST_SHARED:
+        if self.completions == 1 or self.prompt_tokens < MIN_SHARED:
             return self
         part = 1 / max(1.0, mini_batches)
         met = self.completions * part / (1 - (1 - part) ** self.completions)  # of a prompt that is in a mini-batch
@@ -248,7 +248,7 @@ class Workload:
         each engine, and mixed, as in a real batch."""
         return tuple(_engine_lengths(self.response_tokens, self.episodes, engines, each) for each in range(engines))
 
-    def longest_engine_by_batch(self, engines: int, most: int = MOST_SAMPLES) -> tuple[tuple[int, ...], ...]:
+    def longest_engine_by_batch(self, engines: int, most: int = MAX_SAMPLES) -> tuple[tuple[int, ...], ...]:
         """The lengths of the responses of the engine with the longest one, in its order; of more than `most` responses
         so many. For `BATCHES` batches, or fewer large ones, that differ as random batches do. All lengths are equally
         frequent in all of them together."""
@@ -285,7 +285,7 @@ def _longest_engine_by_batch(
 
 def _batches(lengths: Sequence[int], drawn: int) -> Iterator[tuple[int, ...]]:
     """Batches of so many lengths, each ascending, into which the lengths are dealt at random."""
-    batches = max(1, min(BATCHES, MOST_DEALT // drawn))
+    batches = max(1, min(BATCHES, MAX_DEALT // drawn))
     total = batches * drawn
     dealt = [lengths[(2 * at + 1) * len(lengths) // (2 * total)] for at in range(total)]
     Random(0).shuffle(dealt)
@@ -302,7 +302,7 @@ def _decoding(
         prompts: tokens of a prompt that a sample attends to, and that the engine holds for each sample.
     """
     share = math.ceil(episodes / engines)
-    engine_lengths = _longest_engine(lengths, episodes, engines, MOST_SAMPLES)
+    engine_lengths = _longest_engine(lengths, episodes, engines, MAX_SAMPLES)
     count = len(engine_lengths)
     weight = share / count
     slots, room = max(1, slots * count // share), room / weight

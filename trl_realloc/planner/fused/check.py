@@ -16,8 +16,8 @@ from ...plan import batching
 from .pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Task
 
 
-MOST_MEMORY = 1.25  # of the activations when one model trains after the other
-MOST_NAMED = 4  # tasks that a message names
+MAX_MEMORY = 1.25  # of the activations when one model trains after the other
+MAX_NAMED = 4  # tasks that a message names
 ROUNDING = 1e-9  # relative
 
 
@@ -67,7 +67,7 @@ def _check_tasks(pipelines: FusedPipelines, stage: int, tasks: tuple[Task, ...])
         (expected - found, "lacks"),
     ):
         if difference:
-            names = ", ".join(str(task) for task in sorted(difference)[:MOST_NAMED])
+            names = ", ".join(str(task) for task in sorted(difference)[:MAX_NAMED])
             raise PlanError(f"Stage {stage} {problem} {difference.total()} tasks: {names}.")
 
 
@@ -108,7 +108,7 @@ def start_times(pipelines: FusedPipelines, schedule: FusedSchedule) -> tuple[tup
         if len(done) < len(tasks)
     ]
     if waiting:
-        raise PlanError(f"The stages wait for each other: {', '.join(waiting[:MOST_NAMED])}.")
+        raise PlanError(f"The stages wait for each other: {', '.join(waiting[:MAX_NAMED])}.")
     return tuple(tuple(times) for times in starts), max(free)
 
 
@@ -278,10 +278,10 @@ def serial_time(pipelines: FusedPipelines) -> float:
 
 
 def memory_limit(pipelines: FusedPipelines) -> float:
-    """The activation memory of a stage that a schedule may take: `MOST_MEMORY` times that of both models one after the
+    """The activation memory of a stage that a schedule may take: `MAX_MEMORY` times that of both models one after the
     other, and at least a micro-batch of each."""
     largest = sum(float(pipelines.pipeline(model).memory.max()) for model in MODELS)
-    return max(MOST_MEMORY * serial_memory(pipelines), largest)
+    return max(MAX_MEMORY * serial_memory(pipelines), largest)
 
 
 def serial_memory(pipelines: FusedPipelines) -> float:

@@ -19,7 +19,7 @@ from .pipelines import KINDS, MODELS, FusedPipelines, FusedSchedule, Task
 Found = tuple[FusedPipelines, FusedSchedule]
 
 EXAMPLE_EFFORT = 200_000  # tasks that the search for an example places
-MOST_TASKS = 48  # of a stage that are shown
+MAX_TASKS = 48  # of a stage that are shown
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def text_of(tasks: tuple[Task, ...]) -> str:
     """`StageList.tasks`."""
     shown = [
         f"{task.model if task.kind == 'forward' else task.model.lower()}{task.micro_batch + 1}"
-        for task in tasks[:MOST_TASKS]
+        for task in tasks[:MAX_TASKS]
     ]
     more = len(tasks) - len(shown)
     return " ".join(shown) + (f" and {more} more" if more > 0 else "")

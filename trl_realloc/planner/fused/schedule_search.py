@@ -4,7 +4,7 @@ Schedules are built from priorities, from the beginning and from the end of time
 last as its priorities: this closes gaps. The first priorities are the times of each model's own 1F1B, stretched and
 shifted at random, with as many micro-batches in flight on a stage as 1F1B has, or some more. Later priorities are the
 times of one of the best schedules so far, disturbed. A search ends at the lower bound; it is tried within
-`check.MOST_MEMORY` first. Then the memory limit is lowered as long as a schedule of the same makespan is found.
+`check.MAX_MEMORY` first. Then the memory limit is lowered as long as a schedule of the same makespan is found.
 Building a schedule is in `chains`.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .chains import BuiltSchedule, FusedChains
-from .check import MOST_MEMORY, ROUNDING, SimulatedSchedule, check, lower_bound, memory_bound, serial_memory
+from .check import MAX_MEMORY, ROUNDING, SimulatedSchedule, check, lower_bound, memory_bound, serial_memory
 from .kernel import Integers
 from .pipelines import Array, FusedPipelines, FusedSchedule, Pipeline
 
@@ -28,11 +28,11 @@ STUCK = 200  # priorities in turn without a better elite before all elites are d
 PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
 UNLIMITED = 1_000_000  # micro-batches
 MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
-FIRST_EFFORT = 0.5  # share of the effort, with `MOST_MEMORY`
+FIRST_EFFORT = 0.5  # share of the effort, with `MAX_MEMORY`
 NEAR, NEAR_EFFORT = 1.003, 1.0  # extra effort if makespan <= 1.003 x bound
 SECOND_EFFORT = 0.7  # share of the effort, with the whole memory
 MEMORY_EFFORT = 0.3  # of the effort, for each lower memory limit; half of it where a limit is given, and kept
-AIM_EFFORT = 0.5  # the same where more than `MOST_MEMORY` is left
+AIM_EFFORT = 0.5  # the same where more than `MAX_MEMORY` is left
 FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
 
 
@@ -63,7 +63,7 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> Fo
     """
     run = _Search(pipelines, np.random.default_rng(seed))
     limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
-    low, aim = run.chains.least_memory(), MOST_MEMORY * serial_memory(pipelines)
+    low, aim = run.chains.least_memory(), MAX_MEMORY * serial_memory(pipelines)
     first = np.minimum(limit, np.maximum(low, aim))
     is_lower = bool((first < limit).any())
     target = memory_bound(pipelines, first)

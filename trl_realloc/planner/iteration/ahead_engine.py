@@ -20,7 +20,7 @@ from .stream_cost import StreamPrices
 from .stream_engine import EngineWork, SimulatedEngine
 
 
-MOST_SAMPLES_AHEAD = 512  # of a batch in an engine; more only repeat the pattern
+MAX_SAMPLES_AHEAD = 512  # of a batch in an engine; more only repeat the pattern
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def engine_prices(
 ) -> EnginePrices:
     """The prices of a call's engines."""
     share = math.ceil(pricing.workload.episodes / plan[call].strategy.dp)
-    return EnginePrices(plan, specs, pricing, weight=max(1.0, share / MOST_SAMPLES_AHEAD))
+    return EnginePrices(plan, specs, pricing, weight=max(1.0, share / MAX_SAMPLES_AHEAD))
 
 
 class _Repeated(Sequence[int]):

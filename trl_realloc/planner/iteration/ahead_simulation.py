@@ -28,7 +28,7 @@ from ..cost.call_cost import CallCost
 from ..cost.pricing import Pricing
 from ..cost.workload import BATCHES
 from .activities import Activities, Event, devices_by_node
-from .ahead_engine import MOST_SAMPLES_AHEAD, EngineAhead, engine_prices
+from .ahead_engine import MAX_SAMPLES_AHEAD, EngineAhead, engine_prices
 from .ahead_order import AheadOrder, AheadTask, EndIteration, RunCall, TakeUpdate
 from .device_queues import DeviceQueues, Work
 from .stream import replicas_of
@@ -148,7 +148,7 @@ class _Simulation:
         for ranks in replicas:
             alike.setdefault(self.units.of(ranks), []).append(ranks)
         prices = engine_prices(self.plan, self.generate, specs, pricing)
-        batches = pricing.workload.longest_engine_by_batch(len(replicas), MOST_SAMPLES_AHEAD)
+        batches = pricing.workload.longest_engine_by_batch(len(replicas), MAX_SAMPLES_AHEAD)
         engines = []
         for number, group in enumerate(alike.values()):
             self.published[number], self.generated[number] = 0, set()

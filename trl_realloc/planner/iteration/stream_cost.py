@@ -21,7 +21,7 @@ from .stream_dispatcher import SHARES
 
 # Samples that are simulated one by one: of a batch, which takes a second for each simulation; at least so many of each
 # engine, even if a batch then has more; and at most so many of all engines.
-MOST_SAMPLES_OF_BATCH, LEAST_OF_ENGINE, MOST_OF_ENGINES = 8192, 64, 32768
+MAX_SAMPLES_OF_BATCH, MIN_OF_ENGINE, MAX_OF_ENGINES = 8192, 64, 32768
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class StreamPrices:
 
     @staticmethod
     def of(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> StreamPrices:
-        """With at most `MOST_SAMPLES_OF_BATCH` simulated samples, or for many engines at most `MOST_OF_ENGINES`, so
+        """With at most `MAX_SAMPLES_OF_BATCH` simulated samples, or for many engines at most `MAX_OF_ENGINES`, so
         that the time of a simulation is bounded."""
         episodes, engines = pricing.workload.episodes, len(replicas_of(plan, plan.streamed[0]))
-        weight = min(math.ceil(episodes / MOST_SAMPLES_OF_BATCH), episodes // (engines * LEAST_OF_ENGINE))
-        return StreamPrices(plan, specs, pricing, max(1, weight, math.ceil(episodes / MOST_OF_ENGINES)))
+        weight = min(math.ceil(episodes / MAX_SAMPLES_OF_BATCH), episodes // (engines * MIN_OF_ENGINE))
+        return StreamPrices(plan, specs, pricing, max(1, weight, math.ceil(episodes / MAX_OF_ENGINES)))
 
     @property
     def episodes(self) -> int:

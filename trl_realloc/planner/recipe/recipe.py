@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import MOST_LISTED, PlanError, Problems, nearest, shown
+from ...common.errors import MAX_LISTED, PlanError, Problems, nearest, shown
 from ...common.files import exists, read_json_mapping, read_yaml_mapping, shortened
 from ...common.settings import MIN_TEMPERATURE, SETTINGS, no_room, number_of_text, read_settings
 from ...plan.algorithm_graphs import grpo_graph, ppo_graph
@@ -38,7 +38,7 @@ REWARD_PATHS = ("reward_model_path", "reward_model_name_or_path")
 LIKE = 0.8  # least similarity by which a key is taken for a misspelt setting
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 PROMPT_TOKENS = 64.0  # mean length of a prompt where none is given
-MOST_TOKENS = 10_000_000  # of a prompt or a response, and most samples of a batch
+MAX_TOKENS = 10_000_000  # of a prompt or a response, and most samples of a batch
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
             a config.
     """
     path = Path(recipe)
-    if prompt_tokens is not None and not 1 <= prompt_tokens <= MOST_TOKENS:
-        raise PlanError(f"--prompt-tokens is a number from 1 to {MOST_TOKENS:,}, not {prompt_tokens:g}.")
+    if prompt_tokens is not None and not 1 <= prompt_tokens <= MAX_TOKENS:
+        raise PlanError(f"--prompt-tokens is a number from 1 to {MAX_TOKENS:,}, not {prompt_tokens:g}.")
     settings = read_recipe_settings(path)
     algorithm = algorithm_of(settings, path)
     paths = [(key, settings[key]) for key in (*POLICY, *REWARD_PATHS, "value_model_path") if key in settings]
@@ -278,7 +278,7 @@ def read_recipe_settings(path: Path) -> dict[str, Any]:
     contents = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
     known = files(__package__).joinpath("settings.txt").read_text(encoding="utf-8").split()
     problems = Problems()
-    for key in [key for key in contents if key not in known][:MOST_LISTED]:
+    for key in [key for key in contents if key not in known][:MAX_LISTED]:
         near = nearest(key, known, at_least=LIKE)
         if near:
             problems.append(f"{path}: no setting {shown(key)}; did you mean {near!r}?")
@@ -287,8 +287,8 @@ def read_recipe_settings(path: Path) -> dict[str, Any]:
     problems += [f"{path}: {problem}" for problem in (*wrong, *unclear)]
     numbers = {key for defaults in DEFAULTS_OF.values() for key, value in defaults.items() if isinstance(value, int)}
     for key in sorted(numbers | {"generation_batch_size", "steps_per_generation"}):
-        if (read.get(key) or 1) > MOST_TOKENS:
-            problems.append(f"{path}: {key} {read[key]:,} is more than the {MOST_TOKENS:,} that are planned for.")
+        if (read.get(key) or 1) > MAX_TOKENS:
+            problems.append(f"{path}: {key} {read[key]:,} is more than the {MAX_TOKENS:,} that are planned for.")
     problems.refuse()
     return {**contents, **read, **switches}
 

@@ -26,7 +26,7 @@ from .space import Candidate, Space, State, TrainingSplits
 from .stream_choice import choose_streams
 
 
-MOST_SUGGESTED_DEVICES = 1024  # of the cluster that a refusal suggests
+MAX_SUGGESTED_DEVICES = 1024  # of the cluster that a refusal suggests
 WAY_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for, and streams are simulated
 PRICED_SHARE = 0.5  # of a search's time limit: the time in which what it has found is priced by transfer schedules
 # Estimates of plans of one device err alike: the same calls run on the same device, one after the other. So a preset is
@@ -157,7 +157,7 @@ def _fitting(space: Space, ways: Ways, time_limit_s: float) -> _Found:
         would = (
             f"{size} of these devices would do."
             if size
-            else f"{MOST_SUGGESTED_DEVICES} of these devices would not do either."
+            else f"{MAX_SUGGESTED_DEVICES} of these devices would not do either."
         )
         raise PlanError(*error.problems, *_unsplit(space.splits), would, *_on_one(space)) from None
 
@@ -300,9 +300,9 @@ def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan 
 
 def smallest_cluster(space: Space) -> int | None:
     """The smallest cluster, in devices, on which the models fit: the given one doubled until they do; `None` above
-    `MOST_SUGGESTED_DEVICES`."""
+    `MAX_SUGGESTED_DEVICES`."""
     per_node, size = space.cluster.devices_per_node, 2 * space.cluster.size
-    while size <= MOST_SUGGESTED_DEVICES:
+    while size <= MAX_SUGGESTED_DEVICES:
         cluster = Cluster(max(1, size // per_node), min(size, per_node), space.cluster.memory_gb)
         try:
             pricing = replace(_sleeping(space).pricing, cluster=cluster)

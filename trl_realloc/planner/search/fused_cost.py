@@ -14,7 +14,7 @@ from ...plan.fused import Fused
 from ...plan.model_spec import ModelSpec
 from ..cost.call_cost import CallCost, TrainingStage
 from ..cost.pricing import Pricing
-from ..fused.check import MOST_MEMORY, UniformPipeline, uniform_bound
+from ..fused.check import MAX_MEMORY, UniformPipeline, uniform_bound
 from ..fused.pipelines import FusedPipelines, FusedSchedule, Pipeline
 from .space import Candidate, Space
 
@@ -141,4 +141,4 @@ def _uniform(stage: TrainingStage, pp: int) -> UniformPipeline:
 def _memory_limit(one: UniformPipeline, other: UniformPipeline) -> float:
     """`check.memory_limit` of uniform pipelines."""
     serial = max(min(p.micro_batches, p.stages) * p.memory for p in (one, other))
-    return max(MOST_MEMORY * serial, one.memory + other.memory)
+    return max(MAX_MEMORY * serial, one.memory + other.memory)

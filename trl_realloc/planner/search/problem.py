@@ -25,7 +25,7 @@ from .space import Candidate, Space, State
 
 # Seconds in which the schedule that a reallocation is priced by has to be made. Others go from a part on each of a
 # thousand devices to each of a thousand: there the bound is within 1 % of the schedule's time.
-MOST_SCHEDULE_S = 2.0
+MAX_SCHEDULE_S = 2.0
 TOO_LARGE = 1e9  # seconds that the search takes for those of a plan which needs all the memory of a device
 
 
@@ -138,7 +138,7 @@ class Problem:
             if exact:
                 source = layout_of(home.assignment, spec, is_reversed=is_reversed)
                 layouts = source, layout_of(other.assignment, spec)
-                if schedule_seconds(*layouts) <= MOST_SCHEDULE_S:
+                if schedule_seconds(*layouts) <= MAX_SCHEDULE_S:
                     seconds += move_seconds(make_schedule(self.space.cluster, *layouts), pricing.rates)
                     continue
             seconds += quick_move_seconds(spec, home.assignment, other.assignment, pricing)
@@ -172,7 +172,7 @@ class Problem:
         """The state with its estimate. `drop` is removed from calls that run in their role's training layout.
 
         Args:
-            exact: price reallocations by their transfer schedules where these are made within `MOST_SCHEDULE_S`;
+            exact: price reallocations by their transfer schedules where these are made within `MAX_SCHEDULE_S`;
                 otherwise by a bound.
         """
         for source, target in self._edges:

@@ -25,10 +25,10 @@ from ..cost.pricing import Pricing
 from .selection_bias import selection_bias
 
 
-MOST_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
+MAX_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
 NODE_STEPS = 16  # of such a cluster
 MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
-MOST_CANDIDATES = 12  # largest number of candidates of one call on one mesh
+MAX_CANDIDATES = 12  # largest number of candidates of one call on one mesh
 
 
 @dataclass(frozen=True)
@@ -339,11 +339,11 @@ class Space:
 def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
     """The legal meshes of a cluster.
 
-    If there are more than `MOST_MESHES`, only meshes with at least a 64th of the devices are returned: aligned ones of
+    If there are more than `MAX_MESHES`, only meshes with at least a 64th of the devices are returned: aligned ones of
     a power of two of devices or nodes, the rest of the cluster on either side of them, and those that begin and end at
     a `NODE_STEPS`th of the nodes.
     """
-    if cluster.nodes * (cluster.nodes + 1) // 2 + 2 * cluster.size <= MOST_MESHES:
+    if cluster.nodes * (cluster.nodes + 1) // 2 + 2 * cluster.size <= MAX_MESHES:
         return list(dict.fromkeys([*legal_meshes(cluster), cluster.mesh]))
     smallest = max(1, cluster.size // 64)
     meshes = [cluster.mesh]
@@ -370,7 +370,7 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that no other candidate beats in all of seconds, static bytes and transient bytes.
 
-    Some slower candidates with another layout are kept too (`_new_layout`). Of more than `MOST_CANDIDATES` candidates
+    Some slower candidates with another layout are kept too (`_new_layout`). Of more than `MAX_CANDIDATES` candidates
     those are returned that are the fastest within a limit of memory, for limits between the least memory and that of
     the fastest.
     """
@@ -381,18 +381,18 @@ def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
             for k in kept
         ) or _new_layout(candidate, kept):
             kept.append(candidate)
-    return kept if len(kept) <= MOST_CANDIDATES else _spread(kept)
+    return kept if len(kept) <= MAX_CANDIDATES else _spread(kept)
 
 
 def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """`MOST_CANDIDATES` of these candidates, which are sorted by seconds: the fastest within each of several limits of
+    """`MAX_CANDIDATES` of these candidates, which are sorted by seconds: the fastest within each of several limits of
     memory, a constant factor apart from the least memory to that of the fastest, and of the rest the fastest."""
     sizes = [c.cost.static + c.cost.transient for c in candidates]
     least = max(min(sizes), 1.0)  # a byte; a reward in Python has none
-    limits = [least * (sizes[0] / least) ** (step / (MOST_CANDIDATES - 1)) for step in range(MOST_CANDIDATES)]
+    limits = [least * (sizes[0] / least) ** (step / (MAX_CANDIDATES - 1)) for step in range(MAX_CANDIDATES)]
     chosen = {next(at for at, size in enumerate(sizes) if size <= limit * 1.001) for limit in limits}
     rest = (at for at in range(len(candidates)) if at not in chosen)
-    while len(chosen) < MOST_CANDIDATES:
+    while len(chosen) < MAX_CANDIDATES:
         chosen.add(next(rest))
     return [candidates[at] for at in sorted(chosen)]
 

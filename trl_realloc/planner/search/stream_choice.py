@@ -21,7 +21,7 @@ from .ladder import STREAMING, Rung
 from .priced_plan import PricedPlan
 
 
-MOST_STREAMING = 1024  # on more, a simulation takes several seconds
+MAX_STREAMING = 1024  # on more, a simulation takes several seconds
 WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
 THRESHOLDS = tuple(number / 20 for number in range(1, 20))  # shares of the batch
 FLAT = 1.25  # times the seconds of a decode step of one sample, below which more samples cost next to nothing
@@ -37,7 +37,7 @@ def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, d
         deterministic: only streams that give the same bits in two runs; so no sample moves.
     """
     space = plans[0].space
-    if space.cluster.size > MOST_STREAMING:
+    if space.cluster.size > MAX_STREAMING:
         return Rung(STREAMING, plans[0], reason="not simulated for so large a cluster")
     best = streams_of(plans[0], deadline, deterministic=deterministic)
     known = [plans[0].calls]

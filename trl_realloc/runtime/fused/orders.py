@@ -18,10 +18,10 @@ from ...planner.fused.schedule_search import compile_search, search
 from .mini_batch import pipelines_of, tasks_of
 
 
-LEAST_EFFORT, MOST_EFFORT = 5_000, 100_000  # tasks that a search places, about a million per second
+MIN_EFFORT, MAX_EFFORT = 5_000, 100_000  # tasks that a search places, about a million per second
 WORTH = 0.05  # of the seconds that an order can save, the most for its search
 TASKS_PER_SECOND = 1e6
-MOST_KEPT = 256  # orders that are kept for later mini-batches
+MAX_KEPT = 256  # orders that are kept for later mini-batches
 ROUNDING_STEPS = 32  # times and memory are rounded to such parts of the largest, so that orders can be used again
 
 
@@ -48,9 +48,9 @@ class FusedOrders:
         key = tuple((array.shape, array.tobytes()) for of_model in arrays for array in of_model)
         if key not in self._kept:
             saved = (serial_time(rounded) - lower_bound(rounded)) * unit if shape.is_measured else 0.0
-            effort = int(np.clip(WORTH * saved * TASKS_PER_SECOND, LEAST_EFFORT, MOST_EFFORT))
+            effort = int(np.clip(WORTH * saved * TASKS_PER_SECOND, MIN_EFFORT, MAX_EFFORT))
             self._kept[key] = search(rounded, effort=effort).schedule
-            if len(self._kept) > MOST_KEPT:
+            if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         self.latest = pipelines, self._kept[key]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues for the streams of a process
-MOST_CONNECTIONS, ENOUGH_CONNECTIONS = 32, 16
+MAX_CONNECTIONS, ENOUGH_CONNECTIONS = 32, 16
 
 
 class LaunchError(ValueError):
@@ -112,7 +112,7 @@ def connect_streams(environment: MutableMapping[str, str] = os.environ) -> None:
     messages for each neighbour, beside those that compute, copy and have collectives, and where two streams share a
     queue, what one of them computes waits for the message of the other."""
     if torch.version.cuda is not None and not torch.cuda.is_initialized():
-        environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
+        environment.setdefault(CONNECTIONS, str(MAX_CONNECTIONS))
 
 
 def too_few_connections(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -124,7 +124,7 @@ def too_few_connections(environment: Mapping[str, str] = os.environ) -> str | No
     return (
         f"fused pipelines: {CONNECTIONS} is {value or 'not set'}, so CUDA has {count} queues for the streams of a "
         f"process, and a stage's computation may wait for a message that it does not need; set it to "
-        f"{MOST_CONNECTIONS} before the script uses CUDA."
+        f"{MAX_CONNECTIONS} before the script uses CUDA."
     )
 
 

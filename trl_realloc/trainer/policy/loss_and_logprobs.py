@@ -27,7 +27,7 @@ from ...runtime.host_calls import HostCalls, KnownOutputs
 from ...runtime.process_groups import from_every_rank
 from ..checks.config_checks import ConfigError
 from .loss_in_engine import (
-    MOST_SENT,
+    MAX_SENT,
     LossInEngine,
     MicroBatch,
     has_entropy_term,
@@ -280,7 +280,7 @@ class Window:
         """Log-probabilities and entropies of the samples of a micro-batch of the training, and where these are not
         known, the slopes by which the engines have added its gradients in the same pass. All ranks together.
 
-        There are no slopes if all ranks' micro-batches together exceed `MOST_SENT` bytes, or if the micro-batch occurs
+        There are no slopes if all ranks' micro-batches together exceed `MAX_SENT` bytes, or if the micro-batch occurs
         again in the optimizer step: its gradients are then computed with the step.
 
         Args:
@@ -293,7 +293,7 @@ class Window:
         own = [] if is_known else list(zip(inputs, rows, strict=True))
         control = self.calls.executor.placement.control
         sizes = from_every_rank(None if is_known else sum(map(size_of, inputs)), control)
-        if control is not None and sum(size or 0 for size in sizes) > MOST_SENT:
+        if control is not None and sum(size or 0 for size in sizes) > MAX_SENT:
             self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
         elif any(size is not None for size in sizes):
             self._pass_all(trainer, own)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-MOST_SENT = 1 << 28  # bytes of the micro-batches of all ranks, which each rank gets of the others
+MAX_SENT = 1 << 28  # bytes of the micro-batches of all ranks, which each rank gets of the others
 _METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
 
 

@@ -10,7 +10,7 @@ from pydantic import FiniteFloat
 from rich.table import Table
 from typing_extensions import TypedDict
 
-from ...common.files import MOST_RECORD_BYTES, exists, read_json
+from ...common.files import MAX_RECORD_BYTES, exists, read_json
 from ...common.schema import checked
 from ...plan.picture import draw_timeline
 from ...plan.timeline import Timeline
@@ -113,7 +113,7 @@ def age_lines(folder: Path, rows: Sequence[LogRow]) -> list[str]:
     file = folder / AGES_FILE
     expected = None
     if exists(file):
-        ages = checked(_Ages, read_json(file, "the ages", MOST_RECORD_BYTES), str(file))
+        ages = checked(_Ages, read_json(file, "the ages", MAX_RECORD_BYTES), str(file))
         expected = {"mean_age": ages["mean_age"], "oldest": ages["oldest"]}
     table = age_table(expected, rows)
     return [] if table is None else ["### Age of the tokens", "", *markdown(table), ""]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import PlanError, shown
-from ...common.files import MOST_RECORD_BYTES, exists, parse_json, read_json_mapping, read_text
+from ...common.files import MAX_RECORD_BYTES, exists, parse_json, read_json_mapping, read_text
 from ..checkpoint.manifest import step_of
 
 
@@ -38,7 +38,7 @@ def logged_updates(folder: str | Path) -> list[LogRow]:
         return load_metrics(metrics)
     if state is None:
         return []
-    history = read_json_mapping(state, "the trainer's state", MOST_RECORD_BYTES).get("log_history")
+    history = read_json_mapping(state, "the trainer's state", MAX_RECORD_BYTES).get("log_history")
     if not isinstance(history, list):
         raise PlanError(f"{state}: log_history is a list of logs, not {shown(history)}.")
     numbered = ((f"{state}, log {number}", row) for number, row in enumerate(history, start=1))
@@ -53,7 +53,7 @@ def _trainer_state(folder: Path) -> Path | None:
     states = {step: path / STATE for path in paths if (step := step_of(path)) is not None and exists(path / STATE)}
     newest = max(states, default=0)
     if exists(folder / STATE):
-        last = read_json_mapping(folder / STATE, "the trainer's state", MOST_RECORD_BYTES).get("global_step")
+        last = read_json_mapping(folder / STATE, "the trainer's state", MAX_RECORD_BYTES).get("global_step")
         if not isinstance(last, int) or last >= newest:
             return folder / STATE
     return states.get(newest)
@@ -65,7 +65,7 @@ def load_metrics(path: str | Path) -> list[LogRow]:
     Raises:
         PlanError: a line is not a JSON object, or an update has no step, or a metric that is no finite number.
     """
-    lines = enumerate(read_text(path, "the metrics", MOST_RECORD_BYTES).splitlines(), start=1)
+    lines = enumerate(read_text(path, "the metrics", MAX_RECORD_BYTES).splitlines(), start=1)
     places = ((f"{path}, line {number}", line) for number, line in lines)
     return _updates((where, parse_json(line, where)) for where, line in places)
 

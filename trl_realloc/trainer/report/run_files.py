@@ -14,7 +14,7 @@ from pydantic import FiniteFloat
 from typing_extensions import TypedDict
 
 from ...common.errors import PlanError
-from ...common.files import MOST_RECORD_BYTES, exists, read_json, read_text
+from ...common.files import MAX_RECORD_BYTES, exists, read_json, read_text
 from ...common.schema import checked
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.timeline import Timeline
@@ -22,7 +22,7 @@ from .logged_updates import METRICS, STATE, LogRow, logged_updates
 
 
 PLAN, TIMELINE, FACTS, COMPLETIONS = "plan.yaml", "timeline.json", "run.json", "completions.json"
-LEAST_LOGS = 2  # that can be compared
+MIN_LOGS = 2  # that can be compared
 
 Completion = TypedDict("Completion", {"query": str, "model response": str, "score": FiniteFloat})
 
@@ -63,17 +63,17 @@ class RunFiles:
         if exists(folder / TIMELINE):
             loaded = Timeline.load(folder / TIMELINE)
             timeline = loaded if loaded.spans else None
-        if len(rows) < LEAST_LOGS:
+        if len(rows) < MIN_LOGS:
             if timeline is None:
                 raise PlanError(
                     f"{folder} holds no {TIMELINE}, which a run under a plan writes when it ends, and {_logs(rows)}"
                 )
             rows = []
         if exists(folder / COMPLETIONS):
-            read = read_json(folder / COMPLETIONS, "the completions", MOST_RECORD_BYTES)
+            read = read_json(folder / COMPLETIONS, "the completions", MAX_RECORD_BYTES)
             completions = checked(Completions, read, str(folder / COMPLETIONS))
         if exists(folder / FACTS):
-            read = read_json(folder / FACTS, "the facts of the run", MOST_RECORD_BYTES)
+            read = read_json(folder / FACTS, "the facts of the run", MAX_RECORD_BYTES)
             facts = checked(dict[str, str], read, str(folder / FACTS))
         plan = read_text(folder / PLAN, "the plan") if exists(folder / PLAN) else ""
         return cls(folder, rows, timeline, plan, facts, completions)
@@ -96,4 +96,4 @@ def _logs(rows: Sequence[LogRow]) -> str:
     """What is missing of the logs, as the end of a sentence."""
     if not rows:
         return f"no logs of updates: no {METRICS}, and no {STATE} in it or in a checkpoint."
-    return f"{len(rows)} log of an update, where a report compares {LEAST_LOGS}; train longer, or with logging_steps=1."
+    return f"{len(rows)} log of an update, where a report compares {MIN_LOGS}; train longer, or with logging_steps=1."

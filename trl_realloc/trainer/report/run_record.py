@@ -21,7 +21,7 @@ from .run_report import report_run
 from .stage_part import STAGES_FILE
 
 
-LEAST_UPDATES = 3  # of a report that is written by itself: the first update, which compiles, is in no mean then
+MIN_UPDATES = 3  # of a report that is written by itself: the first update, which compiles, is in no mean then
 
 
 def save_record(
@@ -75,7 +75,7 @@ def save_record(
             first.save(folder / FIRST_ESTIMATE_FILE)
         lengths = expected.space.pricing.workload.lengths_text
         Console(stderr=True).print(estimate_table(expected.timeline, timeline.joined(plan.fused), first, lengths))
-    if len(timeline.steps) < LEAST_UPDATES:
+    if len(timeline.steps) < MIN_UPDATES:
         return
     try:
         report_run(folder)

@@ -37,7 +37,7 @@ from .stage_part import makespans, stage_lines, stages_of
 
 
 PICTURE = "timeline.png"
-MOST_COMPLETIONS = 8
+MAX_COMPLETIONS = 8
 NO_LOGS = (
     "The curve of the reward and metrics of the first and the last updates are left out: they need two logs of "
     "updates, in metrics.jsonl or trainer_state.json. Train longer, or with a lower logging_steps."
@@ -242,7 +242,7 @@ def _wait_lines(plan: ExecutionPlan, timeline: Timeline) -> list[str]:
 
 
 def _completion_lines(completions: Completions) -> list[str]:
-    before, after = completions["before"][:MOST_COMPLETIONS], completions["after"][:MOST_COMPLETIONS]
+    before, after = completions["before"][:MAX_COMPLETIONS], completions["after"][:MAX_COMPLETIONS]
     if not before or not after:
         return []
     lines = ["## Completions", "", "| prompt | before | score | after | score |", "| --- | --- | --- | --- | --- |"]
