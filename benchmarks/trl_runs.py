@@ -3,7 +3,6 @@ memory and times, speed of the machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -15,11 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import result_file
 import torch
+from packaging.version import Version
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,7 +154,7 @@ def watched(process: subprocess.Popen[Any], mark: int, limit_s: float | None = N
 def trl_ppo_python() -> str:
     """An interpreter with TRL's PPO, which TRL has removed after 1.12: this one, or that of the oldest releases in
     `.venv-oldest`, or in the folder that the environment variable OLDEST names."""
-    if importlib.util.find_spec("trl.experimental.ppo"):
+    if Version(version("trl")) < Version("1.13"):
         return sys.executable
     python = Path(os.environ.get("OLDEST", ROOT / ".venv-oldest")) / "bin" / "python"
     if not python.is_file():

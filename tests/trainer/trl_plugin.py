@@ -19,13 +19,14 @@ from unittest.mock import patch
 import pytest
 from trl_data import load_dataset
 
+from trl_realloc.trainer.trl_compat import HAS_TRL_PPO
+
 
 CLASSES = "TRL_TESTS_CLASSES"  # the module whose classes are tested
 OUTCOMES = "TRL_TESTS_OUTCOMES"  # the file to write
-NAMES = {
-    "trl": ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"),
-    "trl.experimental.ppo": ("PPOConfig", "PPOTrainer"),
-}
+NAMES = {"trl": ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")}
+if HAS_TRL_PPO:
+    NAMES["trl.experimental.ppo"] = ("PPOConfig", "PPOTrainer")
 NO_SERVER = "We should add a mock for the vLLM server."
 _outcomes: dict[str, dict[str, Any]] = {}
 

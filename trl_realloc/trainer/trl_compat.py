@@ -1,5 +1,5 @@
-"""The base classes of our trainers and configurations in the installed release of TRL, and its table for Comet. No
-other file depends on the release.
+"""The base classes of our trainers and configurations in the installed release of TRL, how its loss is scaled, and its
+table for Comet. No other file depends on the release.
 
 The trainers of GRPO and RLOO, which are TRL's own in every release, are in `trl_policy_trainers`.
 
@@ -51,6 +51,14 @@ class PPOTrainerBase(TrainerBase):
             super().__init__(**trainer_arguments)
 
 
+def is_scaled_for_accumulation(trainer: Any) -> bool:
+    """True if a trainer's loss of a micro-batch is already a part of the mean over an optimizer step, so that it is not
+    divided by the number of micro-batches. TRL 1.16 says so by an attribute that Transformers 5.19 reads, older ones
+    by a `compute_loss_func` that nobody calls."""
+    scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+    return trainer.compute_loss_func is not None if scaled is None else scaled
+
+
 def log_table_to_comet(name: str, table: DataFrame) -> None:
     """Log a DataFrame to the Comet experiment that is running, if one is."""
     from trl.trainer.utils import log_table_to_comet_experiment
@@ -64,5 +72,6 @@ __all__ = [
     "PPOTrainerBase",
     "TRLGRPOConfig",
     "TRLRLOOConfig",
+    "is_scaled_for_accumulation",
     "log_table_to_comet",
 ]

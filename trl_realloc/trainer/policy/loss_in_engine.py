@@ -23,6 +23,7 @@ from ...algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES, LinearLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ..checks.trainable import users_method
+from ..trl_compat import is_scaled_for_accumulation
 
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class LossInEngine:
             read = forced.zeroed(logprobs), forced.zeroed(entropies), None
             self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: read
             loss = self._trainer._trl._compute_loss(self._trainer, self._trainer.model, inputs)
-            if self._trainer.compute_loss_func is None:  # as Trainer does
+            if not is_scaled_for_accumulation(self._trainer):  # as Trainer does
                 loss = loss / self._trainer.current_gradient_accumulation_steps
             gradients = torch.autograd.grad(loss, needed, allow_unused=True, materialize_grads=True)
         return [gradient.flatten()[at] * self._scale for gradient in gradients]
