@@ -98,4 +98,4 @@ def test_objects_and_partial_functions_may_be_async() -> None:
         return []
 
     assert all(map(is_async, (judge, partial(judge, by=3), Judge(), partial(Judge(), by=3))))
-    assert not any(map(is_async, (other_tokenizer, partial(other_tokenizer), Judge)))
+    assert not any(map(is_async, (other_tokenizer, partial(other_tokenizer), dict)))
