@@ -47,7 +47,8 @@ from rich.table import Table
 ALGORITHMS = ("PPO", "GRPO")
 PACKAGE = result_file.ROOT / "trl_realloc"
 OURS, HOST = "trl_realloc", "TRL, Transformers"
-FOLDERS = {PACKAGE: OURS, **{Path(str(find_spec(name).origin)).parent: HOST for name in ("trl", "transformers")}}
+HOST_SPECS = filter(None, map(find_spec, ("trl", "transformers")))
+FOLDERS = {PACKAGE: OURS, **{Path(str(spec.origin)).parent: HOST for spec in HOST_SPECS}}
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # the first three are frames up to Python 3.11
 MARK = "FOLLOW"  # the variable with the path of a file that exists while calls are counted
 Stack = list[tuple[str, str]]  # owner, file and name of each function, from the outermost one
@@ -107,9 +108,8 @@ def stack_of(frame: FrameType) -> list[CodeType]:
 
 
 def last_line(code: CodeType) -> int:
-    """The last line of a function, or of a function inside it."""
-    inner = [last_line(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return max([code.co_firstlineno, *inner, *(end for _, end, *_ in code.co_positions() if end is not None)])
+    """The last line with code; the first one of a function that has a docstring alone."""
+    return max(end for _, end, *_ in code.co_positions() if end is not None)
 
 
 def named(codes: Iterable[CodeType], folders: Mapping[Path, str]) -> Stack:
