@@ -317,6 +317,7 @@ class ModelReward:
         processing_class: the model's own tokenizer, by which the decoded samples are tokenized again; `None` to use the
             policy's token ids.
         tokens: what the model reads of each sample in place of its prompt and response.
+        positions: most tokens that the model can read; `None` for no limit.
     """
 
     def __init__(
@@ -325,15 +326,29 @@ class ModelReward:
         forward: Callable[[Rollouts], Mapping[str, Ragged]],
         processing_class: PreTrainedTokenizerBase | None = None,
         tokens: Ragged | None = None,
+        positions: int | None = None,
     ) -> None:
         self.name, self.forward, self.processing_class, self.tokens = name, forward, processing_class, tokens
+        self.positions = positions
 
     def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor:
-        """Scores of the samples, (n,) float32. Raises `NonFiniteScore`."""
+        """Scores of the samples, (n,) float32.
+
+        Raises:
+            NonFiniteScore: a score cannot be trained on.
+            RewardError: a sample has more tokens than the model can read.
+        """
         if self.tokens is not None:
             inputs = whole_texts(self.tokens).plus(index=samples.tensor("index"))
         else:
             inputs = self._retokenized(samples, texts()) if self.processing_class is not None else samples
+        lengths = inputs.ragged("prompts").lengths + inputs.ragged("responses").lengths if len(inputs) else None
+        if self.positions is not None and lengths is not None and int(lengths.max()) > self.positions:
+            raise RewardError(
+                f"reward model {self.name!r} can read {self.positions} tokens, and sample "
+                f"{int(inputs.tensor('index')[int(lengths.argmax())])} of the batch has {int(lengths.max())} by its "
+                f"tokenizer; shorten prompts or responses, or give a model with more positions."
+            )
         outputs = self.forward(inputs)
         scores = outputs["scores"].values if outputs else torch.empty(0)
         _check_finite(f"reward model {self.name!r} gave", scores, scores.tolist(), samples, texts)

@@ -46,6 +46,7 @@ from .policy.planned_generation import PlannedGeneration, as_drawn
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_host import PolicyHost
 from .policy.policy_setup import prepare_policy
+from .policy.prompt_lengths import check_tokenized
 from .policy.record import PolicyRecord, sampled_completions
 from .report.completions import CompletionRow
 from .run.planned_run import PlannedRun
@@ -249,6 +250,13 @@ class PlannedPolicyTrainer(Trainer):
         return super()._prepare_inputs(generation_batch)
 
     # --- completions and rewards ------------------------------------------------------------------------------------
+
+    def _tokenize_prompts(self, prompts: Any) -> Any:
+        made = super()._tokenize_prompts(prompts)
+        what = "train_dataset" if self.model.training else "eval_dataset"
+        config = self.accelerator.unwrap_model(self.model).config.get_text_config()
+        check_tokenized(made[0], prompts, what, config.vocab_size)
+        return made
 
     @under_plan
     def _generate_and_score_completions(self, inputs: Any) -> Any:

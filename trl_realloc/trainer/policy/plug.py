@@ -215,14 +215,18 @@ def _context_length(trainer: Trainer, given: int | None, completion: int, config
     Args:
         given: replaces `vllm_max_model_length`.
         completion: most tokens of a completion.
+
+    Raises:
+        DataError: the policy cannot respond to a prompt of the data sets.
     """
     given = given or _setting(trainer.args, "vllm_max_model_length")
     lengths = Lengths(ASSUMED, None)
-    if given is None and _reads_prompts_as_given(trainer):
+    if _reads_prompts_as_given(trainer):
         template = dict(getattr(trainer, "chat_template_kwargs", None) or {})
         if (chat_template := getattr(trainer, "chat_template", None)) is not None:
             template["chat_template"] = chat_template
-        lengths = lengths_of(trainer.train_dataset, trainer.eval_dataset, trainer.processing_class, template)
+        data = trainer.train_dataset, trainer.eval_dataset
+        lengths = lengths_of(*data, trainer.processing_class, template, config.get_text_config().vocab_size)
     length = context_length(given, lengths, completion, config)
     if length is None:
         raise ConfigError(
