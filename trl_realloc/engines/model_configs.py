@@ -73,11 +73,10 @@ def most_positions(config: PretrainedConfig) -> int | None:
 
 def table_positions(config: PretrainedConfig) -> int | None:
     """Most tokens of a sample in a model that has a table of positions, such as learned ones, and fails with a longer
-    sample. `None` where positions are computed (rotary, ALiBi, distances), and for a model without any limit."""
+    sample. `None` where positions are computed (rotary, distances), and for a model without any limit."""
     config = config.get_text_config()
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
-    # DeBERTa-v3 has distances alone, Falcon and MPT have ALiBi
-    is_relative = getattr(config, "position_biased_input", True) is False or getattr(config, "alibi", False)
+    is_relative = getattr(config, "position_biased_input", True) is False  # DeBERTa-v3
     return None if rotary or is_relative else most_positions(config)
 
 
