@@ -54,7 +54,7 @@ class SeededOrder(Sampler[int]):
 
 
 class PaddingError(ValueError):
-    """The prompt of a row cannot be told from its padding.
+    """A row whose prompt cannot be separated from its padding.
 
     Args:
         row: its position among the rows that are collated.
@@ -76,7 +76,7 @@ def collate_prompts(
     Args:
         data_collator: the user's. Its `input_ids` (and `attention_mask`) are used, and their padding is removed,
             because engines pad on their own.
-        is_special: the pad token is also the eos or the bos token, so a prompt may have it.
+        is_special: the pad token is also the eos or the bos token, so a prompt may contain it.
     """
 
     def collate(rows: list[Mapping[str, Any]]) -> PromptBatch:
@@ -100,13 +100,13 @@ def collate_prompts(
 
 
 def _unpadded(ids: torch.Tensor, mask: object, pad_token_id: int | None, is_special: bool) -> torch.Tensor:
-    """The token ids that `mask` keeps; without a mask, the ids between the padding on both sides.
+    """The token ids that `mask` keeps; without a mask, the ids without the padding at both ends.
 
-    A pad token that is special is taken for padding on the left, as in TRL, and for the prompt's own where it stands
-    once at the end.
+    Without a mask, a special pad token at the beginning is padding, as in TRL. A single one at the end belongs to the
+    prompt.
 
     Raises:
-        ValueError: `mask` is of another length, or several special tokens stand at the end.
+        ValueError: `mask` has another length, or several special pad tokens stand at the end.
     """
     if mask is not None:
         keeps = torch.as_tensor(mask).bool()
@@ -127,12 +127,12 @@ def _unpadded(ids: torch.Tensor, mask: object, pad_token_id: int | None, is_spec
             f"its own"
         )
     if real and start:
-        _say_left_out(pad_token_id)
+        _notice_left_padding(pad_token_id)
     return ids[start:] if real else ids
 
 
 @functools.cache
-def _say_left_out(token: int) -> None:
+def _notice_left_padding(token: int) -> None:
     notice(
         f"prompts without an attention_mask begin with token {token}, which is the pad token and the eos or bos token: "
         f"it is taken for padding, as in TRL, and left out; give the column attention_mask to keep it."

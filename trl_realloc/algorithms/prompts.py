@@ -218,7 +218,7 @@ def check_prompts(
     collate: Callable[[list[Any]], PromptBatch],
     *,
     all_columns: bool = False,
-    whose: str = "the model",
+    model_name: str = "the model",
 ) -> list[int]:
     """Refuse prompts that are empty, that leave no room for the response, or whose ids are not in the vocabulary. Reads
     the dataset once.
@@ -228,7 +228,7 @@ def check_prompts(
         context_length: maximum tokens of a sample in the model, `None` for no limit.
         collate: the same as in training (`collate_prompts`). Its output is checked.
         all_columns: `collate` reads more columns than `input_ids` and `attention_mask`.
-        whose: the model of `context_length` in messages.
+        model_name: the model of `context_length` in messages.
 
     Returns:
         The tokens of each prompt, without padding.
@@ -256,13 +256,13 @@ def check_prompts(
     room = (context_length or 1 << 60) - response_length
     if room < 1:
         raise DataError(
-            f"response_length {response_length} leaves no room for a prompt in {whose}'s context of "
+            f"response_length {response_length} leaves no room for a prompt in {model_name}'s context of "
             f"{context_length}; lower response_length (the longest prompt of {what} has {max(lengths)} tokens)."
         )
     too_long = [row for row, length in enumerate(lengths) if length > room]
     if too_long:
         raise DataError(
-            f"{what}: {_rows(too_long)} a prompt longer than the {room} tokens that {whose}'s context of "
+            f"{what}: {_rows(too_long)} a prompt longer than the {room} tokens that {model_name}'s context of "
             f"{context_length} leaves beside response_length {response_length} (the longest has {max(lengths)}); "
             f"filter {_them(too_long)} out or lower response_length."
         )

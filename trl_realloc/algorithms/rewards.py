@@ -270,7 +270,7 @@ def is_async(function: Any) -> bool:
 
 
 def awaited(answer: Any) -> Any:
-    """The answer of a function, awaited in `event_loop` if it is awaitable. Not to be called in that loop."""
+    """The result of a function call, awaited in `event_loop` if it is awaitable. Must not be called in that loop."""
     if not inspect.isawaitable(answer):
         return answer
 
@@ -286,8 +286,8 @@ def awaited(answer: Any) -> Any:
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process in which async functions of the user run. It runs in a thread of its own until the
-    process ends, because what a function keeps between its calls, such as a client, belongs to one loop."""
+    """The event loop of this process in which the user's async functions run. It runs in its own thread until the
+    process ends. A client that a function keeps between calls belongs to one loop, so there is only this one."""
     with _LOOP_LOCK:
         return _started_loop()
 

@@ -72,8 +72,8 @@ def most_positions(config: PretrainedConfig) -> int | None:
 
 
 def table_positions(config: PretrainedConfig) -> int | None:
-    """Most tokens of a sample in a model that has a table of positions, such as learned ones, and fails with a longer
-    sample. `None` where positions are computed (rotary, distances), and for a model without any limit."""
+    """Most tokens of a sample in a model with a table of positions, such as learned embeddings; a longer sample fails.
+    `None` for a model that computes its positions (rotary, relative) or has no limit."""
     config = config.get_text_config()
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
     is_relative = getattr(config, "position_biased_input", True) is False  # DeBERTa-v3

@@ -42,7 +42,7 @@ from .policy.accelerate_fallback import (
     plan_generation,
 )
 from .policy.loss_and_logprobs import ModelInEngine
-from .policy.planned_generation import PlannedGeneration, as_drawn
+from .policy.planned_generation import PlannedGeneration, plain_token_ids
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_host import PolicyHost
 from .policy.policy_setup import prepare_policy
@@ -281,8 +281,8 @@ class PlannedPolicyTrainer(Trainer):
     @under_plan
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
         with self._host.scoring.calling():
-            drawn = map(as_drawn, args)
-            rewards = super()._calculate_rewards(inputs, prompts, completions, *drawn, **kwargs)
+            token_ids = map(plain_token_ids, args)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, *token_ids, **kwargs)
         return self._host.scoring.checked(rewards, prompts, completions)
 
     # --- the loss, and an optimizer step by its gradients -----------------------------------------------------------

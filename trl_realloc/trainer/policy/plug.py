@@ -37,7 +37,7 @@ from ..checks.plan_checks import check_generation
 from ..plan_settings import vllm_settings
 from ..run.job_builder import compute_dtype
 from .generation_plan import generation_plan
-from .planned_generation import AcceleratePolicy, PlannedGeneration, as_drawn
+from .planned_generation import AcceleratePolicy, PlannedGeneration, plain_token_ids
 from .prompt_lengths import ASSUMED, Lengths, context_length, lengths_of
 from .trl_sampling import read_sampling, tokenizer_of, uncorrected_loss
 
@@ -136,7 +136,7 @@ def plug(
     if generation.takes_turns:
         finish_turns(trainer, generation.finish)
     if (rewards := getattr(trainer, "_calculate_rewards", None)) is not None:
-        trainer._calculate_rewards = lambda *args, **kwargs: rewards(*map(as_drawn, args), **kwargs)
+        trainer._calculate_rewards = lambda *args, **kwargs: rewards(*map(plain_token_ids, args), **kwargs)
     trainer.vllm_generation, trainer.use_vllm, trainer.vllm_mode = generation, True, "colocate"
     trainer._last_loaded_step = -1  # no weights are loaded, so the trainer sends them before it generates
     return generation

@@ -103,7 +103,7 @@ def read_prompts(
             vocabulary,
             collate,
             all_columns=all_columns,
-            whose="the model" if context.role is Role.ACTOR else f"the {context.role} model",
+            model_name="the model" if context.role is Role.ACTOR else f"the {context.role} model",
         )
 
     given: Mapping[str, Any] = inputs.eval_dataset if isinstance(inputs.eval_dataset, dict) else {}
