@@ -13,17 +13,25 @@ from mailboxes import Mailboxes
 from trl_realloc import Cluster
 from trl_realloc.algorithms.host_loss import HostLoss
 from trl_realloc.algorithms.rollout import Rollouts
-from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.base import Completion, Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import flatten
 from trl_realloc.runtime.calls.call_runner import CallRunner
-from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
+from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step, completed
 from trl_realloc.runtime.failures.alarm import Alarm
 from trl_realloc.runtime.samples.exchange import Exchange
 from trl_realloc.runtime.samples.shares import Share
 
 
 GRAPH = grpo_graph(reference=False, reward_models=False)
+
+
+def test_a_response_has_ended_by_the_engines_word_or_where_it_has_the_eos_token() -> None:
+    """Without a stop token every response has its limit of tokens, and may have the eos token within."""
+    eos, drawn = 1, [((5, 1), True), ((5, 6), True), ((1, 6), False), ((5, 6), False)]
+    ended = [Completion(at, ids, (0.0, 0.0), stopped, (0, 0)) for at, (ids, stopped) in enumerate(drawn)]
+    assert completed(ended, eos).tensor("has_eos").tolist() == [True, True, True, False]
+    assert completed(ended, None).tensor("has_eos").tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("has_collectives", [False, True])

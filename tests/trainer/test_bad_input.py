@@ -11,7 +11,14 @@ import pytest
 import tiny
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+)
 
 from trl_realloc import PPOConfig
 from trl_realloc.cli.recipe_parser import parse_recipe, run
@@ -44,6 +51,13 @@ def _grpo() -> dict[str, Any]:
     graph, one = grpo_graph(), {"mesh": 0, "engine": "zero"}
     calls = {name: {"mesh": 0, "engine": "transformers"} if "generate" in name else one for name in graph.order}
     return {"cluster": {"nodes": 1, "devices_per_node": 1}, "graph": graph.to_dict(), "calls": calls}
+
+
+def short(kind: type, load: Any, positions: int = 16) -> Any:
+    """A model with learned positions."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    special = {"pad_token_id": tiny.PAD, "bos_token_id": None, "eos_token_id": tiny.EOS, "num_labels": 1}
+    return load.from_config(kind(vocab_size=100, max_position_embeddings=positions, **sizes, **special))
 
 
 LONGROPE = {
@@ -84,6 +98,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"model": tiny.policy(rope_parameters=LONGROPE)},
         {},
         r"actor: its rotary embedding \(longrope\) has other factors .* more than 16 tokens, .* up to 20",
+    ),
+    "a critic with fewer positions than a sample has tokens": (
+        {"value_model": short(GPT2Config, AutoModelForSequenceClassification)},
+        {},
+        "train_dataset: rows .* have a prompt longer than the 4 tokens that the critic model's context of 16 leaves",
+    ),
+    "a reference with fewer positions": (
+        {"ref_model": short(GPT2Config, AutoModelForCausalLM)},
+        {},
+        "4 tokens that the reference model's context of 16 leaves",
+    ),
+    "a reward model with fewer positions": (
+        {"reward_model": [tiny.short, short(BertConfig, AutoModelForSequenceClassification)]},
+        {},
+        "4 tokens that the reward model's context of 16 leaves",
+    ),
+    "an evaluation prompt beyond the critic's positions": (
+        {
+            "value_model": short(GPT2Config, AutoModelForSequenceClassification, 24),
+            "eval_dataset": Dataset.from_dict({"prompt": ["w5", " ".join(["w5"] * 13)]}),
+        },
+        {},
+        "eval_dataset: row 1 has a prompt longer than the 12 tokens that the critic model's context of 24 leaves",
     ),
     "a frozen policy": (
         {"model": tiny.policy().requires_grad_(False)},

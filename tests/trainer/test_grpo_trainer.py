@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,13 @@ import tiny
 import torch
 import trl
 from datasets import Dataset, concatenate_datasets
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, ProcessorMixin, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    ProcessorMixin,
+    TrainerCallback,
+)
 from trl import TrlParser
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -420,6 +427,31 @@ def test_evaluation_before_training_runs_the_plan_and_is_repeatable(tmp_path: Pa
     assert again["eval_reward"] == metrics["eval_reward"]
 
 
+@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
+def test_a_prompt_that_the_policy_cannot_respond_to_is_refused_when_it_is_read(
+    tmp_path: Path, kind: type, made_by: type
+) -> None:
+    """Before anything starts where a data set can be read in advance, otherwise when its row is."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    rows = Dataset.from_dict({"prompt": ["w2 w3", "w2 <new>", "w2 w4", "w2 <new>"]})
+    with pytest.raises(
+        DataError, match="train_dataset: rows 1, 3 have token ids outside the model's vocabulary of 100"
+    ):
+        made_by(policy(), distinct, settings(tmp_path, kind), rows, processing_class=tokenizer)
+    args = settings(tmp_path, kind, per_device_eval_batch_size=4)
+    stream = made_by(policy(), distinct, args, rows.to_iterable_dataset(), processing_class=tokenizer)
+    with pytest.raises(
+        DataError, match="train_dataset: the prompt 'w2 <new>' has the token id 100, outside the model's"
+    ):
+        stream.train()
+    stream.close()
+    made = made_by(policy(), distinct, args, PROMPTS, processing_class=tokenizer)
+    with pytest.raises(DataError, match="eval_dataset: the prompt '' has no tokens; filter such prompts out"):
+        made.evaluate(Dataset.from_dict({"prompt": [""] * 4}))
+    made.close()
+
+
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
 def test_log_probabilities_can_be_asked_for_before_the_training_more_than_once(
     tmp_path: Path, coefficient: float
@@ -615,6 +647,23 @@ def test_an_engine_says_that_it_shortens_completions_and_what_to_set(
     assert "5 tokens" in message and "at most 6, not 8; set vllm_max_model_length" in message
     with pytest.raises(JobFailed, match="11 tokens, .* nothing can be generated; set vllm_max_model_length"):
         made.evaluate(words(11))
+
+
+@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
+def test_a_reward_model_with_fewer_positions_than_a_sample_has_tokens_is_refused(
+    tmp_path: Path, kind: type, made_by: type
+) -> None:
+    for positions in (10, 11):  # three tokens of a prompt and eight of its completion
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+        config = BertConfig(vocab_size=100, max_position_embeddings=positions, num_labels=1, **sizes)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
+        tiny.tokenizer().save_pretrained(tmp_path / "reward")
+        rewards, refused = (
+            [distinct, str(tmp_path / "reward")],
+            pytest.raises(ModelError, match="reward: its model has"),
+        )
+        with refused if positions == 10 else contextlib.nullcontext():
+            made_by(policy(), rewards, settings(tmp_path, kind), PROMPTS, processing_class=tiny.tokenizer()).close()
 
 
 @pytest.mark.parametrize("use_vllm", [True, False])

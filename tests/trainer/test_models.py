@@ -14,22 +14,71 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
     BloomConfig,
+    DebertaV2Config,
     FalconConfig,
     GPT2Config,
+    GPTJConfig,
+    LlamaConfig,
+    OPTConfig,
+    RobertaConfig,
     SeedOssConfig,
     Starcoder2Config,
 )
 
 from trl_realloc.engines import model_configs
 from trl_realloc.engines.dropout import without_dropout
-from trl_realloc.engines.model_configs import read_config, trained_config
+from trl_realloc.engines.model_configs import read_config, table_positions, trained_config
 from trl_realloc.engines.models import frozen_copy
 from trl_realloc.engines.training.replica_sync import base_names, copy_tensors, model_tensors
 
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=32)
+
+
+LIMIT = 12  # positions
+SPECIAL: dict[str, Any] = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "num_labels": 1}
+# the tokens that a model of 12 positions can read
+READABLE = [
+    (GPT2Config(**SMALL, **SPECIAL, n_positions=LIMIT), LIMIT),
+    (OPTConfig(**SMALL, **SPECIAL, ffn_dim=16, word_embed_proj_dim=16, max_position_embeddings=LIMIT), LIMIT),
+    (GPTJConfig(**SMALL, **SPECIAL, n_positions=LIMIT, rotary_dim=4), LIMIT),
+    (BertConfig(**SMALL, **SPECIAL, intermediate_size=16, max_position_embeddings=LIMIT), LIMIT),
+    (RobertaConfig(**SMALL, **SPECIAL, intermediate_size=16, max_position_embeddings=LIMIT), LIMIT - 2),
+    (DebertaV2Config(**SMALL, **SPECIAL, intermediate_size=16, max_position_embeddings=LIMIT), LIMIT),
+    (
+        DebertaV2Config(
+            **SMALL,
+            **SPECIAL,
+            intermediate_size=16,
+            max_position_embeddings=LIMIT,
+            relative_attention=True,
+            position_biased_input=False,
+        ),
+        None,
+    ),
+    (LlamaConfig(**SMALL, **SPECIAL, intermediate_size=16, max_position_embeddings=LIMIT), None),
+    (FalconConfig(**SMALL, **SPECIAL, alibi=True, max_position_embeddings=LIMIT), None),
+    (BloomConfig(**SMALL, **SPECIAL), None),
+]
+
+
+@pytest.mark.parametrize(("config", "readable"), READABLE, ids=[config.model_type for config, _ in READABLE])
+def test_a_model_with_a_table_of_positions_reads_as_many_tokens_and_no_more(config: Any, readable: int | None) -> None:
+    assert table_positions(config) == readable
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+
+    def read(tokens: int) -> None:
+        ids = torch.full((1, tokens), 5)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    read(readable or 2 * LIMIT)
+    if readable is not None:
+        with pytest.raises((IndexError, RuntimeError)):
+            read(readable + 1)
 
 
 def test_models_by_path_give_the_run_of_the_loaded_ones(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from trl_realloc.algorithms.prompts import DataError
 from trl_realloc.trainer.policy import prompt_lengths as policy_lengths
 from trl_realloc.trainer.policy.prompt_lengths import (
     ASSUMED,
@@ -106,9 +107,37 @@ def test_what_cannot_be_read_in_advance_has_no_bound(data: object) -> None:
 def test_the_longest_prompt_of_all_data_sets_counts_and_one_that_is_not_known_leaves_it_unknown() -> None:
     train = Dataset.from_dict({"prompt": [text(3)]})
     others = {"a": Dataset.from_dict({"prompt": [text(9)]}), "b": Dataset.from_dict({"prompt": [text(5)]})}
-    assert lengths_of(train, others, tiny.tokenizer(), {}) == Lengths(3.0, 9, 9)
+    assert lengths_of(train, others, tiny.tokenizer(), {}, tiny.VOCABULARY) == Lengths(3.0, 9, 9)
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": "w2"}]))
-    assert lengths_of(train, stream, tiny.tokenizer(), {}) == Lengths(3.0, None)
+    assert lengths_of(train, stream, tiny.tokenizer(), {}, tiny.VOCABULARY) == Lengths(3.0, None)
+
+
+def conversation(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("make", [str, conversation], ids=["texts", "conversations"])
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [("", "rows 70, 200 have no tokens"), (" \n", "no tokens"), ("w2 <new>", "rows 70, 200 have token ids outside")],
+)
+@pytest.mark.parametrize("where", ["train_dataset", "eval_dataset", "eval_dataset 'b'", "rows"])
+def test_prompts_that_the_policy_cannot_respond_to_are_named(make: Any, bad: str, told: str, where: str) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    good = Dataset.from_dict({"prompt": [make(text(3))] * 300})
+    wrong = Dataset.from_dict({"prompt": [make(bad if at in (70, 200) else text(3)) for at in range(300)]})
+    evaluation: Any = {"train_dataset": None, "eval_dataset": wrong, "rows": list(wrong)}.get(where, {"b": wrong})
+    train = wrong if where == "train_dataset" else good
+    with pytest.raises(DataError, match=f"^{where.replace('rows', 'eval_dataset')}: .*{told}"):
+        lengths_of(train, evaluation, tokenizer, {}, tiny.VOCABULARY)
+    assert lengths_of(good, good, tokenizer, {}, tiny.VOCABULARY).longest == 3
+
+
+def test_a_tokenizer_of_another_model_is_found_out() -> None:
+    data = Dataset.from_dict({"prompt": ["w2", "w3", "w99 w4"]})
+    with pytest.raises(DataError, match="row 2 has token ids outside the model's vocabulary of 99"):
+        lengths_of(data, None, tiny.tokenizer(), {}, tiny.VOCABULARY - 1)
 
 
 @pytest.mark.parametrize(

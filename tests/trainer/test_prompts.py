@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from datasets import Dataset
 
 from trl_realloc.algorithms.prompt_batches import collate_prompts
-from trl_realloc.algorithms.prompts import DataError, as_dataset, check_prompts
+from trl_realloc.algorithms.prompts import DataError, as_dataset, check_prompts, tokenize_prompts
 
 
 def test_a_collator_changes_the_context_length_only_by_what_it_makes_of_the_prompts(tmp_path: Path) -> None:
@@ -112,3 +113,62 @@ def test_a_pad_token_outside_the_models_vocabulary_never_reaches_it(tmp_path: Pa
     made = tiny.trainer(tmp_path, given={"processing_class": tokens, "train_dataset": data}, max_steps=1)
     made.train()
     assert tiny.updates(made)
+
+
+P, E = tiny.PAD, tiny.EOS
+PADDED: dict[str, tuple[list[int], list[int] | None, int, list[int]]] = {
+    "left": ([P, P, 5, 6], None, P, [5, 6]),
+    "right": ([5, 6, P, P], None, P, [5, 6]),
+    "both sides": ([P, 5, 6, P, P], None, P, [5, 6]),
+    "within": ([P, 5, P, 6, P], None, P, [5, P, 6]),
+    "nothing else": ([P, P], None, P, []),
+    "the end of the text stays": ([P, 5, E], None, P, [5, E]),
+    "a mask of the left": ([P, P, 5, 6], [0, 0, 1, 1], P, [5, 6]),
+    "a mask of the right": ([5, 6, P, P], [1, 1, 0, 0], P, [5, 6]),
+    "a mask that keeps pad tokens": ([P, 5, P, P], [1, 1, 1, 0], P, [P, 5, P]),
+    "eos on the left": ([E, E, 5, E, 6], None, E, [5, E, 6]),
+    "eos at the end of the text": ([E, 5, 6, E], None, E, [5, 6, E]),
+    "eos alone": ([E], None, E, [E]),
+    "eos on the right with a mask": ([5, E, E, E], [1, 1, 0, 0], E, [5, E]),
+    "eos at both ends with a mask": ([E, E, 5, E], [0, 1, 1, 1], E, [E, 5, E]),
+}
+
+
+@pytest.mark.parametrize("case", PADDED)
+@pytest.mark.parametrize("by_collator", [False, True], ids=["data set", "collator"])
+def test_padding_is_no_part_of_a_prompt(case: str, by_collator: bool) -> None:
+    ids, mask, pad, kept = PADDED[case]
+    row = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
+
+    def own(rows: list[Any]) -> Any:
+        return {name: torch.tensor([given[name] for given in rows]) for name in rows[0]}
+
+    collate = collate_prompts(pad, own if by_collator else None, is_special=pad == E)
+    assert collate([row]).prompts.ragged("prompts").values.tolist() == kept
+
+
+@pytest.mark.parametrize("where", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"input_ids": [5, 6, E, E]}, "row 9 has 2 tokens 1 at its end, which is the pad token and the eos"),
+        ({"input_ids": [E, E]}, "row 9 has 2 tokens 1 at its end"),
+        ({"input_ids": [5, 6], "attention_mask": [1]}, "row 9 has an attention_mask of 1 entries for 2 input_ids"),
+    ],
+)
+def test_padding_that_cannot_be_told_from_the_prompt_is_refused(
+    tmp_path: Path, where: str, row: dict[str, Any], told: str
+) -> None:
+    good = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}
+    rows = [{name: good[name] for name in row}] * 9 + [row]
+    given = {"processing_class": tiny.tokenizer(pad="<eos>"), where: Dataset.from_list(rows)}
+    with pytest.raises(DataError, match=f"^{where}: {told}"):
+        tiny.trainer(tmp_path, given=given)
+
+
+def test_a_text_has_no_padding() -> None:
+    """It may begin with the pad token, which is the bos token of some tokenizers, and end with it."""
+    data = Dataset.from_dict({"prompt": ["<eos> w5 <eos> <eos>"]})
+    rows = tokenize_prompts(data, tiny.tokenizer(pad="<eos>"), "train_dataset")
+    (prompt,) = collate_prompts(E, is_special=True)([rows[0]]).prompts.ragged("prompts").rows()
+    assert prompt.tolist() == [E, 5, E, E]

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from recorded_rollouts import make
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_realloc.algorithms.rewards import FunctionReward, RewardError, Texts, read_rewards, weighted_scores
+import trl_realloc
+from trl_realloc.algorithms.rewards import (
+    FunctionReward,
+    ModelReward,
+    RewardError,
+    Texts,
+    read_rewards,
+    weighted_scores,
+)
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.runtime.failures.alarm import JobFailed
 
@@ -50,6 +62,58 @@ def test_a_function_may_be_async(tmp_path: Path) -> None:
         return [2.5] * len(completions)
 
     assert scores(train(tmp_path, reward)) == 2.5
+
+
+class Judge:
+    """Notes the event loops that it runs in. A client would belong to the first."""
+
+    def __init__(self) -> None:
+        self.loops: list[Any] = []
+
+    async def __call__(self, completions: list[str], by: float = 1.0, **columns: Any) -> list[float]:
+        self.loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return [by] * len(completions)
+
+    async def judged(self, completions: list[str], **columns: Any) -> list[float]:
+        return await self(completions, by=2.0)
+
+    @property
+    def functions(self) -> list[Any]:
+        async def function(completions: list[str], **columns: Any) -> list[float]:
+            return await self(completions, by=4.0)
+
+        @functools.wraps(function)
+        def decorated(**given: Any) -> Any:
+            return function(**given)
+
+        return [self, self.judged, function, decorated, partial(self, by=8.0), partial(function), partial(decorated)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("PPO", {}),
+        ("GRPO", {}),
+        ("RLOO", {}),
+        ("GRPO", {"score_groups_early": True}),
+    ],
+    ids=["PPO", "GRPO", "RLOO", "GRPO by groups"],
+)
+def test_async_functions_of_every_kind_are_awaited_in_one_loop(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    judge = Judge()
+    if kind == "PPO":
+        made = tiny.trainer(tmp_path, given={"reward_model": judge.functions})
+    else:
+        given = {"reward_funcs": judge.functions}
+        made = make(trl_realloc, tmp_path, kind=kind, given=given, max_steps=2, **changes)
+    made.train()
+    made.close()
+    rows = [row for row in made.state.log_history if {"objective/scores", "reward"} & row.keys()]
+    assert [row.get("objective/scores", row.get("reward")) for row in rows] == [1 + 2 + 8 + 4 * 4] * 2
+    assert len(judge.loops) >= 14 and len({*judge.loops}) == 1
 
 
 def test_async_functions_run_at_the_same_time_and_in_a_notebook(tmp_path: Path) -> None:
@@ -155,6 +219,19 @@ def test_a_reward_that_cannot_be_trained_on_is_named_and_nothing_is_trained(
     with pytest.raises(JobFailed, match=sentence):
         made.train()
     assert all(torch.equal(tensor, made.policy_model.get_parameter(name)) for name, tensor in before.items())
+
+
+def test_a_text_that_a_reward_model_cannot_read_is_named_before_the_model_runs() -> None:
+    """Its own tokenizer may make more tokens of a sample than the policy's."""
+    samples = Rollouts(index=torch.tensor([4, 7]), responses=Ragged.of([[2], [3]], torch.long))
+    scored: list[Rollouts] = []
+    tokens = Ragged.of([[5] * 9, [5] * 8], torch.long)
+    for positions in (8, 9):
+        model = ModelReward("judge", lambda given: scored.append(given) or {}, tokens=tokens, positions=positions)
+        refused = pytest.raises(RewardError, match="'judge' can read 8 tokens, and sample 4 of the batch has 9 by its")
+        with refused if positions == 8 else contextlib.nullcontext():
+            model.score(samples, lambda: Texts([], [], {}))
+    assert len(scored) == 1
 
 
 @pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])

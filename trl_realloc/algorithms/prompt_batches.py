@@ -5,6 +5,7 @@ A data set is tokenized and checked in `prompts`.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from ..common.notices import notice
 from .rollout import Ragged, Rollouts
 
 
@@ -51,14 +53,30 @@ class SeededOrder(Sampler[int]):
         yield from torch.randperm(self.size, generator=generator).tolist()
 
 
+class PaddingError(ValueError):
+    """A row whose prompt cannot be separated from its padding.
+
+    Args:
+        row: its position among the rows that are collated.
+    """
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 def collate_prompts(
-    pad_token_id: int | None, data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    pad_token_id: int | None,
+    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+    *,
+    is_special: bool = False,
 ) -> Callable[[list[Mapping[str, Any]]], PromptBatch]:
-    """Makes the function that turns rows into a `PromptBatch`.
+    """Makes the function that turns rows into a `PromptBatch`. It raises `PaddingError`.
 
     Args:
         data_collator: the user's. Its `input_ids` (and `attention_mask`) are used, and their padding is removed,
             because engines pad on their own.
+        is_special: the pad token is also the eos or the bos token, so a prompt may contain it.
     """
 
     def collate(rows: list[Mapping[str, Any]]) -> PromptBatch:
@@ -68,7 +86,12 @@ def collate_prompts(
             collated = data_collator([dict(row) for row in rows])
             ids = list(torch.as_tensor(collated["input_ids"]).long())
             masks = list(collated.get("attention_mask", [None] * len(ids)))
-        prompts = [_unpadded(row, mask, pad_token_id) for row, mask in zip(ids, masks, strict=True)]
+        prompts = []
+        for at, (row, mask) in enumerate(zip(ids, masks, strict=True)):
+            try:
+                prompts.append(_unpadded(row, mask, pad_token_id, is_special))
+            except ValueError as error:
+                raise PaddingError(str(error), at) from None
         index = torch.arange(len(rows))
         others = [{k: v for k, v in row.items() if k not in ("input_ids", "attention_mask")} for row in rows]
         return PromptBatch(Rollouts(index=index, prompts=Ragged.of(prompts, torch.long)), others)
@@ -76,14 +99,44 @@ def collate_prompts(
     return collate
 
 
-def _unpadded(ids: torch.Tensor, mask: object, pad_token_id: int | None) -> torch.Tensor:
-    """The token ids that `mask` keeps; without a mask, the ids after the padding on the left."""
+def _unpadded(ids: torch.Tensor, mask: object, pad_token_id: int | None, is_special: bool) -> torch.Tensor:
+    """The token ids that `mask` keeps; without a mask, the ids without the padding at both ends.
+
+    Without a mask, a special pad token at the beginning is padding, as in TRL. A single one at the end belongs to the
+    prompt.
+
+    Raises:
+        ValueError: `mask` has another length, or several special pad tokens stand at the end.
+    """
     if mask is not None:
-        return ids[torch.as_tensor(mask).bool()]
-    if not len(ids) or pad_token_id is None or int(ids[0]) != pad_token_id:
+        keeps = torch.as_tensor(mask).bool()
+        if len(keeps) != len(ids):
+            raise ValueError(f"an attention_mask of {len(keeps)} entries for {len(ids)} input_ids; give one for each")
+        return ids[keeps]
+    if not len(ids) or pad_token_id is None or pad_token_id not in (int(ids[0]), int(ids[-1])):
         return ids
-    real = (ids != pad_token_id).nonzero()
-    return ids[int(real[0]) :] if len(real) else ids
+    real = (ids != pad_token_id).nonzero().flatten().tolist()
+    start, stop = (real[0], real[-1] + 1) if real else (len(ids), len(ids))
+    if not is_special:
+        return ids[start:stop]
+    after = len(ids) - stop if real else len(ids)
+    if after > 1:
+        raise ValueError(
+            f"{after} tokens {pad_token_id} at its end, which is the pad token and the eos or bos token: they may be "
+            f"padding or prompt; give the column attention_mask, pad on the left, or give the tokenizer a pad token of "
+            f"its own"
+        )
+    if real and start:
+        _notice_left_padding(pad_token_id)
+    return ids[start:] if real else ids
+
+
+@functools.cache
+def _notice_left_padding(token: int) -> None:
+    notice(
+        f"prompts without an attention_mask begin with token {token}, which is the pad token and the eos or bos token: "
+        f"it is taken for padding, as in TRL, and left out; give the column attention_mask to keep it."
+    )
 
 
 def prompt_loader(

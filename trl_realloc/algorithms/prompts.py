@@ -18,11 +18,19 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 
 from ..common.errors import shown
 from ..common.settings import no_room
-from .prompt_batches import PromptBatch
+from .prompt_batches import PaddingError, PromptBatch
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# what a user does about them
+NO_TOKENS = "filter such prompts out, or give the tokenizer a bos token"
+UNKNOWN_TOKENS = (
+    "tokenize with the model's own tokenizer, or after adding tokens to it call "
+    "model.resize_token_embeddings(len(tokenizer))"
+)
 
 
 class DataError(ValueError):
@@ -32,7 +40,8 @@ class DataError(ValueError):
 def tokenize_prompts(
     dataset: Dataset, processing_class: PreTrainedTokenizerBase, what: str, num_proc: int | None = None
 ) -> Dataset:
-    """Add the column `input_ids` (lists of token ids without padding) to a dataset, unless it has one.
+    """Add the columns `input_ids` (lists of token ids) and `attention_mask`, if the tokenizer makes one, to a dataset
+    without `input_ids`.
 
     Args:
         dataset: with `input_ids`, or with `prompt`: text, or a conversation (a list of messages), to which the
@@ -56,14 +65,14 @@ def tokenize_prompts(
         prompts = batch["prompt"]
         if prompts and not isinstance(prompts[0], str):
             try:
-                ids = processing_class.apply_chat_template(
+                tokens = processing_class.apply_chat_template(
                     list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
-                )["input_ids"]
+                )
             except Exception as error:  # no template, or one that refuses these roles
                 raise DataError(f"{what}: the tokenizer's chat template cannot be applied ({error}).") from None
         else:
-            ids = processing_class(text=list(prompts))["input_ids"]
-        return {"input_ids": ids}
+            tokens = processing_class(text=list(prompts))
+        return {name: tokens[name] for name in ("input_ids", "attention_mask") if name in tokens}
 
     # one process of a host tokenizes and the others read its cache; a dataset in memory has no cache
     cached = bool(getattr(dataset, "cache_files", None))
@@ -210,6 +219,7 @@ def check_prompts(
     collate: Callable[[list[Any]], PromptBatch],
     *,
     all_columns: bool = False,
+    model_name: str = "the model",
 ) -> list[int]:
     """Refuse prompts that are empty, that leave no room for the response, or whose ids are not in the vocabulary. Reads
     the dataset once.
@@ -219,42 +229,52 @@ def check_prompts(
         context_length: maximum tokens of a sample in the model, `None` for no limit.
         collate: the same as in training (`collate_prompts`). Its output is checked.
         all_columns: `collate` reads more columns than `input_ids` and `attention_mask`.
+        model_name: the model of `context_length` in messages.
 
     Returns:
         The tokens of each prompt, without padding.
 
     Raises:
-        DataError: names the first rows with the problem, or the response that leaves no room for any prompt.
+        DataError: names the first rows with the problem, or the response that leaves no room for any prompt; or the
+            first row whose prompt cannot be told from its padding (`collate_prompts`).
     """
     lengths: list[int] = []
     empty: list[int] = []
     unknown: list[int] = []
     for rows in _chunks(dataset, all_columns):
-        for ids in collate(rows).prompts.ragged("prompts").rows():
+        try:
+            prompts = collate(rows).prompts.ragged("prompts")
+        except PaddingError as error:
+            raise DataError(f"{what}: {_rows([len(lengths) + error.row])} {error}.") from None
+        for ids in prompts.rows():
             row = len(lengths)
             lengths.append(len(ids))
             if not len(ids):
                 empty.append(row)
             elif int(ids.max()) >= vocab_size or int(ids.min()) < 0:
                 unknown.append(row)
-    if empty:
-        raise DataError(f"{what}: {_rows(empty)} no tokens; remove {_them(empty)} or give the tokenizer a bos token.")
-    if unknown:
-        raise DataError(
-            f"{what}: {_rows(unknown)} token ids outside the model's vocabulary of {vocab_size}; tokenize with the "
-            f"model's own tokenizer."
-        )
+    refuse_tokens(what, empty, unknown, vocab_size)
     room = (context_length or 1 << 60) - response_length
-    if problem := no_room(response_length, context_length or None):
+    if problem := no_room(response_length, context_length or None, model_name):
         raise DataError(f"{problem} (the longest prompt of {what} has {max(lengths)} tokens).")
     too_long = [row for row, length in enumerate(lengths) if length > room]
     if too_long:
         raise DataError(
-            f"{what}: {_rows(too_long)} a prompt longer than the {room} tokens that the model's context of "
+            f"{what}: {_rows(too_long)} a prompt longer than the {room} tokens that {model_name}'s context of "
             f"{context_length} leaves beside response_length {response_length} (the longest has {max(lengths)}); "
             f"filter {_them(too_long)} out or lower response_length."
         )
     return lengths
+
+
+def refuse_tokens(what: str, empty: Sequence[int], unknown: Sequence[int], vocab_size: int) -> None:
+    """Raises `DataError` for rows without tokens, and for rows with token ids that the model has no embedding of."""
+    if empty:
+        raise DataError(f"{what}: {_rows(empty)} no tokens; {NO_TOKENS}.")
+    if unknown:
+        raise DataError(
+            f"{what}: {_rows(unknown)} token ids outside the model's vocabulary of {vocab_size}; {UNKNOWN_TOKENS}."
+        )
 
 
 def _chunks(dataset: Dataset, all_columns: bool, rows: int = 1000) -> Iterator[list[dict[str, Any]]]:

@@ -271,7 +271,7 @@ def is_async(function: Any) -> bool:
 
 
 def awaited(answer: Any) -> Any:
-    """The answer of a function, awaited in `event_loop` if it is awaitable. Not to be called in that loop."""
+    """The result of a function call, awaited in `event_loop` if it is awaitable. Must not be called in that loop."""
     if not inspect.isawaitable(answer):
         return answer
 
@@ -287,8 +287,8 @@ def awaited(answer: Any) -> Any:
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process in which async functions of the user run. It runs in a thread of its own until the
-    process ends, because what a function keeps between its calls, such as a client, belongs to one loop."""
+    """The event loop of this process in which the user's async functions run. It runs in its own thread until the
+    process ends. A client that a function keeps between calls belongs to one loop, so there is only this one."""
     with _LOOP_LOCK:
         return _started_loop()
 
@@ -318,6 +318,7 @@ class ModelReward:
         processing_class: the model's own tokenizer, by which the decoded samples are tokenized again; `None` to use the
             policy's token ids.
         tokens: what the model reads of each sample in place of its prompt and response.
+        positions: most tokens that the model can read; `None` for no limit.
     """
 
     def __init__(
@@ -326,15 +327,29 @@ class ModelReward:
         forward: Callable[[Rollouts], Mapping[str, Ragged]],
         processing_class: PreTrainedTokenizerBase | None = None,
         tokens: Ragged | None = None,
+        positions: int | None = None,
     ) -> None:
         self.name, self.forward, self.processing_class, self.tokens = name, forward, processing_class, tokens
+        self.positions = positions
 
     def score(self, samples: Rollouts, texts: Callable[[], Texts]) -> Tensor:
-        """Scores of the samples, (n,) float32. Raises `NonFiniteScore`."""
+        """Scores of the samples, (n,) float32.
+
+        Raises:
+            NonFiniteScore: a score cannot be trained on.
+            RewardError: a sample has more tokens than the model can read.
+        """
         if self.tokens is not None:
             inputs = whole_texts(self.tokens).plus(index=samples.tensor("index"))
         else:
             inputs = self._retokenized(samples, texts()) if self.processing_class is not None else samples
+        lengths = inputs.ragged("prompts").lengths + inputs.ragged("responses").lengths if len(inputs) else None
+        if self.positions is not None and lengths is not None and int(lengths.max()) > self.positions:
+            raise RewardError(
+                f"reward model {self.name!r} can read {self.positions} tokens, and sample "
+                f"{int(inputs.tensor('index')[int(lengths.argmax())])} of the batch has {int(lengths.max())} by its "
+                f"tokenizer; shorten prompts or responses, or give a model with more positions."
+            )
         outputs = self.forward(inputs)
         scores = outputs["scores"].values if outputs else torch.empty(0)
         _check_finite(f"reward model {self.name!r} gave", scores, scores.tolist(), samples, texts)

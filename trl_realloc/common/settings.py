@@ -40,18 +40,19 @@ class Setting:
         return self._adapter.validate_python(value)
 
 
-def no_room(response_length: int, positions: int | None) -> str | None:
+def no_room(response_length: int, positions: int | None, model_name: str = "the model") -> str | None:
     """The problem, without a full stop, where a response leaves no token for a prompt; `None` without one.
 
     Args:
         response_length: most tokens of a response.
         positions: most tokens of a sample in the model; `None` for no limit.
+        model_name: the model in the sentence.
     """
     if positions is None or response_length < positions:
         return None
     return (
-        f"response_length {response_length} leaves no room for a prompt in the model's context of {positions}; lower "
-        f"response_length"
+        f"response_length {response_length} leaves no room for a prompt in {model_name}'s context of {positions}; "
+        f"lower response_length"
     )
 
 

@@ -14,6 +14,15 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from .training.meta_model import has_own_head, is_untied, untie
 
 
+# keys of Transformers configs that say how long a sample may be, other than by an `attribute_map`
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
+# families that count positions from the pad token's id + 1
+_FROM_PADDING = {
+    *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
+
 class ModelError(ValueError):
     """A model that cannot be used for its role. The message names the argument and the remedy."""
 
@@ -51,6 +60,24 @@ def read_config(model: PreTrainedModel | str, argument: str) -> PretrainedConfig
             else (str(error) or type(error).__name__).splitlines()[0]
         )
         raise ModelError(f"{argument}: cannot read a model from {model!r}: {what}") from None
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """Most tokens of a sample in a model; `None` if its config does not say it."""
+    config = config.get_text_config()
+    positions = next((n for key in _POSITIONS if (n := getattr(config, key, None)) is not None), None)
+    if positions is None or config.model_type not in _FROM_PADDING:
+        return None if positions is None else int(positions)
+    return int(positions) - 1 - (config.pad_token_id or 0)
+
+
+def table_positions(config: PretrainedConfig) -> int | None:
+    """Most tokens of a sample in a model with a table of positions, such as learned embeddings; a longer sample fails.
+    `None` for a model that computes its positions (rotary, relative) or has no limit."""
+    config = config.get_text_config()
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None)
+    is_relative = getattr(config, "position_biased_input", True) is False  # DeBERTa-v3
+    return None if rotary or is_relative else most_positions(config)
 
 
 def _check_form(model: str, argument: str) -> None:

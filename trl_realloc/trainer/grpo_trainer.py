@@ -43,10 +43,11 @@ from .policy.accelerate_fallback import (
     follow_trl,
 )
 from .policy.loss_and_logprobs import ModelInEngine
-from .policy.planned_generation import as_drawn
+from .policy.planned_generation import plain_token_ids
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_host import PolicyHost
 from .policy.policy_setup import prepare_policy
+from .policy.prompt_lengths import check_tokenized
 from .policy.record import PolicyRecord, sampled_completions
 from .report.completions import CompletionRow
 from .run.planned_run import PlannedRun
@@ -257,6 +258,13 @@ class PlannedPolicyTrainer(Trainer):
 
     # --- completions and rewards ------------------------------------------------------------------------------------
 
+    def _tokenize_prompts(self, prompts: Any) -> Any:
+        made = super()._tokenize_prompts(prompts)
+        what = "train_dataset" if self.model.training else "eval_dataset"
+        config = self.accelerator.unwrap_model(self.model).config.get_text_config()
+        check_tokenized(made[0], prompts, what, config.vocab_size)
+        return made
+
     @under_plan
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self._host.generating_and_scoring():
@@ -280,8 +288,8 @@ class PlannedPolicyTrainer(Trainer):
     @under_plan
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
         with self._host.scoring.calling():
-            drawn = map(as_drawn, args)
-            rewards = super()._calculate_rewards(inputs, prompts, completions, *drawn, **kwargs)
+            token_ids = map(plain_token_ids, args)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, *token_ids, **kwargs)
         return self._host.scoring.checked(rewards, prompts, completions)
 
     # --- the loss, and an optimizer step by its gradients -----------------------------------------------------------

@@ -22,6 +22,7 @@ from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ...algorithms.rollout import Ragged, Rollouts
 from ...engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, ScoringEngine, Unfinished
+from ...engines.model_configs import table_positions
 from ...engines.training.replicated import ReplicatedEngine
 from ...plan.dataflow import Call, Role
 from ...plan.timeline import REWARD_FUNCTION, Span
@@ -281,7 +282,13 @@ def score(placement: Placement, settings: CallSettings, call: Call, samples: Rol
     budget, roles, rows = placement.budget(call.name), placement.roles[call.role], step.rows
     tokens = settings.reward_tokens(samples) if settings.reward_tokens is not None and TEXTS in samples else {}
     models = [
-        ModelReward(name, partial(engine.forward, micro_batch_tokens=budget), processing_class, tokens.get(name))
+        ModelReward(
+            name,
+            partial(engine.forward, micro_batch_tokens=budget),
+            processing_class,
+            tokens.get(name),
+            table_positions(engine.head.model.config),
+        )
         for name, engine, processing_class in zip(
             roles.names, placement.engines.get(call.name, ()), roles.processing_classes, strict=True
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
 from ...common.errors import shown
-from ...engines.model_configs import ModelError
+from ...engines.model_configs import ModelError, most_positions, table_positions
 from ...plan.dataflow import Role
 from .config_checks import ConfigError
 
@@ -80,6 +80,57 @@ def check_parts(
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         raise ConfigError(
             f"optimizers must be a pair, an optimizer or None and a scheduler or None, not {shown(optimizers)}."
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """Most tokens of a sample that every model of a run reads.
+
+    Args:
+        tokens: `None` for no limit.
+        role: whose model has the limit.
+    """
+
+    tokens: int | None
+    role: Role = Role.ACTOR
+
+
+def context_of(
+    configs: Mapping[Role, Sequence[PretrainedConfig]], reward_tokenizers: Sequence[PreTrainedTokenizerBase | None] = ()
+) -> Context:
+    """The context of a run: the policy's, and that of every model with a table of positions.
+
+    Args:
+        configs: the Transformers config of every model of every role.
+        reward_tokenizers: the own tokenizer of each reward model; one that cuts the texts lets the model read all.
+    """
+    found = Context(most_positions(configs[Role.ACTOR][0]))
+    for role, role_configs in configs.items():
+        tokenizers = reward_tokenizers if role is Role.REWARD and reward_tokenizers else [None] * len(role_configs)
+        for config, tokenizer in zip(role_configs, tokenizers, strict=True):
+            table = table_positions(config)
+            cuts = table is not None and (getattr(tokenizer, "model_max_length", None) or table + 1) <= table
+            if table is not None and not cuts and (found.tokens is None or table < found.tokens):
+                found = Context(table, role)
+    return found
+
+
+def check_context(configs: Mapping[Role, Sequence[PretrainedConfig]], longest: int) -> None:
+    """Refuse models with a table of positions that is shorter than a sample.
+
+    Args:
+        configs: as of `context_of`.
+        longest: most tokens of a prompt with its response.
+
+    Raises:
+        ModelError: names the role and its positions.
+    """
+    context = context_of(configs)
+    if context.role is not Role.ACTOR and context.tokens is not None and longest > context.tokens:
+        raise ModelError(
+            f"{context.role}: its model has {context.tokens} positions, and samples here have up to {longest} tokens "
+            f"by the policy's tokenizer; shorten prompts or responses, or give a model with more positions."
         )
 
 

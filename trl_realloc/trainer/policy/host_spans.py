@@ -34,8 +34,8 @@ class HostSpans:
         self._of_all: list[Span] = []
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with a span for each of its calls. It is async if `is_async` says so, and returns its result
-        otherwise, also where the function returns an awaitable.
+        """Wraps a function so that each call has a span. The wrapper of a function that `is_async` is async. Another
+        wrapper returns the result, and awaits it first if the function returned an awaitable.
 
         Args:
             name: of the spans.

@@ -26,12 +26,14 @@ Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], lis
 
 
 class ResponseIds(list[int]):
-    """The token ids of a response, which say to TRL's code how it ended. TRL takes a response for cut off if `ids[-1]`
-    is neither an eos token nor the pad token. It is an eos token here if the engine has ended the response, by
-    whichever token or rule, and no token otherwise. The other ids, slices and the iteration are those of the list.
+    """The token ids of a response, whose `ids[-1]` tells TRL's code how the response ended.
+
+    TRL takes a response for cut off if `ids[-1]` is neither an eos token nor the pad token. `ids[-1]` is therefore an
+    eos token if the engine ended the response, by any token or rule, and -1 if the response reached its limit. Slices,
+    iteration and other indices give the tokens that were drawn.
 
     Args:
-        ending: `ids[-1]`.
+        ending: the value of `ids[-1]`.
     """
 
     def __init__(self, ids: Iterable[int], ending: int | None) -> None:
@@ -42,16 +44,15 @@ class ResponseIds(list[int]):
         return self.ending if isinstance(at, int) and at == -1 else super().__getitem__(at)
 
     def __radd__(self, before: list[int]) -> ResponseIds:
-        """What TRL makes of several turns: it ends as the last of them."""
+        """The tokens of several turns, as TRL concatenates them. They end as the last turn does."""
         return ResponseIds([*before, *self], self.ending)
 
 
-_CUT_OFF = -1  # no token
+_CUT_OFF = -1  # not a token id
 
 
-def as_drawn(argument: Any) -> Any:
-    """An argument of TRL's computation of rewards, with the token ids of responses as they were drawn: reward functions
-    may read `ids[-1]`."""
+def plain_token_ids(argument: Any) -> Any:
+    """Replaces every `ResponseIds` in a list by a plain list, for reward functions, which may read `ids[-1]`."""
     if not isinstance(argument, list):
         return argument
     return [list(ids) if isinstance(ids, ResponseIds) else ids for ids in argument]

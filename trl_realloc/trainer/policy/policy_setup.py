@@ -18,7 +18,7 @@ from ...algorithms.rewards import RewardModelSource, Rewards
 from ...common.notices import notice
 from ...engines.base import Sampling
 from ...engines.generation.sampling_checks import engine_only_settings, why_not_moved
-from ...engines.model_configs import read_config
+from ...engines.model_configs import most_positions, read_config
 from ...engines.models import check_trains, has_adapters
 from ...engines.training.weight_source import fill
 from ...plan.algorithm_graphs import grpo_graph
@@ -30,7 +30,7 @@ from ...runtime.samples.context_limit import ContextLimit
 from ..accelerate_plugin import ReallocationPlugin
 from ..checks import model_checks
 from ..checks.config_checks import ConfigError, best_model_problems
-from ..checks.input_checks import check_positions
+from ..checks.input_checks import check_context, check_positions
 from ..checks.optimizer_checks import check_optimizer
 from ..checks.unfollowed_settings import Then, unfollowed_settings
 from ..grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype, reward_dtype
@@ -41,7 +41,7 @@ from ..run.run_inputs import RunInputs
 from ..run.run_setup import RunSetup, plan_check, plan_run
 from ..trainer_inputs import TrainerInputs
 from .planned_rewards import reward_models
-from .prompt_lengths import check_lengths, context_length, context_limit, lengths_of, positions_of
+from .prompt_lengths import check_lengths, context_length, context_limit, lengths_of
 from .trl_sampling import generation_config, sampling_of, stop_token_ids, tokenizer_of, uncorrected_loss
 
 
@@ -83,7 +83,6 @@ def prepare_policy(
             f"max_staleness {args.max_staleness} corrects the loss by the engine's log-probabilities, which with "
             f"{', '.join(engine_only)} are not those of the policy; leave these settings out, or max_staleness."
         )
-    check_positions(run.configs, job.options.context_length)
     call_settings = CallSettings(
         sampling=sampling,
         seed=args.seed,
@@ -177,7 +176,8 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
 
     Raises:
         ConfigError: see `check_moves`.
-        DataError: a prompt of the data sets leaves no room for a completion.
+        DataError: a prompt of the data sets leaves no room for a completion, or the policy cannot respond to it.
+        ModelError: see `check_context` and `check_positions`.
     """
     args: Any = run.args
     given, request, (config,) = run.given, run.request, run.configs[Role.ACTOR]
@@ -185,11 +185,14 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
     check_moves(args, request.plan, stays)
     models = run.job_models()
     template, completion = args.chat_template_kwargs or {}, int(args.max_completion_length)
-    lengths = lengths_of(given.train_dataset, given.eval_dataset, given.processing_class, template)
+    vocabulary = config.get_text_config().vocab_size
+    lengths = lengths_of(given.train_dataset, given.eval_dataset, given.processing_class, template, vocabulary)
     context = context_length(args.vllm_max_model_length, lengths, completion, config, is_open=bool(turns))
     context = context or int(4 * lengths.mean) + completion
     if not turns:
         check_lengths(lengths, context, config)
+    check_context(run.configs, min(context, lengths.counted + completion))
+    check_positions(run.configs, context)
     tokenizer = tokenizer_of(given.processing_class)
     job = policy_job(
         args,
@@ -216,7 +219,7 @@ def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> Contex
         by_vllm: whether vLLM engines generate. The training engine's model also takes prompts that are longer than
             those of the data sets.
     """
-    tokens = job.options.context_length if by_vllm else args.vllm_max_model_length or positions_of(config)
+    tokens = job.options.context_length if by_vllm else args.vllm_max_model_length or most_positions(config)
     return None if tokens is None else context_limit(tokens, config)
 
 

@@ -45,7 +45,9 @@ def prepare(
     """
     run, tokens = _check_inputs(args, plugin, request, rank, inputs)
     check = plan_check(run)
-    prompts = read_prompts(args, run.given, run.configs[Role.ACTOR][0], tokens.pad)
+    context = input_checks.context_of(run.configs, [source.processing_class for source in run.rewards.models])
+    vocabulary = run.configs[Role.ACTOR][0].get_text_config().vocab_size
+    prompts = read_prompts(args, run.given, context, vocabulary, tokens.pad)
     args.set_batch_sizes(request.cluster.size, len(prompts.train))
     algorithm = PPO(args.ppo_settings(), args.seed, tokens.eos)
     for function in run.rewards.functions:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers import DataCollatorWithPadding, PretrainedConfig
+from transformers import DataCollatorWithPadding
 
 from ...algorithms.prompt_batches import PromptBatch, collate_prompts
 from ...algorithms.prompts import DataError, check_prompts, tokenize_prompts
+from ...plan.dataflow import Role
+from ..checks.input_checks import Context
 from ..ppo_config import PPOConfig
 from ..trainer_inputs import TrainerInputs
 
@@ -68,23 +70,25 @@ class PromptData:
         return prompts
 
 
-def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: PretrainedConfig, pad_token_id: int) -> PromptData:
+def read_prompts(
+    args: PPOConfig, inputs: TrainerInputs, context: Context, vocabulary: int, pad_token_id: int
+) -> PromptData:
     """The datasets of `inputs`, tokenized and checked.
 
     Args:
-        config: the policy's Transformers config.
+        context: of the run's models.
+        vocabulary: number of the policy's tokens.
 
     Raises:
         DataError: a dataset without prompts, or prompts that the policy cannot respond to.
     """
     tokenizer, processes = inputs.processing_class, args.dataset_num_proc
-    text_config = config.get_text_config()
-    context_length = getattr(text_config, "max_position_embeddings", None)
     collator = inputs.data_collator
     if type(collator) is DataCollatorWithPadding:
         collator = None  # it only adds padding, which is removed again, and it fails on columns of text
-    collate = collate_prompts(pad_token_id, collator)
-    vocabulary, all_columns = text_config.vocab_size, collator is not None
+    special = tokenizer.eos_token_id, getattr(tokenizer, "bos_token_id", None)
+    collate = collate_prompts(pad_token_id, collator, is_special=pad_token_id in special)
+    all_columns = collator is not None
 
     # both are kept, so they must not hold the models of `inputs`
     def tokenize(rows: Any, name: str) -> Any:
@@ -92,7 +96,14 @@ def read_prompts(args: PPOConfig, inputs: TrainerInputs, config: PretrainedConfi
 
     def token_counts(rows: Any, name: str) -> list[int]:
         return check_prompts(
-            rows, name, args.response_length, context_length, vocabulary, collate, all_columns=all_columns
+            rows,
+            name,
+            args.response_length,
+            context.tokens,
+            vocabulary,
+            collate,
+            all_columns=all_columns,
+            model_name="the model" if context.role is Role.ACTOR else f"the {context.role} model",
         )
 
     given: Mapping[str, Any] = inputs.eval_dataset if isinstance(inputs.eval_dataset, dict) else {}
