@@ -310,7 +310,8 @@ def _decoding(
     waiting = deque((length, 0) for length in engine_lengths)  # (tokens of the response, tokens that there are)
     running = dict[int, tuple[int, int]]()  # in the order in which they began: (tokens, step at which they had none)
     ends = list[tuple[int, int]]()  # heap of (step, number of the sample); some have given their room up
-    now = number = reread = began_sum = 0
+    now = number = began_sum = 0
+    reread = 0.0
     phases = list[tuple[int, int, float]]()
     while running or waiting:
         while waiting and len(running) < slots:

@@ -86,7 +86,7 @@ def read_prompts(
     collator = inputs.data_collator
     if type(collator) is DataCollatorWithPadding:
         collator = None  # it only adds padding, which is removed again, and it fails on columns of text
-    special = tokenizer.eos_token_id, getattr(tokenizer, "bos_token_id", None)
+    special = [getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id")]
     collate = collate_prompts(pad_token_id, collator, is_special=pad_token_id in special)
     all_columns = collator is not None
 
