@@ -118,7 +118,8 @@ class Fault:
 
     def _processes(self) -> tuple[list[int], list[int]]:
         """The engines, their workers and the watchdogs of this job, and its ranks."""
-        helpers, ranks = [], []
+        helpers: list[int] = []
+        ranks: list[int] = []
         for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
             with contextlib.suppress(OSError):
                 process = Path("/proc", str(pid))
@@ -209,7 +210,7 @@ class Fault:
         torch.save = failing
 
     def while_generating(self, placement: Placement) -> None:
-        generator = placement.generators.get("actor.generate")
+        generator: Any = placement.generators.get("actor.generate")
         if generator is None or not hasattr(generator, "pid"):  # one in this process runs a module, see `inside`
             return
         start, generations = generator.start, itertools.count(1)
