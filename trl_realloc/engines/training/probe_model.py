@@ -49,6 +49,7 @@ def probe_model(backbone: PreTrainedModel) -> PreTrainedModel:
 
 def _with_numbers(backbone: PreTrainedModel, *, shares_memory: bool) -> PreTrainedModel:
     probe = _without_parameters(backbone).eval()
+    probe.set_attn_implementation("sdpa")  # kernels of flash attention run on a GPU alone, and the caller sets another
     layers = getattr(probe, "layers", None)
     if probe.config.model_type in FAMILIES and isinstance(layers, nn.ModuleList):
         kinds: set[str] = set()
