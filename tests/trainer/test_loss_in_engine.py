@@ -78,7 +78,8 @@ def slopes(trainer: Any, inputs: dict[str, Any], logprobs: Tensor, entropies: Te
     leaves = [logprobs.clone().requires_grad_(), entropies.clone().requires_grad_(has_entropy_term(trainer))]
     vars(trainer)["_get_per_token_logps_and_entropies"] = lambda *_, **__: (*leaves, None)
     loss = trainer.compute_loss(trainer.model, inputs)
-    if trainer.compute_loss_func is None:
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # of Transformers 5.19 and newer
+    if not (trainer.compute_loss_func is not None if scaled is None else scaled):
         loss = loss / trainer.current_gradient_accumulation_steps
     return list(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad]))
 
