@@ -223,7 +223,7 @@ def run(row: Row, work: Path, reference: Path | None) -> Row:
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         ended = job.await_end(LIMIT_S if at else 1.0)
         row.seconds = round(time.time() - at, 1) if at and ended else None
-        row.note, row.exit = "" if at else "the fault did not happen", job.process.returncode
+        row.note, row.exit = "" if at else "the fault did not happen", job.process.poll()
         whole = newest_whole(out)
         row.saved = whole.name if whole is not None else ""
         went_on = at is not None and (out / "log.json").exists()
