@@ -24,6 +24,7 @@ def main() -> None:
             for name in ("value_model", "reward_model"):
                 models[name] = AutoModelForSequenceClassification.from_pretrained(given[name], num_labels=1)
             arrived: nn.Module = models["model"]
+            arrived_in = {str(parameter.dtype) for parameter in arrived.parameters()}
             assert all(parameter.numel() == 0 for parameter in arrived.parameters()), "Transformers partitions them"
         made = PPOTrainer(args, tiny.tokenizer(), ref_model=None, train_dataset=tiny.prompts(), **models)
         made.train()
@@ -37,7 +38,9 @@ def main() -> None:
         ]
         packed = [engine.head.packed for engine in engines if engine is not None]
         if made.accelerator.is_main_process:
-            (folder / f"{kind}.json").write_text(json.dumps({"updates": tiny.updates(made), "packed": packed}))
+            (folder / f"{kind}.json").write_text(
+                json.dumps({"updates": tiny.updates(made), "packed": packed, "arrived_in": sorted(arrived_in)})
+            )
         made.close()
 
 
