@@ -21,7 +21,7 @@ help:
 	@echo "make demo       train a small model by PPO on 2 CPU processes with vLLM engines; ALGORITHM=grpo or rloo,"
 	@echo "                PLAN=... for another plan, STALENESS=2 to generate for later updates while one trains"
 	@echo "                MODEL=smollm2: a pretrained model learns sums by GRPO (5 minutes)"
-	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (two hours)"
+	@echo "make evidence   a pretrained model learns public tasks, by TRL's trainers and by these (some three hours)"
 	@echo "make test       lint, type check, all tests, and some of them on the oldest releases (test-oldest)"
 	@echo "make test-fast  the tests that need no second process"
 	@echo "make check-gpu  on one GPU of 80 GB: what the tests cannot run without one (at most 10 minutes; where it was"

@@ -74,7 +74,7 @@ class Row:
 
 
 def rows_of(device: str) -> list[Row]:
-    """What two cores make in two hours, or all rows."""
+    """What two cores make in some three hours, or all rows."""
     if device == "cpu":
         return [
             *(Row("grpo", "sums", arm, seed=seed) for seed in (1, 2, 3) for arm in ("trl", "ours")),
