@@ -86,11 +86,15 @@ format: setup
 typecheck: setup
 	$(BIN)/mypy
 
-PYTEST = PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest
+# The slowest tests are printed, and the times of all are written for benchmarks/test_times.py.
+TIMES := build/test_times
+TIMED = --durations=40 --junitxml=$(TIMES)/$@.xml
+PYTEST = PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -p no:cacheprovider $(TIMED)
 # The folders of the first of two runs of the tests of one process; the second has all others.
 FIRST_RUN := tests/engines tests/runtime tests/trainer
 
 test: lint
+	@rm -rf $(TIMES)
 	@$(MAKE) --no-print-directory --keep-going test-one-process test-processes
 
 SIDE_BY_SIDE := --no-print-directory --keep-going --jobs=2 --output-sync
@@ -101,10 +105,10 @@ test-one-process: setup
 	@$(MAKE) $(SIDE_BY_SIDE) --jobs=3 test-one-process-1 test-one-process-2 typecheck setup-oldest
 
 test-one-process-1: setup
-	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN)
+	$(PYTEST) -m "not multiprocess" $(FIRST_RUN)
 
 test-one-process-2: setup
-	$(PYTEST) -p no:cacheprovider -m "not multiprocess" $(FIRST_RUN:%=--ignore=%)
+	$(PYTEST) -m "not multiprocess" $(FIRST_RUN:%=--ignore=%)
 
 # Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too: the first has
 # these, the second all others. The second ends first, and the tests on the oldest releases begin then.
@@ -114,10 +118,10 @@ test-processes: setup
 	@$(MAKE) $(SIDE_BY_SIDE) test-processes-1 test-processes-2 test-oldest
 
 test-processes-1: setup
-	$(PYTEST) -p no:cacheprovider -m multiprocess $(FIRST_PROCESSES)
+	$(PYTEST) -m multiprocess $(FIRST_PROCESSES)
 
 test-processes-2: setup
-	$(PYTEST) -p no:cacheprovider -m multiprocess $(FIRST_PROCESSES:%=--ignore=%) tests
+	$(PYTEST) -m multiprocess $(FIRST_PROCESSES:%=--ignore=%) tests
 
 test-fast: setup
 	$(PYTEST) -m "not multiprocess and not vllm and not deepspeed and not slow"
@@ -125,7 +129,7 @@ test-fast: setup
 # With a cache of its own, because two releases of vLLM would each write what the other has noted of a model anew.
 test-oldest: setup-oldest
 	VLLM_CACHE_ROOT=$(abspath $(OLDEST))/vllm-cache PATH=$(abspath $(OLDEST)/bin):$(abspath $(BIN)):$$PATH \
-		$(OLDEST)/bin/python -m pytest -p no:cacheprovider -m oldest
+		$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(TIMED) -m oldest
 
 # Not built from `setup`, whose packages are for the CPU: PYTHON is the interpreter of an environment with CUDA.
 check-gpu:

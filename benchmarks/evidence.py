@@ -170,7 +170,8 @@ def data(row: Row, updates: int) -> Any:
     from datasets import Dataset
     from tasks import training_rows
 
-    return Dataset.from_list(training_rows(row.task, min(1000, updates * EPISODES // GROUP)))
+    # TRL's PPO drops the last batch, and looks for a batch for ever where the rows make none
+    return Dataset.from_list(training_rows(row.task, min(1000, max(EPISODES, updates * EPISODES // GROUP))))
 
 
 def tokenizer() -> Any:

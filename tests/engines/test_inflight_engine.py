@@ -102,7 +102,7 @@ if __name__ == "__main__":
     after = used()
     processor = engine.output_processor
     tables = [processor.request_states, processor.external_req_ids, processor.parent_requests, core.scheduler.requests,
-              core.scheduler.running, core.scheduler.waiting, running._given, running._waiting, running._name_of]
+              core.scheduler.running, core.scheduler.waiting, running._submitted, running._waiting, running._name_of]
     grown = [(last - first) / (rounds * each) for first, last in zip(before, after)]
     print(json.dumps([[len(table) for table in tables], grown]))
 """

@@ -1,7 +1,6 @@
 """Rewards per token, generalised advantage estimation (GAE), whitening and KL estimators, on ragged samples.
 
-The functions take numbers, not an algorithm's settings; PPO's settings are in `ppo`. GAE: Schulman et al. 2016, arXiv
-1506.02438. KL estimators: http://joschu.net/blog/kl-approx.html.
+GAE: Schulman et al. 2016, arXiv 1506.02438. KL estimators: http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def whiten(values: Ragged, mask: Tensor, *, shift_mean: bool, group_size: int = 
 
     Mean and variance are over the tokens in `mask`. The variance has Bessel's correction, as in TRL's `masked_whiten`.
     A group with fewer than two masked tokens has no variance, and its values are returned unchanged. Sums are float64:
-    `index_add` adds one token after the other, which in float32 is 1 % wrong at 8 million tokens and stops at 16.8
+    `index_add` adds one token after the other, which in float32 is 1 % wrong at 8 million tokens and stalls at 16.8
     million.
 
     Args:
@@ -72,10 +71,10 @@ def token_rewards(kl: Ragged, scores: Tensor, lengths: Tensor, kl_coef: float) -
     """
     device = kl.values.device
     ends = torch.cumsum(lengths, 0) - 1
-    # each response token, and its position among those of `lengths`
-    at = places(kl.lengths) + torch.repeat_interleave(ends + 1 - lengths, kl.lengths)
+    # index of each response token among the positions of `lengths`
+    index = places(kl.lengths) + torch.repeat_interleave(ends + 1 - lengths, kl.lengths)
     rewards = torch.zeros(int(lengths.sum()), dtype=torch.float32, device=device)
-    rewards[at.to(device)] = -kl_coef * kl.values
+    rewards[index.to(device)] = -kl_coef * kl.values
     rewards[ends.to(device)] += scores
     return Ragged(rewards, lengths)
 

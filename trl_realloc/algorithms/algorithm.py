@@ -23,25 +23,25 @@ class TokenLoss(Protocol):
         """The loss, and statistics to report.
 
         Args:
-            outputs: of the model's head, differentiable: `logprobs` and `entropy` per response token of a policy,
-                `values` of a critic, a response's length + 1 each.
+            outputs: differentiable outputs of the model's head: `logprobs` and `entropy` per response token of a
+                policy, or `values` of a critic, a response's length + 1 each.
             samples: the micro-batch, with the columns that `mini_batches` added.
 
         Returns:
-            A scalar to differentiate: a weighted sum over samples, whose weights do not depend on the micro-batch. And
-            by name, without gradients, sums over the tokens of each sample, (n,), or values of response tokens,
-            (tokens,).
+            A scalar to differentiate: a weighted sum over samples, whose weights do not depend on the micro-batch.
+            Statistics by name, without gradients: sums over the tokens of each sample, (n,), or values of response
+            tokens, (tokens,).
         """
 
 
 @dataclass(frozen=True)
 class TrainingLoss:
-    """The loss of a call that trains.
+    """The loss of a training call.
 
     Args:
-        name: used in metrics, such as `policy`.
-        statistic: a key of the statistics that `of_tokens` returns. An optimizer step without it was skipped.
-        of_tokens: the loss of a micro-batch.
+        name: name in metrics, such as `policy`.
+        statistic: a key of the statistics of `of_tokens`. An optimizer step without it was skipped.
+        of_tokens: loss of a micro-batch.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Algorithm(Protocol):
         """The calls of an iteration, and the columns that each call reads and adds."""
 
     def prepare(self, samples: Rollouts) -> Rollouts:
-        """Add the columns that the losses read and that no call adds, such as advantages.
+        """Add columns that the losses read but no call adds, such as advantages.
 
         Called once per iteration, before any role is trained, on the ranks that have the whole global batch: rank 0 and
         the first rank of each mesh that trains.
@@ -71,7 +71,7 @@ class Algorithm(Protocol):
 
     def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
         """The samples of each optimizer step of iteration `step`, in order, with their weights as columns. The columns
-        of `samples` stay as they are: a sample is sent to a rank once, and for each step only what is added to it.
+        of `samples` stay unchanged, because a sample is sent to a rank once, and for each step only its new columns.
 
         Args:
             samples: the global batch after `prepare`.
@@ -87,8 +87,8 @@ class Algorithm(Protocol):
         """The metrics of one iteration's optimizer steps.
 
         Args:
-            steps: each mini-batch, and the statistics of its samples, (n,) each, from every loss whose optimizer step
-                was taken.
+            steps: (mini-batch, statistics of its samples, (n,) each), for every optimizer step that was taken. The
+                statistics are of every loss of the step.
         """
 
 

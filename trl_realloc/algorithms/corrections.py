@@ -1,17 +1,16 @@
-"""Importance weights for rollouts that were not drawn by the policy that is trained: `Correction`, its weights, and its
-metrics.
+"""Importance weights for rollouts that were not sampled from the trained policy, and their metrics.
 
 Three policies are distinguished (decoupled PPO, Hilton et al. 2022, arXiv 2110.00641; for language models AReaL,
 arXiv 2505.24298):
 
-- behaviour μ: drew the tokens. The column `logprobs` has the generation engine's log-probabilities.
-- proximal π_p: the trainer's policy before this iteration's updates. Its log-probabilities are in the column
-  `proximal_logprobs`, which `actor.forward` makes.
+- behaviour μ: sampled the tokens. The column `logprobs` has the generation engine's log-probabilities.
+- proximal π_p: the trainer's policy before this iteration's updates. `actor.forward` computes its log-probabilities,
+  the column `proximal_logprobs`.
 - current π: the policy that is being updated.
 
 μ and π_p differ if the rollouts are older than π_p, or if the engine computes in another precision. The weight of a
-token is w = π_p / μ. PPO's ratio r = π / π_p is clipped around π_p, and the clipped loss is multiplied by w. The loss
-itself is in `ppo.PolicyLoss`. Names and defaults are those of TRL's GRPO (`GRPOConfig`, TRL 1.12 to 1.16).
+token is w = π_p / μ. PPO's ratio r = π / π_p is clipped around π_p, and the clipped loss is multiplied by w
+(`ppo.PolicyLoss`). Names and defaults are those of TRL's GRPO (`GRPOConfig`, TRL 1.12 to 1.16).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 MODES: Sequence[str] = get_args(Mode)
 WEIGHTS = "importance_sampling_ratio"  # the column of w, one value per response token
 LARGEST_LOG_RATIO = 20.0  # e^20 = 4.9e8: a weight stays finite in float32, also after a product with a loss
-AGES = "ages"  # column: updates since the policy that drew each token; only under a plan with a staleness
+AGES = "ages"  # column: updates since the policy that sampled each token; only under a plan with a staleness
 MISMATCH = "sampling/token_mult_prob_error"  # metric: the mean of exp |log π_p - log μ| over tokens
 
 
@@ -41,9 +40,9 @@ class Correction:
 
     Args:
         mode: `token_*` gives each token the weight of its own probability, `sequence_*` gives all tokens of a response
-            the product over the response. `*_truncate` clamps weights to the bounds, `*_mask` sets weights outside of
+            the product over the response. `*_truncate` clamps weights to the bounds, `*_mask` sets weights outside
             them to 0.
-        clip_max, clip_min: the bounds of a weight; `None` for no bound.
+        clip_max, clip_min: bounds of a weight; `None` for no bound.
     """
 
     mode: Mode = "sequence_mask"
@@ -57,7 +56,7 @@ class Correction:
     def log_ratios(self, behaviour: Ragged, proximal: Ragged) -> Tensor:
         """log(π_p / μ), clamped to ±`LARGEST_LOG_RATIO`: (total,) float32 of tokens, or (n,) of sequences.
 
-        Of a sequence it is the sum over the whole response, log ∏_t π_p(y_t | y_<t) / μ(y_t | y_<t). The sum is
+        For a sequence it is the sum over the whole response, log ∏_t π_p(y_t | y_<t) / μ(y_t | y_<t). The sum is
         clamped, its terms are not.
         """
         per_token = behaviour.like(proximal.values - behaviour.values)
@@ -65,8 +64,8 @@ class Correction:
         return ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
     def bounded(self, ratios: Tensor) -> Tensor:
-        """Weights of ratios π_p / μ, of the same shape: min(max(ratio, clip_min), clip_max) if the mode truncates; the
-        ratio if it is within the bounds, which belong to them, and otherwise 0, if the mode masks."""
+        """Weights of ratios π_p / μ, of the same shape. A truncating mode returns min(max(ratio, clip_min), clip_max),
+        a masking mode the ratio within the bounds (inclusive) and otherwise 0."""
         if self.mode.endswith("mask"):
             return ratios.masked_fill(self.is_outside(ratios), 0.0)
         if self.clip_min is None and self.clip_max is None:
@@ -86,9 +85,9 @@ class Correction:
 def importance_weights(samples: Rollouts, correction: Correction) -> Ragged:
     """The weight w of every response token, (total,) float32 without gradients.
 
-    They are those of TRL's GRPO (`vllm_importance_sampling_ratio` in `grpo_trainer.py`). The truncated weight of a
-    token is that of Ionides 2008 ("Truncated importance sampling") and of IMPALA's ρ (arXiv 1802.01561). Only the
-    product over a sequence without bounds is unbiased, because a token's state was also drawn by μ. A bound exchanges
+    The weights are those of TRL's GRPO (`vllm_importance_sampling_ratio` in `grpo_trainer.py`). The truncated weight of
+    a token is that of Ionides 2008 ("Truncated importance sampling") and of IMPALA's ρ (arXiv 1802.01561). Only the
+    product over a sequence without bounds is unbiased, because a token's state was also sampled by μ. A bound trades
     variance for bias.
 
     Args:
@@ -103,12 +102,12 @@ def importance_weights(samples: Rollouts, correction: Correction) -> Ragged:
 def correction_metrics(samples: Rollouts, correction: Correction) -> dict[str, float]:
     """`sampling/*` of one global batch: how far the proximal policy is from the behaviour policy.
 
-    Under the names of TRL's GRPO, over tokens: `sampling_logp_difference/mean` and `/max` of |log π_p - log μ|; over
-    weights (of tokens or of sequences, by the mode) after the bounds: `importance_sampling_ratio/min`, `/mean`, `/max`.
-    Beside them: `importance_sampling_ratio/clipfrac`, the share of weights that were truncated or masked;
+    Under the names of TRL's GRPO: `sampling_logp_difference/mean` and `/max` of |log π_p - log μ| over tokens, and
+    `importance_sampling_ratio/min`, `/mean`, `/max` over weights (of tokens or sequences, by the mode) after the
+    bounds. Others: `importance_sampling_ratio/clipfrac`, the share of weights that were truncated or masked;
     `effective_sample_size`, (Σw)² / (n Σw²), 1 if all weights are equal, 0 if all are masked (Kish 1965); `kl_k1` and
-    `kl_k3`, estimates of KL(μ || π_p) per token in nats, whose log ratios are clamped to ±`LARGEST_LOG_RATIO`. Of the
-    tokens that π_p itself drew in the engine, whose `AGES` are 0, also `token_mult_prob_error`.
+    `kl_k3`, estimates of KL(μ || π_p) per token in nats, whose log ratios are clamped to ±`LARGEST_LOG_RATIO`; and
+    `token_mult_prob_error` over tokens that π_p itself sampled in the engine, whose `AGES` are 0.
     """
     behaviour, proximal = samples.ragged("logprobs"), samples.ragged(PROXIMAL_LOGPROBS)
     if not len(behaviour.values):

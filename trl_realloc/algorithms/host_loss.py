@@ -1,6 +1,5 @@
-"""`HostLoss`: the algorithm of a run whose samples, rewards and losses another library computes, such as TRL's GRPO.
-
-That library gives the derivatives of its loss (`linear_loss`). One training call is one optimizer step.
+"""The algorithm of a run whose samples, rewards and losses another library computes, such as TRL's GRPO. That library
+gives the derivatives of its loss (`linear_loss`). One training call is one optimizer step.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from .rollout import Rollouts
 
 @dataclass(frozen=True)
 class HostLoss:
-    """An `Algorithm` that computes nothing between the calls.
+    """An `Algorithm` without computations between the calls.
 
     Args:
-        graph: of the run.
+        graph: dataflow graph of the run.
     """
 
     graph: DataflowGraph
 
     def prepare(self, samples: Rollouts) -> Rollouts:
-        """The samples as they are."""
+        """The unchanged samples."""
         return samples
 
     def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
@@ -39,9 +38,9 @@ class HostLoss:
         return TrainingLoss("policy", LINEAR_LOSS, LinearLoss())
 
     def sample_metrics(self, samples: Rollouts) -> dict[str, float]:
-        """None: they are the other library's."""
+        """Empty: the metrics are the other library's."""
         return {}
 
     def update_metrics(self, steps: Sequence[tuple[Rollouts, Mapping[str, Tensor]]]) -> dict[str, float]:
-        """None: they are the other library's."""
+        """Empty: the metrics are the other library's."""
         return {}

@@ -1,12 +1,11 @@
-"""`LinearLoss`: a loss given by its derivatives with respect to the log-probabilities and entropies of the response
-tokens, the *slopes*. And `without_zero_slopes`, which leaves out samples that do not change the update.
+"""A loss given by its derivatives with respect to the log-probabilities and entropies of the response tokens, the
+*slopes*.
 
-A loss L of a policy reads its model through the log-probability l_t and the entropy H_t of each token alone. By the
+A loss L of a policy depends on its model only through the log-probability l_t and the entropy H_t of each token. By the
 chain rule dL/dw = Σ dL/dl_t · dl_t/dw + Σ dL/dH_t · dH_t/dw, which is the gradient of the linear loss
 Σ a_t · l_t + Σ b_t · H_t with the constants a_t = dL/dl_t and b_t = dL/dH_t at the current weights w. Code outside the
 engines, such as TRL's `_compute_loss`, can therefore compute L and its slopes on leaf tensors, while the engines
-compute the gradient. Slopes are those of the whole global mini-batch, so they do not depend on the plan. Making slopes
-is not in this file.
+compute the gradient. Slopes are those of the whole global mini-batch, so they do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ class LinearLoss:
     """Σ slope · log-probability + Σ slope · entropy over the response tokens, as a `base.TokenLoss`.
 
     Reads the column `logprob_slopes` and, if the samples have it, `entropy_slopes`: ragged, one float32 per response
-    token. Without the second the engines compute no gradient of the entropies.
+    token. Without the second the engines compute no gradient of the entropies. A token whose slope is 0 is left out,
+    even if its log-probability is infinite.
 
-    A token whose slope is 0 is left out, also if its log-probability is infinite.
-
-    The value of the loss is not that of L, only its gradient is. The statistics have each sample's part of the value
+    Only the gradient of the loss is that of L, not its value. The statistics have each sample's part of the value
     (`linear_loss`), (n,).
 
     Raises (when called):
-        ValueError: a sample has another number of slopes than response tokens.
+        ValueError: a sample's number of slopes differs from its number of response tokens.
     """
 
     def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
@@ -62,17 +60,17 @@ def _weighted_sums(column: Ragged, samples: Rollouts, name: str) -> Tensor:
 
 
 def without_zero_slopes(samples: Rollouts) -> Rollouts:
-    """The samples of a mini-batch of which any slope is not 0, in their order.
+    """The samples of a mini-batch with a slope other than 0, in their order.
 
     The others add exactly 0 to the gradient, so the update is the same without their forward and backward. GRPO's
     groups of equal rewards are such samples, if the loss has no other term. To be called on the whole global
-    mini-batch, before it is divided among the ranks. A model with dropout draws other numbers than with all samples.
+    mini-batch, before it is divided among the ranks. A model with dropout uses other random numbers than with all.
 
     If all slopes are 0, one sample stays, the shortest: an optimizer step with a gradient of 0 still changes weights
     by momentum and weight decay, and it counts in the learning rate's schedule.
 
     Args:
-        samples: with the columns `prompts`, `responses`, `logprob_slopes` and perhaps `entropy_slopes`.
+        samples: samples with the columns `prompts`, `responses`, `logprob_slopes` and perhaps `entropy_slopes`.
     """
     used = torch.zeros(len(samples), dtype=torch.bool)
     for name in (LOGPROB_SLOPES, ENTROPY_SLOPES):

@@ -1,6 +1,5 @@
-"""Checks that the numbers of samples are finite before an optimizer step, with messages that name the sample.
-
-Gradients are checked in `engines.training.nonfinite_guard`, scores in `rewards`.
+"""Checks that the numbers of samples are finite before an optimizer step, with messages that name the sample. Gradients
+are checked in `engines.training.nonfinite_guard`.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-LARGEST = 1e15  # losses and whitening sum squares in float32, which ends at 3.4e38: this leaves room for 1e8 tokens
-QUOTED = 160  # maximum characters of a prompt or completion in a message
+LARGEST = 1e15  # losses and whitening sum squares in float32, whose maximum is 3.4e38: leaves room for 1e8 tokens
+QUOTED = 160  # most characters of a prompt or completion in a message
 
 
 class NonFiniteError(ValueError):
     """A number is NaN, infinite or too large to train on. It has not reached the weights.
 
     Args:
-        message: names the number that is not finite.
-        sample: position in the global batch of the sample that has it; -1 if it is of no single sample.
+        message: message that names the number.
+        sample: its sample's position in the global batch; -1 if it belongs to no single sample.
     """
 
     def __init__(self, message: str, sample: int = -1) -> None:
@@ -35,7 +34,7 @@ class NonFiniteError(ValueError):
         self.sample = sample
 
 
-# Columns of a sample that calls add, in the order in which they are added, with the words for messages.
+# Columns that calls add to samples, in the order in which they are added, with the words for messages.
 CALL_COLUMNS = {
     "scores": "the score",
     "logprobs": "a log-probability of actor.generate",
@@ -50,7 +49,7 @@ DERIVED_COLUMNS = {
     "advantages": "an advantage",
     "returns": "a return",
 }
-# Columns of a loss that is given by its derivatives (`linear_loss`).
+# Columns of a loss that is defined by its derivatives (`linear_loss`).
 SLOPE_COLUMNS = {
     "logprob_slopes": "the loss's derivative by a log-probability",
     "entropy_slopes": "the loss's derivative by an entropy",
@@ -63,13 +62,13 @@ def is_bad(numbers: Tensor) -> Tensor:
 
 
 def is_infinite(scores: Tensor) -> Tensor:
-    """Marks infinity and magnitudes above `LARGEST`, but not NaN, which is a score that was not given."""
+    """Marks infinity and magnitudes above `LARGEST`, but not NaN, which stands for a missing score."""
     return scores.abs() > LARGEST
 
 
 def problem_of(samples: Rollouts) -> NonFiniteError | None:
-    """The error for the first number of a global batch that cannot be trained on, or `None`. It is the same on every
-    rank, because every rank has the same samples.
+    """The error for the first number of a global batch that cannot be trained on, or `None`. The same on every rank,
+    because every rank has the same samples.
 
     Args:
         samples: the global batch after `Algorithm.prepare`.
@@ -106,8 +105,8 @@ def problem_of_rewards(rewards: Tensor, names: Sequence[str]) -> NonFiniteError 
     """The error for the first reward that cannot be trained on, or `None`.
 
     Args:
-        rewards: (samples, functions), NaN where a function gives a sample no reward.
-        names: of the functions.
+        rewards: (samples, functions), NaN if a function gives a sample no reward.
+        names: names of the functions.
     """
     places = is_infinite(rewards).nonzero().tolist()
     if not places:
@@ -145,7 +144,7 @@ def check_rates(rates: Mapping[str, float | Sequence[Mapping[str, Any]]]) -> Non
     """Check the learning rates of an update.
 
     Args:
-        rates: by call: one rate, or the optimizer's parameter groups with their `lr`.
+        rates: one rate, or the optimizer's parameter groups with their `lr`, by call.
 
     Raises:
         NonFiniteError: the learning rate of a call is NaN or infinite.
@@ -160,7 +159,6 @@ def check_rates(rates: Mapping[str, float | Sequence[Mapping[str, Any]]]) -> Non
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """True if every element is finite. Reads each tensor once, without a copy, and synchronises with the device
-    once."""
+    """True if every element is finite. Reads each tensor once, without a copy, and waits for the device once."""
     float_tensors = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
     return not float_tensors or bool(torch.nn.utils.get_total_norm(float_tensors, torch.inf).isfinite())

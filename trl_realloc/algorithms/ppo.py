@@ -1,9 +1,7 @@
-"""PPO: advantages and losses as functions on ragged samples, and the class `PPO` that offers them to the executor with
-`ppo_weights` and `ppo_metrics`. GAE and whitening are in `advantages`, the trainer in `trainer.ppo_trainer`.
+"""PPO: advantages and losses on ragged samples, and the class `PPO` for the executor.
 
-Formulas: PPO (Schulman et al. 2017, arXiv
-1707.06347), with the details of TRL 1.12 ("The N Implementation Details of RLHF with PPO", Huang et al. 2023). The
-weights of rollouts that another policy has drawn are in `corrections`.
+Formulas: PPO (Schulman et al. 2017, arXiv 1707.06347), with the details of TRL 1.12 ("The N Implementation Details of
+RLHF with PPO", Huang et al. 2023). Rollouts from another policy get the weights of `corrections`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def value_lengths(samples: Rollouts, settings: PPOSettings) -> Tensor:
 
     A response of L tokens has L positions at which a token is chosen. A response that ended before the limit has one
     more position, after its final token, at which the score is received (TRL's `padding_mask_p1`). A response at the
-    limit does not have it, and its score is received at the last token.
+    limit does not have it; its score is received at the last token.
     """
     lengths = samples.ragged("responses").lengths
     if not settings.match_trl:
@@ -52,8 +50,8 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
     position of `value_lengths`).
 
     With a correction it also reads `proximal_logprobs`, and adds `importance_sampling_ratio` (per response token). The
-    KL penalty is then that of the proximal policy: the penalty of the engine's or an older policy would reward the
-    policy for what it no longer does. Values and advantages are not weighted.
+    KL penalty is then computed with the proximal policy, because that of an older or the engine's policy would reward
+    behaviour that the policy no longer has. Values and advantages are not weighted.
 
     Args:
         samples: the whole global batch, because whitening is over all of it.
@@ -69,8 +67,8 @@ def prepare(samples: Rollouts, settings: PPOSettings) -> Rollouts:
 
 
 def _estimates(samples: Rollouts, settings: PPOSettings) -> tuple[Tensor, Ragged, Ragged, Ragged, Ragged]:
-    """(penalized scores, kl, values, advantages before they are whitened, returns), with the columns and shapes of
-    `prepare`. Without `whiten_rewards` those of a sample depend on this sample alone."""
+    """(penalized scores, kl, values, advantages before whitening, returns), with the columns and shapes of `prepare`.
+    Without `whiten_rewards` each sample's results depend on this sample alone."""
     logprobs, lengths = samples.ragged(old_logprobs(settings)), value_lengths(samples, settings)
     scores = samples.tensor("scores").clone()
     if settings.missing_eos_penalty is not None:
@@ -87,7 +85,7 @@ def _estimates(samples: Rollouts, settings: PPOSettings) -> tuple[Tensor, Ragged
 
 
 def old_logprobs(settings: PPOSettings) -> str:
-    """The column of the policy that PPO's ratio is taken to: the proximal policy if rollouts are corrected, and
+    """The column of the policy in the denominator of PPO's ratio: the proximal policy if rollouts are corrected,
     otherwise the behaviour policy."""
     return "logprobs" if settings.correction is None else PROXIMAL_LOGPROBS
 
@@ -104,17 +102,17 @@ class PolicyLoss:
 
     With a correction r = π / π_p and the loss of a token is multiplied by w = π_p / μ, as in decoupled PPO (Hilton et
     al. 2022, arXiv 2110.00641), with the weights of `corrections`. At r = 1 the gradient is then that of r·w = π / μ,
-    while the clip range lies around π_p. The loss is divided by the number of tokens that were drawn, masked ones
-    included (`sample_weights`), as without a correction: an importance-weighted mean over n draws has the divisor n.
-    Division by Σw or by the number of unmasked tokens would make the step larger the fewer samples are of use, and
-    would bias it.
+    while the clip range lies around π_p. The loss is divided by the number of sampled tokens, including masked ones
+    (`sample_weights`), as without a correction: an importance-weighted mean over n samples has the divisor n. Division
+    by Σw or by the number of unmasked tokens would make the step larger the fewer samples are useful, and would bias
+    it.
 
     Without a correction the statistics also have each sample's part of `ppo_metrics.mismatch_metrics`: until the first
-    optimizer step, logp' is of the parameters that the engine drew with.
+    optimizer step, logp' is computed with the engine's parameters.
 
     Args:
-        old: the column of logp.
-        weights: the column of w; `None` for no weights.
+        old: name of the column of logp.
+        weights: name of the column of w; `None` for no weights.
     """
 
     cliprange: float
@@ -183,8 +181,8 @@ class PPO:
     """PPO as an `algorithms.algorithm.Algorithm`.
 
     Args:
-        seed: the seed of the mini-batches' permutations.
-        eos_token_id: the token that `val/num_eos_tokens` counts.
+        seed: seed of the mini-batches' permutations.
+        eos_token_id: token that `val/num_eos_tokens` counts.
     """
 
     settings: PPOSettings

@@ -39,7 +39,7 @@ def update_metrics(steps: Sequence[tuple[SampleWeights, Mapping[str, Tensor]]]) 
     """`policy/*`, `loss/*` and `val/*` over the optimizer steps of one iteration.
 
     Args:
-        steps: of each mini-batch the weights, and the sums per sample, (n,) each, of both losses or of one of them.
+        steps: weights of each mini-batch, and the sums per sample, (n,) each, of both losses or of one of them.
     """
     metrics: dict[str, list[float]] = {}
     ratios: list[float] = []
@@ -53,7 +53,7 @@ def update_metrics(steps: Sequence[tuple[SampleWeights, Mapping[str, Tensor]]]) 
             add("policy/clipfrac_avg", weights.policy, sums["clipped"])
             add("policy/approxkl_avg", weights.statistic, sums["approxkl"])
             # TRL's mean entropy includes the distributions after padding tokens. They have no meaning, so they are left
-            # out
+            # out.
             add("policy/entropy_avg", weights.policy, sums["entropy"])
             groups = int(weights.group.max()) + 1
             excess = torch.zeros(groups).index_add(0, weights.group, weights.statistic * sums["excess_ratio"])
@@ -69,29 +69,30 @@ def update_metrics(steps: Sequence[tuple[SampleWeights, Mapping[str, Tensor]]]) 
 
 
 def mismatch_metrics(samples: Rollouts, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """`sampling/*` of the first optimizer step of an iteration without a correction: how far the trainer, before that
-    step, is from the engine, under the names of `corrections.correction_metrics`. Ratios are of tokens, without bounds.
+    """`sampling/*` of the first optimizer step of an iteration without a correction: the difference between the
+    trainer, before that step, and the engine, under the names of `corrections.correction_metrics`. Ratios are per
+    token, without bounds.
 
     Args:
-        samples: the step's mini-batch. Of a plan with a staleness, samples whose tokens were all drawn by the present
-            policy are counted; empty metrics if there are none.
-        sums: what `ppo.PolicyLoss` returns of each sample, (n,) each; empty metrics without these.
+        samples: mini-batch of the step. Under a plan with a staleness, only samples whose tokens were all sampled by
+            the current policy count; empty metrics if there are none.
+        sums: statistics of `ppo.PolicyLoss` of each sample, (n,) each; empty metrics without these.
     """
     if "mult_prob_error" not in sums:
         return {}
     lengths = samples.ragged("responses").lengths
-    kept = lengths > 0
+    counted = lengths > 0
     if AGES in samples:
-        kept &= samples.ragged(AGES).extreme("amax") == 0
-    tokens = float(lengths[kept].sum())
+        counted &= samples.ragged(AGES).extreme("amax") == 0
+    tokens = float(lengths[counted].sum())
     if not tokens:
         return {}
-    least, greatest = float(sums["least_log_ratio"][kept].min()), float(sums["greatest_log_ratio"][kept].max())
+    least, greatest = float(sums["least_log_ratio"][counted].min()), float(sums["greatest_log_ratio"][counted].max())
     return {
-        "sampling/sampling_logp_difference/mean": float(sums["logp_difference"][kept].sum()) / tokens,
+        "sampling/sampling_logp_difference/mean": float(sums["logp_difference"][counted].sum()) / tokens,
         "sampling/sampling_logp_difference/max": max(-least, greatest),
         "sampling/importance_sampling_ratio/min": math.exp(max(least, -LARGEST_LOG_RATIO)),
-        "sampling/importance_sampling_ratio/mean": 1 + float(sums["excess_ratio"][kept].sum()) / tokens,
+        "sampling/importance_sampling_ratio/mean": 1 + float(sums["excess_ratio"][counted].sum()) / tokens,
         "sampling/importance_sampling_ratio/max": math.exp(min(greatest, LARGEST_LOG_RATIO)),
-        MISMATCH: float(sums["mult_prob_error"][kept].sum()) / tokens,
+        MISMATCH: float(sums["mult_prob_error"][counted].sum()) / tokens,
     }

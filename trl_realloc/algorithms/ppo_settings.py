@@ -1,4 +1,4 @@
-"""`PPOSettings`: the fields of `PPOConfig` that PPO's arithmetic needs."""
+"""The settings of PPO's arithmetic."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class PPOSettings:
     """The fields of `PPOConfig` that the arithmetic needs, under the same names.
 
     Args:
-        response_length: maximum tokens of a response.
+        response_length: most tokens of a response.
         local_batch_size, per_device_train_batch_size: read only with `match_trl`.
         match_trl: reproduce the parts of TRL 1.12's arithmetic that depend on the layout of the batch: whitening per
             rank, a loss that is the mean over micro-batches of their token means, statistics over padded positions, and
-            the longest response of the rank's batch in place of `response_length`.
-        vllm_importance_sampling_correction: correct for rollouts that the policy before the updates has not drawn.
-            `None` is False.
+            the longest response of the rank's batch instead of `response_length`.
+        vllm_importance_sampling_correction: correct for rollouts that were not sampled from the policy before the
+            updates. `None` is False.
     """
 
     response_length: int
@@ -46,7 +46,7 @@ class PPOSettings:
 
     @property
     def correction(self) -> Correction | None:
-        """The correction of rollouts; `None` if they are trained on as they are."""
+        """The correction of rollouts; `None` for none."""
         if not self.vllm_importance_sampling_correction:
             return None
         return Correction(

@@ -1,4 +1,4 @@
-"""PPO's mini-batches, and the weight that each sample has in one.
+"""PPO's mini-batches, and the weight of each sample in them.
 
 A loss is a weighted sum over the tokens of one global mini-batch. The weights are computed before the mini-batch is
 divided into micro-batches, so the loss does not depend on the plan.
@@ -20,7 +20,7 @@ from .rollout import Rollouts
 def mini_batches(n: int, settings: PPOSettings, seed: int, step: int) -> list[list[int]]:
     """The sample positions of every mini-batch of one iteration, epoch after epoch.
 
-    Each epoch is a permutation drawn from (seed, step, epoch). Sizes of mini-batches differ by one at most. With
+    Each epoch is a random permutation from (seed, step, epoch). Sizes of mini-batches differ by at most one. With
     `match_trl` the samples of each rank are permuted separately, so that every mini-batch has equally many of each
     rank.
     """
@@ -43,10 +43,10 @@ class SampleWeights:
     """The weight of each sample's sums over tokens in one mini-batch, (n,) float32 in the order of the mini-batch.
 
     Args:
-        policy: of sums over response tokens. The policy loss is their weighted sum.
-        value: of sums over value positions.
-        statistic: of the statistics that TRL averages over padded positions too; otherwise equal to `policy`.
-        group: (n,) int64, the TRL micro-batch in whose mean the sample counts; 0 without `match_trl`.
+        policy: weights of sums over response tokens. The policy loss is their weighted sum.
+        value: weights of sums over value positions.
+        statistic: weights of the statistics that TRL averages over padded positions too; otherwise equal to `policy`.
+        group: (n,) int64, the TRL micro-batch whose mean the sample is part of; 0 without `match_trl`.
     """
 
     policy: Tensor
@@ -55,7 +55,7 @@ class SampleWeights:
     group: Tensor
 
     def columns(self) -> dict[str, Tensor]:
-        """The weights as columns of the mini-batch, so that they stay with their samples in micro-batches."""
+        """The weights as columns of the mini-batch, so that micro-batches keep them with their samples."""
         return {f"{name}_weight": weight for name, weight in vars(self).items()}
 
     @staticmethod
@@ -85,7 +85,7 @@ def sample_weights(samples: Rollouts, settings: PPOSettings) -> SampleWeights:
 
 
 def _trl_micro_batches(samples: Rollouts, settings: PPOSettings) -> Tensor:
-    """(n,) int64: the micro-batch of TRL that each sample of this mini-batch would be in."""
+    """(n,) int64: the TRL micro-batch of each sample of this mini-batch."""
     local = settings.local_batch_size // settings.num_mini_batches
     size = min(settings.per_device_train_batch_size or local, local)
     per_rank = -(-local // size)

@@ -1,7 +1,4 @@
-"""Global batches of prompts: the order of a data set's rows, a batch of them, and the batches of a range of updates.
-
-A data set is tokenized and checked in `prompts`.
-"""
+"""Global batches of prompts: the order of a dataset's rows, and the batches of a range of updates."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class PromptBatch:
 class SeededOrder(Sampler[int]):
     """Permutes the rows in every pass over the data, from (seed, pass).
 
-    The number of an update therefore gives its position in the data, so a resumed run continues where the other
+    An update's number therefore determines its position in the data, so a resumed run continues where the earlier one
     stopped.
     """
 
@@ -57,7 +54,7 @@ class PaddingError(ValueError):
     """A row whose prompt cannot be separated from its padding.
 
     Args:
-        row: its position among the rows that are collated.
+        row: position of the row among the collated rows.
     """
 
     def __init__(self, message: str, row: int) -> None:
@@ -74,9 +71,9 @@ def collate_prompts(
     """Makes the function that turns rows into a `PromptBatch`. It raises `PaddingError`.
 
     Args:
-        data_collator: the user's. Its `input_ids` (and `attention_mask`) are used, and their padding is removed,
-            because engines pad on their own.
-        is_special: the pad token is also the eos or the bos token, so a prompt may contain it.
+        data_collator: the user's collator. Only its `input_ids` and `attention_mask` are used, and their padding is
+            removed, because engines pad on their own.
+        is_special: whether the pad token is also the eos or the bos token, so that a prompt may contain it.
     """
 
     def collate(rows: list[Mapping[str, Any]]) -> PromptBatch:
@@ -87,11 +84,11 @@ def collate_prompts(
             ids = list(torch.as_tensor(collated["input_ids"]).long())
             masks = list(collated.get("attention_mask", [None] * len(ids)))
         prompts = []
-        for at, (row, mask) in enumerate(zip(ids, masks, strict=True)):
+        for position, (row, mask) in enumerate(zip(ids, masks, strict=True)):
             try:
                 prompts.append(_unpadded(row, mask, pad_token_id, is_special))
             except ValueError as error:
-                raise PaddingError(str(error), at) from None
+                raise PaddingError(str(error), position) from None
         index = torch.arange(len(rows))
         others = [{k: v for k, v in row.items() if k not in ("input_ids", "attention_mask")} for row in rows]
         return PromptBatch(Rollouts(index=index, prompts=Ragged.of(prompts, torch.long)), others)
@@ -144,8 +141,8 @@ def prompt_loader(
 ) -> DataLoader[PromptBatch]:
     """Global batches, the same on every rank, because the plan assigns samples to devices.
 
-    With `order` there are full batches only, and the rows of a last partial one are left out of the pass. Without it
-    all rows come in their own order.
+    With `order` all batches are full, and the rows of a last partial one are left out of the pass. Without it all rows
+    come in their order in the dataset.
     """
     return DataLoader(
         dataset,
@@ -161,8 +158,8 @@ class Upcoming(NamedTuple):
     """The batch of one update.
 
     Args:
-        is_first, is_last: of those that are read in its pass over the data.
-        following: the batches of the next updates, also those of the next passes.
+        is_first, is_last: whether it is the first or last batch that is read in its pass over the data.
+        following: batches of the next updates, including those of the next passes.
     """
 
     batch: PromptBatch
@@ -188,13 +185,13 @@ def batches_of(loader: DataLoader[PromptBatch], start: int, stop: int, ahead: in
 
 
 def _in_passes(loader: DataLoader[PromptBatch], start: int, stop: int) -> Iterator[tuple[PromptBatch, bool, bool]]:
-    """Each batch, and whether it is the first and the last one of its pass."""
+    """(batch, whether it is the first of its pass, whether it is the last of its pass)."""
     per_pass, step = len(loader), start
     while step < stop:
         if isinstance(loader.sampler, SeededOrder):
             loader.sampler.epoch = step // per_pass
         first_position = step % per_pass
         count = min(stop - step, per_pass - first_position)
-        for at, batch in enumerate(islice(loader, first_position, first_position + count)):
-            yield batch, not at, at == count - 1
+        for position, batch in enumerate(islice(loader, first_position, first_position + count)):
+            yield batch, not position, position == count - 1
         step += count

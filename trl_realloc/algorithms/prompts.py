@@ -1,7 +1,5 @@
-"""Prompts: reads, tokenizes and checks a user's dataset (token ids, text or conversations).
-
-The data is checked before a model is loaded. Batches of it are in `prompt_batches`; which datasets a run has is in
-`trainer.ppo.prompt_data`.
+"""Reads, tokenizes and checks a user's dataset of prompts (token ids, text or conversations), before a model is loaded.
+Batches of it are in `prompt_batches`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# what a user does about them
+# advice in error messages
 NO_TOKENS = "filter such prompts out, or give the tokenizer a bos token"
 UNKNOWN_TOKENS = (
     "tokenize with the model's own tokenizer, or after adding tokens to it call "
@@ -34,7 +32,7 @@ UNKNOWN_TOKENS = (
 
 
 class DataError(ValueError):
-    """A dataset that cannot be trained on. The message names the rows and what to do."""
+    """A dataset that cannot be trained on. The message names the rows and the remedy."""
 
 
 def tokenize_prompts(
@@ -44,9 +42,9 @@ def tokenize_prompts(
     without `input_ids`.
 
     Args:
-        dataset: with `input_ids`, or with `prompt`: text, or a conversation (a list of messages), to which the
+        dataset: dataset with `input_ids`, or with `prompt`: text, or a conversation (a list of messages), to which the
             tokenizer's chat template is applied with a generation prompt.
-        what: the name of the dataset in messages, `train_dataset` or `eval_dataset`.
+        what: name of the dataset in messages, `train_dataset` or `eval_dataset`.
 
     Raises:
         DataError: the dataset has no rows, or neither column.
@@ -87,7 +85,7 @@ def as_dataset(dataset: Dataset, what: str) -> Dataset:
 
     Args:
         dataset: a `Dataset`, which is returned unchanged unless it has a transform, or any sequence of rows. A
-            transform (`set_transform`, `with_transform`) makes each row once.
+            transform (`set_transform`, `with_transform`) is applied once to each row.
 
     Raises:
         DataError: a stream, a dataset with several splits, or an object without rows.
@@ -105,14 +103,12 @@ def as_dataset(dataset: Dataset, what: str) -> Dataset:
 
 
 def is_made_when_read(dataset: Any) -> bool:
-    """True for a data set with a transform (`set_transform`, `with_transform`), by which its rows differ from its
-    columns."""
+    """True for a dataset with a transform (`set_transform`, `with_transform`), whose rows differ from its columns."""
     return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
 
 
 def columns_of(dataset: Any) -> list[str]:
-    """The columns of the rows of a data set; empty where they are not known before the rows are read, as of some
-    streams."""
+    """The columns of a dataset's rows; empty if they are unknown before the rows are read, as in some streams."""
     if is_made_when_read(dataset):
         return list(dataset[0]) if len(dataset) else []
     columns = getattr(dataset, "column_names", None)
@@ -176,7 +172,7 @@ def _check_column(dataset: Dataset, column: str, what: str) -> None:
 
 
 def _check_json(dataset: Dataset, column: str, what: str) -> None:
-    """Raises `DataError` if prompts in JSON, whose type does not say what they are, are not all text or not all
+    """Raises `DataError` if prompts in a JSON column, whose type does not tell, are neither all text nor all
     conversations."""
     cells = dataset.with_format(None)[column]
     is_text = isinstance(cells[0], str)
@@ -225,18 +221,18 @@ def check_prompts(
     the dataset once.
 
     Args:
-        response_length: maximum tokens of a response.
-        context_length: maximum tokens of a sample in the model, `None` for no limit.
-        collate: the same as in training (`collate_prompts`). Its output is checked.
-        all_columns: `collate` reads more columns than `input_ids` and `attention_mask`.
-        model_name: the model of `context_length` in messages.
+        response_length: most tokens of a response.
+        context_length: most tokens of a sample in the model; `None` for no limit.
+        collate: the collator of the training (`collate_prompts`). Its output is checked.
+        all_columns: whether `collate` reads more columns than `input_ids` and `attention_mask`.
+        model_name: name of the model with `context_length` in messages.
 
     Returns:
         The tokens of each prompt, without padding.
 
     Raises:
         DataError: names the first rows with the problem, or the response that leaves no room for any prompt; or the
-            first row whose prompt cannot be told from its padding (`collate_prompts`).
+            first row whose prompt cannot be separated from its padding (`collate_prompts`).
     """
     lengths: list[int] = []
     empty: list[int] = []
@@ -278,10 +274,9 @@ def refuse_tokens(what: str, empty: Sequence[int], unknown: Sequence[int], vocab
 
 
 def _chunks(dataset: Dataset, all_columns: bool, rows: int = 1000) -> Iterator[list[dict[str, Any]]]:
-    """The rows in order, `rows` at a time. Without `all_columns`, other columns than those of the prompts are not
-    decoded."""
+    """The rows in order, `rows` at a time. Without `all_columns`, only the prompts' columns are decoded."""
     if not hasattr(dataset, "select_columns"):
-        yield from ([dataset[at] for at in range(i, min(i + rows, len(dataset)))] for i in range(0, len(dataset), rows))
+        yield from ([dataset[j] for j in range(i, min(i + rows, len(dataset)))] for i in range(0, len(dataset), rows))
         return
     if not all_columns:
         dataset = dataset.select_columns([n for n in ("input_ids", "attention_mask") if n in dataset.column_names])

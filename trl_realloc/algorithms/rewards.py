@@ -1,6 +1,5 @@
-"""Rewards as in TRL's GRPO: reward models and Python functions, sync or async, several of them with weights.
-
-Scores are checked here, before anything is trained on them. The engines that run reward models are in `engines`.
+"""Rewards as in TRL's GRPO: reward models and Python functions, sync or async, several of them with weights. Scores are
+checked before anything is trained on them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 RewardFunction = Callable[..., Any]
-ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a reward function, beside the columns of the dataset
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # arguments of a reward function beside the dataset's columns
 
 
 class RewardError(ValueError):
@@ -40,7 +39,7 @@ class NonFiniteScore(RewardError):
     """A score that is NaN, infinite, or too large to be trained on.
 
     Args:
-        scores: (n,) float32, the scores of all samples, with infinity in place of those that are too large.
+        scores: (n,) float32, scores of all samples, with infinity in place of too large ones.
     """
 
     def __init__(self, message: str, scores: Tensor) -> None:
@@ -68,10 +67,10 @@ class RewardModelSource:
 
 
 def check_columns_free(columns: Sequence[str], dataset: str, reserved: Sequence[str] = ARGUMENTS) -> None:
-    """Raises `RewardError` if a column that reward functions get has the name of another argument of theirs.
+    """Raises `RewardError` if a column for reward functions has the name of another argument of theirs.
 
     Args:
-        dataset: whose columns they are, for the message.
+        dataset: name of the dataset with these columns, for the message.
     """
     if taken := [name for name in reserved if name in columns]:
         raise RewardError(
@@ -104,7 +103,7 @@ class FunctionReward:
     """`function(prompts=…, completions=…, completion_ids=…, **columns)`, which may be async.
 
     It returns a number per sample, or `None` for a sample to which it does not apply. It gets the arguments that its
-    parameters name, and all of them if it takes `**kwargs`.
+    parameters name, or all if it takes `**kwargs`.
 
     Attributes:
         times: (start, end) of its calls since `take_times`, seconds since the epoch.
@@ -115,7 +114,7 @@ class FunctionReward:
     times: list[tuple[float, float]] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def take_times(self) -> list[tuple[float, float]]:
-        """`times`, which is empty afterwards."""
+        """Return `times` and clear it."""
         taken = self.times[:]
         del self.times[: len(taken)]
         return taken
@@ -124,7 +123,7 @@ class FunctionReward:
         """Raises `RewardError` if a parameter of the function is none of the arguments and columns.
 
         Args:
-            dataset: whose columns they are, for the message.
+            dataset: name of the dataset with these columns, for the message.
         """
         available = [*ARGUMENTS, *columns]
         try:
@@ -151,7 +150,7 @@ class FunctionReward:
             )
 
     def call(self, samples: Rollouts, texts: Callable[[], Texts]) -> Any:
-        """Calls the function and returns its answer, which may be awaitable. Raises `RewardError` if the function
+        """Call the function and return its answer, which may be awaitable. Raises `RewardError` if the function
         raises."""
         inputs = texts()
         arguments: dict[str, Any] = {
@@ -165,7 +164,7 @@ class FunctionReward:
             arguments = {name: value for name, value in arguments.items() if name in parameters}
         with self._named(), self._timed():
             answer = self.function(**arguments)
-        if inspect.isawaitable(answer):  # what runs is timed where it is awaited
+        if inspect.isawaitable(answer):  # timed when it is awaited
             self.times.pop()
         return answer
 
@@ -195,7 +194,7 @@ class FunctionReward:
         """The function's result as a tensor, (n,) float32, with NaN for `None`.
 
         Raises:
-            RewardError: the result is not a list of numbers, or has not one number for each sample.
+            RewardError: the result is not a list of numbers, or not one number per sample.
             NonFiniteScore: a score cannot be trained on.
         """
         try:
@@ -217,7 +216,7 @@ class FunctionReward:
 
 
 def _number(score: Any) -> float:
-    if isinstance(score, str | bytes):  # float() would read it
+    if isinstance(score, str | bytes):  # float() would accept it
         raise TypeError(f"{score!r} is text")
     return float(score)
 
@@ -225,16 +224,8 @@ def _number(score: Any) -> float:
 def _check_finite(
     scorer: str, scores: Tensor, originals: Sequence[Any], samples: Rollouts, texts: Callable[[], Texts]
 ) -> None:
-    """Check a scorer's scores.
-
-    Args:
-        scorer: the beginning of the message, such as `reward model 'x' gave`.
-        scores: (n,) float32.
-        originals: the scores as the scorer returned them, for the message.
-
-    Raises:
-        NonFiniteScore: one of the scores cannot be trained on.
-    """
+    """Raises `NonFiniteScore` if one of the `scores` (n,) cannot be trained on. The message begins with `scorer`, such
+    as `reward model 'x' gave`, and has the score of `originals`, the scorer's result."""
     bad_positions = is_bad(scores).nonzero()
     if not len(bad_positions):
         return
@@ -263,8 +254,8 @@ def answers_of(functions: Sequence[FunctionReward], samples: Rollouts, texts: Ca
 
 
 def is_async(function: Any) -> bool:
-    """True for an async function or method, for a partial of one, and for an object whose `__call__` is async. Other
-    functions may return an awaitable too, which is known only when they are called (`awaited`)."""
+    """True for an async function or method, a partial of one, and an object whose `__call__` is async. Other functions
+    may return an awaitable too, which only a call shows (`awaited`)."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
@@ -314,10 +305,10 @@ class ModelReward:
     """A reward model in an engine.
 
     Args:
-        forward: from samples to the column `scores`, (n,).
-        processing_class: the model's own tokenizer, by which the decoded samples are tokenized again; `None` to use the
-            policy's token ids.
-        tokens: what the model reads of each sample in place of its prompt and response.
+        forward: function of samples that returns the column `scores`, (n,).
+        processing_class: the model's own tokenizer, with which the decoded samples are tokenized again; `None` to use
+            the policy's token ids.
+        tokens: token ids that the model reads for each sample, instead of its prompt and response.
         positions: most tokens that the model can read; `None` for no limit.
     """
 
@@ -370,8 +361,8 @@ class ModelReward:
 
 
 def whole_texts(tokens: Ragged) -> Rollouts:
-    """Samples for a reward model that reads a prompt and its completion as one text: `responses`, the text's token ids,
-    after an empty prompt."""
+    """Samples for a reward model that reads a prompt and its completion as one text: `responses` has the text's token
+    ids, `prompts` are empty."""
     lengths = torch.zeros_like(tokens.lengths)
     return Rollouts(prompts=Ragged(tokens.values[:0], lengths), responses=tokens)
 
@@ -388,18 +379,18 @@ def weighted_scores(
     """Score samples with reward models and functions.
 
     Args:
-        models: run first, and also without samples, because the forward of a sharded model is a collective of all ranks
-            of the call.
-        weights: by the name of the scorer.
-        refuse: raise for a score that is not finite, and if no scorer applies to a sample; otherwise the sample's sum
-            is that score, and the score infinite, or NaN.
+        models: reward models. They run first, and also without samples, because the forward of a sharded model is a
+            collective of all ranks of the call.
+        weights: weights by the name of the scorer.
+        refuse: whether to raise for a score that is not finite, and if no scorer applies to a sample. Otherwise the
+            sample's sum is infinite or NaN.
 
     Returns:
         The weighted sum over the scorers that apply to a sample, (n,) float32; and the scores of each scorer by name,
-        where NaN is a score that was not given.
+        with NaN for missing scores.
 
     Raises:
-        RewardError: see `FunctionReward`, or as `refuse` says.
+        RewardError: see `FunctionReward` and `refuse`.
     """
     texts = functools.cache(texts)
     table: dict[str, Tensor] = {}  # `read_rewards` makes the names unique
@@ -433,7 +424,7 @@ def weighted_scores(
         )
     factors = torch.tensor([weights[name] for name in table], dtype=torch.float32)
     total = torch.nansum(stacked * factors[:, None], 0).masked_fill(unscored, math.nan)
-    for scores in reversed(unusable):  # also where the weight of the score is 0
+    for scores in reversed(unusable):  # also if the weight of the score is 0
         total = torch.where(is_bad(scores), scores, total)
     return total, table
 
@@ -457,7 +448,7 @@ def read_rewards(
 
     Args:
         reward_model: a model, a model's name, a function, or a list of these.
-        load: from a model or name to the loaded model.
+        load: loads a model, given the model or its name.
         processing_classes: the tokenizer of each model; `None` for the policy's.
 
     Raises:

@@ -1,7 +1,5 @@
-"""Samples as ragged columns (`Ragged`, `Rollouts`).
-
-How samples are divided is in `plan.batching`, an algorithm's arithmetic in `advantages` and `ppo`. Padded tensors are
-made inside the engines, where a kernel needs them.
+"""Samples as ragged columns (`Ragged`, `Rollouts`). Samples are divided in `plan.batching`. Padded tensors are made
+inside the engines, where a kernel needs them.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from ..plan.prefix_tree import PrefixTree
 class Ragged:
     """`n` rows of different lengths in one flat tensor.
 
-    The lengths are in host memory wherever the values are, because the host divides, cuts and joins rows by them. With
-    lengths on an accelerator it would wait for the device at each of these.
+    The lengths are always in host memory, because the host divides, cuts and joins rows by them. With lengths on an
+    accelerator it would wait for the device each time.
 
     Args:
         values: (total,) any dtype, on any device; row i begins at `lengths[:i].sum()` and has `lengths[i]` values.
@@ -58,7 +56,7 @@ class Ragged:
         return self._beside_values(torch.repeat_interleave(torch.arange(len(self)), self.lengths))
 
     def _beside_values(self, index: Tensor) -> Tensor:
-        """An index tensor made on the host, on the values' device."""
+        """The index tensor on the values' device."""
         return on_device(index, self.values.device)
 
     def sum(self) -> Tensor:
@@ -67,14 +65,14 @@ class Ragged:
         return out.index_add(0, self.row_of, self.values)
 
     def extreme(self, which: Literal["amin", "amax"]) -> Tensor:
-        """(n,): the least or the greatest value of each row; 0 of an empty row."""
+        """(n,): the least or the greatest value of each row; 0 for an empty row."""
         out = torch.zeros(len(self), dtype=self.values.dtype, device=self.values.device)
         return out.scatter_reduce(0, self.row_of, self.values, which, include_self=False)
 
     def repeats(self) -> Tensor:
-        """(n,) bool on the CPU: whether a row is equal to the one before. The values are on the CPU, without NaN."""
+        """(n,) bool on the CPU: whether a row equals the one before. The values must be on the CPU, without NaN."""
         as_long = self.lengths[1:] == self.lengths[:-1]
-        # of each value the one at its place in the row before, if that is as long
+        # for each value the one at its place in the row before, if that row is as long
         before = torch.arange(len(self.values)) - torch.repeat_interleave(self.lengths, self.lengths)
         differs = self.like((self.values != self.values[before.clamp(min=0)]).long()).sum()
         return torch.cat([torch.zeros(min(1, len(self)), dtype=torch.bool), as_long & (differs[1:] == 0)])
@@ -89,9 +87,9 @@ class Ragged:
 
     def select(self, index: Sequence[int] | Tensor) -> Ragged:
         """The rows at these positions, in this order."""
-        at = torch.as_tensor(index, dtype=torch.long, device="cpu")
-        starts, lengths = (torch.cumsum(self.lengths, 0) - self.lengths)[at], self.lengths[at]
-        # no list of all rows: the leader of a mesh selects a few rows of a large batch for each of many ranks
+        rows = torch.as_tensor(index, dtype=torch.long, device="cpu")
+        starts, lengths = (torch.cumsum(self.lengths, 0) - self.lengths)[rows], self.lengths[rows]
+        # no list of all rows, because the leader of a mesh selects a few rows of a large batch for each of many ranks
         picked = [self.values[start : start + n] for start, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
         # not a view, which would be sent with the values of all rows
         return Ragged(torch.cat(picked) if picked else self.values.new_empty((0, *self.values.shape[1:])), lengths)
@@ -108,18 +106,18 @@ class Ragged:
         if bool((lengths > self.lengths).any()):
             raise ValueError(f"rows of the lengths {self.lengths.tolist()} cannot be cropped to {lengths.tolist()}")
         starts = torch.cumsum(self.lengths, 0) - self.lengths
-        kept = places(lengths) + torch.repeat_interleave(starts, lengths)
-        return Ragged(self.values[self._beside_values(kept)], lengths)
+        index = places(lengths) + torch.repeat_interleave(starts, lengths)
+        return Ragged(self.values[self._beside_values(index)], lengths)
 
     def pad(self, fill: float = 0) -> Tensor:
-        """(n, longest row): padded on the right with `fill`. For arithmetic across time only; samples are never passed
+        """(n, longest row): padded on the right with `fill`. Only for arithmetic across time; samples are never passed
         on in this form."""
         if not len(self):
             return self.values.new_zeros((0, 0))
         return torch.nn.utils.rnn.pad_sequence(list(self.rows()), batch_first=True, padding_value=fill)
 
     def to(self, device: torch.device | str) -> Ragged:
-        """The values on a device, as `on_device`."""
+        """The values on a device, see `on_device`."""
         return Ragged(on_device(self.values, device), self.lengths)
 
     @staticmethod
@@ -134,8 +132,8 @@ class Ragged:
         """The inverse of `pad`: the first `lengths[i]` values of each row of `rectangle` (n, width)."""
         width = rectangle.shape[1]
         rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        kept = rows * width + places(lengths)
-        return Ragged(rectangle.reshape(-1)[on_device(kept, rectangle.device)], lengths)
+        index = rows * width + places(lengths)
+        return Ragged(rectangle.reshape(-1)[on_device(index, rectangle.device)], lengths)
 
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
@@ -156,7 +154,7 @@ def token_keys(samples: Rollouts) -> list[tuple[bytes, bytes]]:
     """The token ids of each sample, prompt and response, as bytes. Equal samples have equal keys.
 
     Args:
-        samples: in host memory, with `prompts` and `responses`.
+        samples: samples in host memory, with `prompts` and `responses`.
     """
     if not len(samples):
         return []
@@ -165,23 +163,23 @@ def token_keys(samples: Rollouts) -> list[tuple[bytes, bytes]]:
 
 
 def prefix_tree(samples: Rollouts) -> PrefixTree:
-    """The samples with the tokens that their prompts and responses have in common at the beginnings.
+    """The samples with the tokens that their prompts and responses share at the beginnings.
 
     Args:
-        samples: in host memory, with `prompts` and `responses`.
+        samples: samples in host memory, with `prompts` and `responses`.
     """
     prompts = samples.ragged("prompts")
     keys = [prompt + response for prompt, response in token_keys(samples)]
     return PrefixTree.of(keys, prompts.lengths.tolist(), prompts.values.element_size())
 
 
-PAGEABLE_BYTES = 64 << 10  # up to so many bytes a copy from pageable memory to a GPU does not block the host
+PAGEABLE_BYTES = 64 << 10  # largest copy from pageable memory to a GPU that does not block the host
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on a device. A copy to the host has arrived on return. A copy to an accelerator arrives in the
-    stream's order, and the host does not wait for it; for this a large one is made from pinned memory, of which torch
-    keeps blocks."""
+    stream's order, and the host does not wait for it; so a large one is made from pinned memory, whose blocks torch
+    caches."""
     to_accelerator = torch.device(device).type != "cpu"
     if to_accelerator and tensor.device.type == "cpu" and tensor.nbytes > PAGEABLE_BYTES:
         tensor = tensor.pin_memory()
@@ -190,8 +188,8 @@ def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 Column = Ragged | Tensor
 
-_SIZE = struct.Struct("<q")  # of the header of `Rollouts.to_bytes`
-_LENGTHS = ""  # in that header, the name of the lengths of the column before
+_SIZE = struct.Struct("<q")  # size of the header of `Rollouts.to_bytes`
+_LENGTHS = ""  # name in that header of the lengths of the column before
 
 
 class Rollouts(Mapping[str, Column]):
@@ -247,20 +245,20 @@ class Rollouts(Mapping[str, Column]):
         return Rollouts(**{**self._columns, **columns})
 
     def only(self, names: Iterable[str]) -> Rollouts:
-        """The same samples with these columns alone."""
+        """The same samples with only these columns."""
         return Rollouts(**{name: self._columns[name] for name in names})
 
     def select(self, index: Sequence[int] | Tensor) -> Rollouts:
         """The samples at these positions (not `index` values), in this order."""
-        at = torch.as_tensor(index, dtype=torch.long, device="cpu")
-        return Rollouts(**{k: c.select(at) if isinstance(c, Ragged) else c[at] for k, c in self._columns.items()})
+        rows = torch.as_tensor(index, dtype=torch.long, device="cpu")
+        return Rollouts(**{k: c.select(rows) if isinstance(c, Ragged) else c[rows] for k, c in self._columns.items()})
 
     def sorted(self) -> Rollouts:
         """The samples in ascending order of `index`."""
         return self.select(torch.argsort(self.tensor("index")))
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """The samples on a device, as `on_device`."""
+        """The samples on a device, see `on_device`."""
         columns: dict[str, Column] = {}
         for name, column in self._columns.items():
             columns[name] = column.to(device) if isinstance(column, Ragged) else on_device(column, device)
@@ -268,7 +266,7 @@ class Rollouts(Mapping[str, Column]):
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
-        """The samples of all parts one after the other; no samples and no columns of no parts."""
+        """The samples of all parts one after the other; no samples and no columns without parts."""
         full = [p for p in parts if len(p)] or list(parts[:1]) or [Rollouts()]
         columns: dict[str, Column] = {}
         for name in full[0]:
@@ -280,7 +278,7 @@ class Rollouts(Mapping[str, Column]):
         return Rollouts(**columns)
 
     def to_bytes(self) -> bytes:
-        """The columns, which are in host memory, as bytes: the length of a header, the header, and the tensors one
+        """The columns, which must be in host memory, as bytes: the length of a header, the header, and the tensors one
         after the other. The header is JSON: the name, dtype and shape of each tensor.
 
         Streams send samples one by one. For one with 32 tokens `torch.save` and `torch.load` take 0.23 and 0.38 ms and
@@ -291,7 +289,7 @@ class Rollouts(Mapping[str, Column]):
             tensors += [(name, column.values), (_LENGTHS, column.lengths)] if isinstance(column, Ragged) else []
             tensors += [(name, column)] if isinstance(column, Tensor) else []
         header = json.dumps([(name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors]).encode()
-        # a tensor without elements, or of one, may have a stride that `view` refuses
+        # a tensor with at most one element may have a stride that `view` refuses
         flat = (t.detach().reshape(-1) for _, t in tensors if t.numel())
         dense = (t if t.stride(0) == 1 else t.clone(memory_format=torch.contiguous_format) for t in flat)
         values = (t.view(torch.uint8).numpy().data for t in dense)
@@ -299,16 +297,16 @@ class Rollouts(Mapping[str, Column]):
 
     @staticmethod
     def from_bytes(data: bytes) -> Rollouts:
-        """The inverse of `to_bytes`. Each tensor has memory of its own."""
+        """The inverse of `to_bytes`. Each tensor has separate memory."""
         (length,) = _SIZE.unpack_from(data)
-        at, columns = _SIZE.size + length, dict[str, Column]()
+        offset, columns = _SIZE.size + length, dict[str, Column]()
         latest = ""
-        for name, dtype_name, shape in json.loads(data[_SIZE.size : at]):
+        for name, dtype_name, shape in json.loads(data[_SIZE.size : offset]):
             dtype = getattr(torch, dtype_name)
             size = math.prod(shape) * dtype.itemsize
             copied = torch.empty(size, dtype=torch.uint8)
-            copied.numpy()[:] = np.frombuffer(data, np.uint8, size, at)
-            tensor, at = copied.view(dtype).reshape(shape), at + size
+            copied.numpy()[:] = np.frombuffer(data, np.uint8, size, offset)
+            tensor, offset = copied.view(dtype).reshape(shape), offset + size
             if name == _LENGTHS:
                 values = columns[latest]
                 assert isinstance(values, Tensor), "lengths follow their values"

@@ -1,4 +1,4 @@
-"""Shows what a recipe takes on several clusters (`trl-realloc plan --clusters`): a table, a chart, JSON."""
+"""Compares a recipe on several clusters (`trl-realloc plan --clusters`): a table, a chart, JSON."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def compare_clusters(
     named: str,
     work: IterationSize,
     prices: Sequence[str],
-    own: Path | None,
+    plan_path: Path | None,
     picture: Path,
     time_limit: float,
     as_json: bool,
 ) -> None:
-    """Print what a recipe takes on several clusters, and draw it."""
+    """Print the time and cost of a recipe on several clusters, and draw them."""
     clusters = list(dict.fromkeys(part.strip() for part in named.split(",") if part.strip()))
     if not clusters:
         raise PlanError("--clusters names clusters to compare, like h100:8x8,h200:8x8.")
     kinds = {cluster: parse_cluster(cluster)[1].name for cluster in clusters}
     by_kind = parse_prices(prices, set(kinds.values()))
     check_output(picture, "the chart")
-    mine = None if own is None else load_plan(own)
+    users_plan = None if plan_path is None else load_plan(plan_path)
     said = ""
     if work.episodes is None:  # iterations of different sizes cannot be compared
-        episodes, largest = max((recipe.workload(parse_cluster(each)[0]).episodes, each) for each in clusters)
+        episodes, largest = max((recipe.workload(parse_cluster(text)[0]).episodes, text) for text in clusters)
         said, work = f" as on {largest}", replace(work, episodes=episodes)
     answers = [
-        answer_for(recipe, cluster, work, by_kind.get(kind), mine, time_limit) for cluster, kind in kinds.items()
+        answer_for(recipe, cluster, work, by_kind.get(kind), users_plan, time_limit) for cluster, kind in kinds.items()
     ]
     draw_clusters(answers, picture)
     console = Console()
@@ -74,18 +74,18 @@ def compare_clusters(
     )
 
 
-def parse_prices(given: Sequence[str], kinds: Collection[str]) -> dict[str, float]:
-    """Prices of a device's hour by the device's name.
+def parse_prices(texts: Sequence[str], kinds: Collection[str]) -> dict[str, float]:
+    """The price of an hour of each device, by device name.
 
     Args:
-        given: texts like `h100=2.5`.
-        kinds: names of the clusters' devices.
+        texts: texts like `h100=2.5`.
+        kinds: device names of the clusters.
 
     Raises:
-        PlanError: a text has another form, or none of the clusters has the device.
+        PlanError: a text has another form, or no cluster has the device.
     """
     prices: dict[str, float] = {}
-    for text in given:
+    for text in texts:
         kind, _, number = text.partition("=")
         try:
             prices[kind.strip().lower()] = price = float(number)
@@ -103,7 +103,7 @@ def parse_prices(given: Sequence[str], kinds: Collection[str]) -> dict[str, floa
 
 
 def clusters_table(answers: Sequence[ClusterAnswer]) -> Table:
-    """A row for each plan of each cluster, and the reason where none fits."""
+    """A row for each plan of each cluster, and the reason if none fits."""
     priced = any(answer.price is not None for answer in answers)
     table = Table("cluster", "plan", "seconds", "tokens/s", "GPU-hours", title_justify="left")
     table.title = f"seconds of an iteration, GPU-hours{' and cost' if priced else ''} of {UPDATES:,}"
@@ -126,7 +126,7 @@ def clusters_table(answers: Sequence[ClusterAnswer]) -> Table:
 
 
 def sentences(answers: Sequence[ClusterAnswer]) -> Iterator[str]:
-    """Sentences of what the table says."""
+    """Sentences that summarize the table."""
     for answer in answers:
         if answer.refusal:
             yield f"{answer.cluster}: {answer.refusal}"
@@ -136,12 +136,12 @@ def sentences(answers: Sequence[ClusterAnswer]) -> Iterator[str]:
         if answer.best is not None:
             others = () if answer.colocated is None else (answer.colocated,)
             yield from (f"{answer.cluster}: {sentence}" for sentence in longest_wait(answer.best, others))
-    known = [answer for answer in answers if answer.best is not None]
-    if len(known) > 1 and (at := knee(answers)) is not None:
-        by_price = all(answer.price is not None for answer in known)
+    with_plan = [answer for answer in answers if answer.best is not None]
+    if len(with_plan) > 1 and (knee_answer := knee(answers)) is not None:
+        by_price = all(answer.price is not None for answer in with_plan)
         unit = "price" if by_price else "GPU-hours"
-        yield f"The knee is {at.cluster}, where seconds x {unit} are least."
-        if not by_price and len({answer.kind for answer in known}) > 1:
+        yield f"The knee is {knee_answer.cluster}, where seconds x {unit} are least."
+        if not by_price and len({answer.kind for answer in with_plan}) > 1:
             yield "GPU-hours of different devices cost differently: --price h100=2.5 compares by price."
     yield (f"All by specification: a run may differ by {ERROR:.0%}; ratios of plans on the same devices are closer.")
 
@@ -156,9 +156,9 @@ def _compared(best: PricedPlan, plan: PricedPlan, name: str) -> str:
 
 
 def as_json_text(answers: Sequence[ClusterAnswer]) -> str:
-    """All that is known of the answers, with the plans as in their YAML."""
-    at = knee(answers)
-    rows = [{**_of_answer(answer), "knee": answer is at} for answer in answers]
+    """The answers as JSON, with the plans as in their YAML."""
+    knee_answer = knee(answers)
+    rows = [{**_of_answer(answer), "knee": answer is knee_answer} for answer in answers]
     return json.dumps({"clusters": rows, "error": ERROR}, indent=1)
 
 
@@ -183,19 +183,19 @@ def _of_plan(answer: ClusterAnswer, plan: PricedPlan) -> Mapping[str, object]:
 
 
 def draw_clusters(answers: Sequence[ClusterAnswer], path: Path) -> None:
-    """Draw seconds against GPU-hours, or against costs where all prices are known: a point for each plan, a line for
-    each kind of device.
+    """Draw seconds against GPU-hours, or against costs if all prices are known: a point for each plan, a line for each
+    kind of device.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    known = [answer for answer in answers if answer.best is not None]
-    by_price = all(answer.price is not None for answer in known)
+    with_plan = [answer for answer in answers if answer.best is not None]
+    by_price = all(answer.price is not None for answer in with_plan)
     figure = new_figure(8.0, 5.0)
     axes = figure.add_subplot()
-    for number, kind in enumerate(dict.fromkeys(answer.kind for answer in known)):
-        of_kind = [answer for answer in known if answer.kind == kind]
+    for number, kind in enumerate(dict.fromkeys(answer.kind for answer in with_plan)):
+        of_kind = [answer for answer in with_plan if answer.kind == kind]
         for name, style in (("best", "o-"), (COLOCATED, "x:"), ("own", "^")):
             points = [
                 (_worth(answer, plan, by_price), plan.seconds, answer.cluster)
@@ -211,13 +211,15 @@ def draw_clusters(answers: Sequence[ClusterAnswer], path: Path) -> None:
                 )
             for x, y, text in points if name == "best" else ():
                 axes.annotate(plain(text), (x, y), textcoords="offset points", xytext=(6, 6), fontsize="small")
-    if (at := knee(answers)) is not None and at.best is not None:
-        axes.plot(_worth(at, at.best, by_price), at.best.seconds, "o", ms=14, mfc="none", color="black", label="knee")
+    if (elbow := knee(answers)) is not None and elbow.best is not None:
+        axes.plot(
+            _worth(elbow, elbow.best, by_price), elbow.best.seconds, "o", ms=14, mfc="none", color="black", label="knee"
+        )
     axes.set_xlabel(f"{'cost' if by_price else 'GPU-hours'} of {UPDATES:,} iterations")
     axes.set_ylabel("seconds of an iteration")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    if known:
+    if with_plan:
         axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
 

@@ -1,4 +1,4 @@
-"""The files that a command is given (a plan, a recipe, a file to write), and the environment that it needs.
+"""The input and output files of a command (a plan, a recipe, a file to write), and the environment that it needs.
 
 Mistakes are refused before anything is measured or searched.
 """
@@ -22,15 +22,15 @@ from ..trainer.checks.unfollowed_settings import Then, unfollowed_by_recipe
 
 
 QUANTIZED = ("load_in_4bit", "load_in_8bit")
-# Settings of a recipe of GRPO and RLOO under which Accelerate trains, beside those of `unfollowed_settings`.
+# Settings of a GRPO or RLOO recipe that make Accelerate train, besides those of `unfollowed_settings`.
 TRAINS_BY_ACCELERATE = ("fsdp", *QUANTIZED)
 
 
 def plan_file(path: str) -> ExecutionPlan:
-    """The plan in a file, of GRPO and RLOO where it has no other calls than theirs, else of PPO.
+    """The plan in a file: for GRPO and RLOO if it only has their calls, otherwise for PPO.
 
     Raises:
-        PlanError: it is a recipe, or no plan.
+        PlanError: the file is a recipe, or not a plan.
     """
     file = or_packaged(path)
     if not exists(file):
@@ -46,10 +46,10 @@ def plan_file(path: str) -> ExecutionPlan:
 
 
 def no_such_input(what: str) -> str:
-    """The sentence about an input of `plan` that is neither a preset nor a file."""
+    """The message for an input of `plan` that is neither a preset nor a file."""
     path = Path(what)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        beside = [str(each) for each in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
+        beside = [str(candidate) for candidate in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
         packaged = [name for name, file in packaged_recipes().items() if "\noutput_dir:" in file.read_text("utf-8")]
         near = nearest(what, [*beside, *packaged])
         hint = f"did you mean {near!r}?" if near else f"those of the package are {', '.join(packaged)}."
@@ -58,7 +58,7 @@ def no_such_input(what: str) -> str:
 
 
 def accelerate_config(recipe: Path, named: str) -> Path:
-    """The accelerate config that a recipe names. Raises `PlanError` if there is none."""
+    """The accelerate config that a recipe names. Raises `PlanError` if it does not exist."""
     path = or_packaged(named)
     if not exists(path):
         raise PlanError(f"{recipe}: there is no accelerate_config {shown(named)}; give the path of a YAML file.")
@@ -66,10 +66,10 @@ def accelerate_config(recipe: Path, named: str) -> Path:
 
 
 def accelerate_trains(recipe: Recipe) -> str | None:
-    """A sentence on a recipe that Accelerate trains; `None` for others.
+    """A sentence about a recipe that Accelerate trains; `None` for others.
 
     Raises:
-        PlanError: a run of the recipe would be refused for a setting.
+        PlanError: a run of the recipe would refuse a setting.
     """
     settings = read_recipe_settings(recipe.path)
     by_accelerate = [name for name in TRAINS_BY_ACCELERATE if settings.get(name)]
@@ -87,7 +87,7 @@ def accelerate_trains(recipe: Recipe) -> str | None:
 
 
 def check_torch(work: str) -> None:
-    """Refuse work for which torch is missing, in an environment for planning alone. Raises `PlanError`."""
+    """Refuse work that needs torch in an environment without it. Raises `PlanError`."""
     if find_spec("torch") is None:
         raise PlanError(
             f"{work} needs torch, which is not installed here: install trl_realloc with its dependencies. Without "
@@ -96,7 +96,7 @@ def check_torch(work: str) -> None:
 
 
 def check_output(output: Path, what: str) -> None:
-    """Make the folder of a file, and refuse a file that cannot be written, before anything is measured."""
+    """Create the folder of an output file, and refuse a file that cannot be written, before anything is measured."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

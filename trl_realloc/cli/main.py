@@ -1,7 +1,7 @@
 """The command `trl-realloc`: chooses, prints and writes plans without torch, and starts jobs that measure a machine or
 train.
 
-These jobs are in `measure` and `train`, their start is in `measuring_job` and `training_job`. Planning a recipe is in
+These jobs are in `measure` and `train`, their start in `measuring_job` and `training_job`, planning of recipes in
 `recipe_planning`.
 """
 
@@ -55,7 +55,7 @@ from .training_job import training_command
 
 
 OVERLAPS = ""  # --explain without a call
-# Options of `plan` and `show` that one kind of input alone has, by their parameters' names.
+# Options of `plan` and `show` that only apply to one kind of input, by parameter name.
 OF_PRESETS = {"engine": "--engine", "zero_stage": "--zero-stage"}
 OF_RECIPES = {
     "cluster": "--cluster",
@@ -67,14 +67,14 @@ OF_RECIPES = {
     "episodes": "--episodes",
     "response_tokens": "--response-tokens",
 }
-# Of a recipe that is planned for one cluster, and of one that is planned for several.
+# Options for planning a recipe for one cluster, and for several.
 OF_ONE = {"devices": "--devices", "nodes": "--nodes", "cluster": "--cluster", "measured": "--profile"}
 OF_ONE |= {"calls": "--explain"}
 OF_SEVERAL = {"prices": "--price", "own": "--plan", "as_json": "--json"}
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
-    """The plan as a table with a row for each call, in the order in which calls run. Below it how calls overlap."""
+    """The plan as a table with one row per call, in order of execution, followed by how calls overlap."""
     name = plan.name if plan.name.isprintable() else shown(plan.name)  # an escape sequence must not reach the terminal
     title = Text(f"{name or 'plan'}: {plan.cluster}")  # Text, so that rich does not read markup in the name
     overlap = [str(plan.streams)] if plan.streams else []
@@ -267,7 +267,7 @@ def _say_who_trains(recipe: Recipe) -> None:
 
 
 def _free_name() -> Path:
-    """A file for a plan in the working directory that does not exist yet. One that is there may have been edited."""
+    """An unused file name for a plan in the working directory, because an existing plan may have been edited."""
     names = itertools.chain(["plan.yaml"], (f"plan-{number}.yaml" for number in itertools.count(2)))
     return next(path for path in map(Path, names) if not exists(path))
 
@@ -276,14 +276,14 @@ def _refuse_given(options: Mapping[str, str], instead: str) -> None:
     """Refuse options that would have no effect.
 
     Args:
-        options: how each is written, by its parameter's name.
-        instead: what they are for, and what was given.
+        options: spelling of each option, by parameter name.
+        instead: use of the options, and the actual input, for the message.
     """
     source = click.get_current_context().get_parameter_source
-    given = [text for name, text in options.items() if source(name) is ParameterSource.COMMANDLINE]
-    if given:
-        verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
-        raise PlanError(f"{' and '.join(given)} {verb} for {instead}; leave {them} out.")
+    spellings = [text for name, text in options.items() if source(name) is ParameterSource.COMMANDLINE]
+    if spellings:
+        verb, them = ("is", "it") if len(spellings) == 1 else ("are", "them")
+        raise PlanError(f"{' and '.join(spellings)} {verb} for {instead}; leave {them} out.")
 
 
 def _show_choice(
@@ -302,9 +302,11 @@ def _show_choice(
         console.print(waits_table(chosen.best.waits))
     if chosen.alternatives:
         console.print(alternatives_table(chosen))
-    if chosen.best.space.cluster.size > 1 and COLOCATED not in {each.name for each in chosen.alternatives}:
+    if chosen.best.space.cluster.size > 1 and COLOCATED not in {
+        alternative.name for alternative in chosen.alternatives
+    }:
         console.print("The choice is the best colocated plan: every call on all devices, one after the other.")
-    others = [each.plan for each in chosen.alternatives if each.plan is not None]
+    others = [alternative.plan for alternative in chosen.alternatives if alternative.plan is not None]
     for sentence in longest_wait(chosen.best, others):
         console.print(sentence)
     for call in calls:
@@ -315,10 +317,10 @@ def _show_choice(
             console.print(sentence)
     _save(chosen.best.plan, output)
     try:
-        drawn = ", ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))
+        pictures = ", ".join(str(path) for path in draw_estimate(chosen.best, output.with_suffix("")))
     except OSError as error:
         raise PlanError(f"the plan's picture cannot be written beside {output} ({error.strerror}).") from None
-    click.echo(f"written to {output}, {drawn}; run it with plan: {output}")
+    click.echo(f"written to {output}, {pictures}; run it with plan: {output}")
 
 
 def _save(written: ExecutionPlan, output: Path) -> None:
@@ -437,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print("\n".join(f"trl-realloc: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
-    except OSError as error:  # a disk that is full, a folder that may not be read
+    except OSError as error:  # a full disk, or a folder without read permission
         print(f"trl-realloc: {shortened(error.filename or 'input or output')}: {error.strerror}.", file=sys.stderr)
         return 2
     except click.Abort:

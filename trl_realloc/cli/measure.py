@@ -1,6 +1,6 @@
 """The script that `trl-realloc profile` launches to measure the models of a recipe.
 
-It runs with as many processes as the training run will have. The measurements themselves are in `profiling`.
+It runs with as many processes as the training run will have. The measurements are in `profiling`.
 
 accelerate launch --num_processes N -m trl_realloc.cli.measure RECIPE OUTPUT PROMPT_TOKENS [thorough]
 """
@@ -39,8 +39,8 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     recipe = read_recipe(path, prompt_tokens)
     settings = read_recipe_settings(recipe.path)
     kind = CONFIGS[recipe.algorithm]
-    known = {field.name for field in dataclasses.fields(kind) if field.init}
-    arguments = {key: value for key, value in settings.items() if key in known}
+    names = {field.name for field in dataclasses.fields(kind) if field.init}
+    arguments = {key: value for key, value in settings.items() if key in names}
     with tempfile.TemporaryDirectory() as folder:
         args = trainer_config(kind, {**arguments, "output_dir": folder, "report_to": "none"}, path)
     use_one_device(args)
@@ -60,7 +60,8 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     response = args.response_length if isinstance(args, PPOConfig) else args.max_completion_length
     context = round(recipe.prompt_tokens + response)
     options = engine_options(args, ReallocationPlugin(), context_length=context, pad_token_id=0 if pad is None else pad)
-    options = dataclasses.replace(options, log_folder=None)  # `output_dir` is gone, and nothing would remove its logs
+    # `output_dir` is deleted, and nothing would remove its logs
+    options = dataclasses.replace(options, log_folder=None)
     models = JobModels.of_run(
         configs,
         recipe.graph,
@@ -86,7 +87,7 @@ def trainer_config(
     """The recipe's settings for a run on this machine.
 
     Raises:
-        RecipeError: Transformers refuses them here, such as bf16 without a GPU.
+        RecipeError: Transformers refuses them on this machine, such as bf16 without a GPU.
     """
     try:
         return kind(**arguments)

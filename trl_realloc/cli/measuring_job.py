@@ -1,6 +1,6 @@
 """Starts the job that measures a recipe's models on this machine, and reads its profile.
 
-What each of its processes does is in `measure`.
+`measure` is the script of its processes.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ def check_processes(devices: int | None) -> None:
 
 
 def _most_processes() -> int:
-    """The most processes on this machine: 8 for each processor, so that small machines can run tests."""
+    """The maximum number of processes on this machine: 8 per processor, so that small machines can run tests."""
     return 8 * (os.cpu_count() or 1)
 
 
-def measured_profile(recipe: Recipe, devices: int, *how: str) -> Profile:
-    """Run the job that measures a recipe's models on this machine. Returns its profile.
+def measured_profile(recipe: Recipe, devices: int, *options: str) -> Profile:
+    """The profile of a recipe's models, from a job on this machine that measures them.
 
     Args:
-        devices: number of its processes.
-        how: `thorough`, to measure generation under tensor degrees too.
+        devices: number of processes of the job.
+        options: arguments of `measure`: `thorough`, to measure generation under tensor degrees too.
 
     Raises:
-        PlanError: torch is missing, or the job failed; with its own sentence.
+        PlanError: torch is missing, or the job failed (with the job's message).
     """
     check_torch("measuring this machine")
     with tempfile.TemporaryDirectory(prefix="trl_realloc_") as folder:
-        return _measured(recipe, devices, Path(folder) / "profile.json", how)
+        return _measured(recipe, devices, Path(folder) / "profile.json", options)
 
 
-def _measured(recipe: Recipe, devices: int, output: Path, how: Sequence[str]) -> Profile:
-    job = ["-m", "trl_realloc.cli.measure", str(recipe.path), str(output), str(recipe.prompt_tokens), *how]
+def _measured(recipe: Recipe, devices: int, output: Path, options: Sequence[str]) -> Profile:
+    job = ["-m", "trl_realloc.cli.measure", str(recipe.path), str(output), str(recipe.prompt_tokens), *options]
     launch = [sys.executable]
     if devices > 1:
         launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes"]
@@ -65,11 +65,11 @@ def _measured(recipe: Recipe, devices: int, output: Path, how: Sequence[str]) ->
 
 
 def processes_of(recipe: Path) -> int:
-    """The number of processes that a run of the recipe has: as the recipe says, or the accelerate config that it names,
-    or the one in its folder; otherwise 1.
+    """The number of processes in a run of the recipe: from the recipe, from the accelerate config that it names, or
+    from the one in its folder; otherwise 1.
 
     Raises:
-        PlanError: it is no number of processes of this machine, or there is no such config.
+        PlanError: it is not a possible number of processes on this machine, or the config does not exist.
     """
     config, contents = recipe, read_yaml_mapping(recipe, "the recipe", "num_processes: 2")
     if contents.get("num_processes") is None:

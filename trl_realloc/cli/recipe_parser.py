@@ -40,7 +40,7 @@ CONFIGS: Mapping[str, type[PPOConfig | PolicyConfig]] = {"ppo": PPOConfig, "grpo
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be read. The message names the file, the key and the nearest right one."""
+    """A recipe that cannot be read. The message names the file, the key and the nearest valid one."""
 
 
 SENTENCES = (
@@ -79,27 +79,27 @@ def parse_recipe(dataclass_types: Sequence[type], arguments: Sequence[str] | Non
         raise RecipeError(f"{where}: {error}") from None
     except SENTENCES:
         raise
-    except (ValueError, TypeError, OSError) as error:  # what TRL's and Transformers' own checks refuse
+    except (ValueError, TypeError, OSError) as error:  # errors of TRL's and Transformers' checks
         raise RecipeError(f"{where}: {error}") from error
     return tuple(parsed)
 
 
 def adapters_of(settings: Mapping[str, Any]) -> PeftConfig | None:
-    """The adapters that a run by a recipe with these settings trains; `None` without `use_peft`."""
+    """The adapters that a recipe with these settings trains; `None` without `use_peft`."""
     names = {field.name for field in dataclasses.fields(ModelConfig) if field.init}
     return get_peft_config(ModelConfig(**{name: settings[name] for name in names & settings.keys()}))
 
 
 class _Parser(TrlParser):
-    """TRL's parser, which raises instead of printing its usage and ending the process, and takes the keys of planner
-    and launch from a recipe."""
+    """TRL's parser, except that it raises instead of printing its usage and exiting, and accepts the planner's and the
+    launcher's keys in a recipe."""
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(message)
 
     def set_defaults_with_config(self, **config: PretrainedConfig) -> list[str]:
-        own = {key: value for key, value in config.items() if key not in (ALGORITHM, *LAUNCH) or self._has(key)}
-        remaining: list[str] = super().set_defaults_with_config(**own)
+        parser_keys = {key: value for key, value in config.items() if key not in (ALGORITHM, *LAUNCH) or self._has(key)}
+        remaining: list[str] = super().set_defaults_with_config(**parser_keys)
         return remaining
 
     def _has(self, name: str) -> bool:
@@ -107,23 +107,23 @@ class _Parser(TrlParser):
 
 
 def _check(path: Path, dataclass_types: Sequence[type]) -> None:
-    """Raises `RecipeError` with all problems of a recipe's keys and values."""
+    """Raise `RecipeError` with all problems of a recipe's keys and values."""
     try:
         recipe = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
     except PlanError as error:
         raise RecipeError(str(error)) from None
-    own: dict[str, Any] = {}
+    field_types: dict[str, Any] = {}
     for kind in dataclass_types:
         hints = get_type_hints(kind)
-        own |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
-    kinds = {"env": dict[str, Any], ALGORITHM: str, **LAUNCH, **own}
-    if "resume_from_checkpoint" in kinds:  # Transformers' type is text, and `train` takes true as well
+        field_types |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    kinds = {"env": dict[str, Any], ALGORITHM: str, **LAUNCH, **field_types}
+    if "resume_from_checkpoint" in kinds:  # Transformers' type is text, but `train` also takes true
         kinds["resume_from_checkpoint"] = str | bool | None
     problems = unknown_keys(recipe, sorted(kinds), "no setting")
     _, wrong = read_settings({key: number_of_text(value) for key, value in recipe.items() if key in kinds})
     problems += wrong
     trained = {base.__name__.removesuffix("Config").lower() for kind in dataclass_types for base in kind.__mro__}
-    if (named := recipe.get(ALGORITHM)) not in (None, *trained) and ALGORITHM not in own:
+    if (named := recipe.get(ALGORITHM)) not in (None, *trained) and ALGORITHM not in field_types:
         problems.append(f"{ALGORITHM} is {shown(named)}, which this script does not train by; leave it out.")
     problems += [
         f"{key} must be {_in_words(kinds[key])}, not {shown(value)}.{_YAML_BOOLEANS if isinstance(value, bool) else ''}"
@@ -135,14 +135,14 @@ def _check(path: Path, dataclass_types: Sequence[type]) -> None:
 
 
 def _may_be(kind: Any, value: object) -> bool:
-    """True if a field of that type can have the value. Text and `None` pass, because the parser reads text."""
+    """True if a field of type `kind` can have the value. Text and `None` pass, because the parser reads text."""
     if value is None or isinstance(value, str):
         return True
     try:
         TypeAdapter(kind).validate_python(value)
     except ValidationError:
         return False
-    except PydanticUserError:  # a type of the script's own
+    except PydanticUserError:  # a type defined by the script
         return True
     return True
 
@@ -151,7 +151,7 @@ _YAML_BOOLEANS = " YAML reads yes, no, on and off as true and false; put the wor
 
 
 def _in_words(kind: object) -> str:
-    """A field's type, for messages: `text or a list`."""
+    """The type of a field, for messages: `text or a list`."""
     parts = [part for part in get_args(kind) if part is not type(None)] if _is_union(kind) else [kind]
     names = [_WORDS.get(get_origin(part) or part, getattr(part, "__name__", str(part))) for part in parts]
     return " or ".join(dict.fromkeys(names))
@@ -172,8 +172,8 @@ _WORDS: dict[Any, str] = {
 
 
 def run(main: Callable[[], object]) -> None:
-    """Call a script's `main`, and end the job's process groups after it: NCCL warns at the exit of a process that has
-    some. An error of the classes `SENTENCES` ends the process with its message on stderr and exit code 2."""
+    """Call a script's `main`, then destroy the job's process groups, because NCCL warns if a process exits with some.
+    An error of the classes `SENTENCES` ends the process with its message on stderr and exit code 2."""
     try:
         main()
     except SENTENCES as error:

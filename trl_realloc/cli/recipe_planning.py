@@ -1,6 +1,6 @@
-"""Plans a recipe for the devices that the options of `trl-realloc plan` say.
+"""Plans a recipe for the devices in the options of `trl-realloc plan`.
 
-The commands and what they print are in `main`.
+The commands and their output are in `main`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def check_request(
 
 @dataclass(frozen=True)
 class IterationSize:
-    """Size of an iteration, where the command line says it.
+    """The size of an iteration, if set on the command line.
 
     Args:
-        episodes: on any number of devices; `None` for as many for each device as the recipe says.
-        response_tokens: mean and 99th percentile of the responses' lengths; `None` if all are as long as they may be.
+        episodes: number of episodes on any number of devices; `None` for the recipe's number per device.
+        response_tokens: mean and 99th percentile of response lengths; `None` if all have the maximum length.
     """
 
     episodes: int | None = None
@@ -90,7 +90,7 @@ class IterationSize:
 
     @staticmethod
     def parse(episodes: int | None, response_tokens: str | None) -> IterationSize:
-        """The work by --episodes and --response-tokens. Raises `PlanError` if one of them has another form."""
+        """The size from --episodes and --response-tokens. Raises `PlanError` if one of them has another form."""
         if episodes is not None and not 1 <= episodes <= MAX_TOKENS:
             raise PlanError(f"--episodes is a number from 1 to {MAX_TOKENS:,}, not {episodes}.")
         if response_tokens is None:
@@ -105,7 +105,6 @@ class IterationSize:
         return IterationSize(episodes, (float(mean), float(p99 or mean)))
 
     def of(self, recipe: Recipe, machine: Cluster) -> Workload:
-        """The workload of a recipe on a cluster."""
         work = recipe.workload(machine, self.episodes)
         if self.response_tokens is None:
             return work
@@ -121,18 +120,18 @@ def choose_for_recipe(
     time_limit: float,
     work: IterationSize = IterationSize(),
 ) -> Decision:
-    """The plan for a recipe on the devices of --cluster, on the machine of --profile, or on this one, which is
+    """The plan for a recipe on the devices of --cluster, on the machine of --profile, or on this machine, which is then
     measured.
 
     Raises:
-        PlanError: there are no such devices, the profile is of others, or no plan fits.
+        PlanError: there are no such devices, the profile is for others, or no plan fits.
     """
     if cluster is not None:
         space = cluster_space(recipe, cluster, work)
         return choose(space, _ways(recipe), time_limit_s=time_limit)
     if measured is None:
         check_processes(devices)
-    recipe.specs()  # refuses a model that cannot be planned for, before it is measured
+    recipe.specs()  # refuses models without a plan before measuring them
     profile = Profile.load(measured) if measured else measured_profile(recipe, devices or processes_of(recipe.path))
     if devices is not None and devices != profile.devices:
         raise PlanError(f"{measured} was measured on {profile.devices} devices, but --devices is {devices}.")
@@ -151,23 +150,28 @@ def choose_for_recipe(
 
 
 def cluster_space(recipe: Recipe, cluster: str, work: IterationSize) -> Space:
-    """The plans of a recipe on devices that are written like `h100:16x8`, by their specification. Raises `PlanError` if
-    there are no such devices, or the work is not possible on them."""
+    """The possible plans of a recipe on devices written like `h100:16x8`, with rates from their data sheets. Raises
+    `PlanError` if there are no such devices, or the workload is not possible on them."""
     machine, device = parse_cluster(cluster)
     return _space(recipe, _pricing(recipe, machine, AnalyticRates(device), device.memory, work))
 
 
 def answer_for(
-    recipe: Recipe, cluster: str, work: IterationSize, price: float | None, own: ExecutionPlan | None, time_limit: float
+    recipe: Recipe,
+    cluster: str,
+    work: IterationSize,
+    price: float | None,
+    plan: ExecutionPlan | None,
+    time_limit: float,
 ) -> ClusterAnswer:
     """The plans of a recipe on one cluster of --clusters.
 
     Args:
-        price: of an hour of a device.
-        own: the user's plan; it is priced where it has the cluster's number of devices.
+        price: price of an hour of a device.
+        plan: plan of the user; estimated if it has the cluster's number of devices.
 
     Raises:
-        PlanError: there are no such devices, or the work is not possible on them.
+        PlanError: there are no such devices, or the workload is not possible on them.
     """
     space = cluster_space(recipe, cluster, work)
     answer = ClusterAnswer(cluster, space.pricing.rates.name, price=price)
@@ -175,9 +179,9 @@ def answer_for(
         best = choose(space, _ways(recipe), time_limit_s=time_limit).best
     except PlanError as error:
         return replace(answer, refusal=error.problems[0])
-    fits = own is not None and own.cluster.size == space.cluster.size
-    mine = estimate_plan(own, recipe.specs(own.graph), space.pricing) if own is not None and fits else None
-    return replace(answer, best=best, colocated=colocated(space), own=mine)
+    fits = plan is not None and plan.cluster.size == space.cluster.size
+    estimate = estimate_plan(plan, recipe.specs(plan.graph), space.pricing) if plan is not None and fits else None
+    return replace(answer, best=best, colocated=colocated(space), own=estimate)
 
 
 def _space(recipe: Recipe, pricing: Pricing) -> Space:
@@ -200,18 +204,14 @@ def _ways(recipe: Recipe, *, on_gpus: bool = True) -> Ways:
 
 
 def overlap_worth(recipe: Recipe, chosen: Decision, time_limit: float) -> OverlapWorth:
-    """The estimated gain of each way to overlap calls."""
+    """The estimated savings of each overlap option."""
     graph = recipe.stale_graph
     corrects = recipe.algorithm == "ppo" or bool(recipe.settings["vllm_importance_sampling_correction"])
     return OverlapWorth(chosen, _ways(recipe), graph, recipe.specs(graph), corrects, time_limit)
 
 
 def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | None, work: IterationSize) -> Pricing:
-    """The cost model of a recipe.
-
-    Args:
-        memory: of a device in bytes; `None` if it is not known.
-    """
+    """The cost model of a recipe. `memory` is the bytes of a device; `None` if unknown."""
     names = ("vllm_gpu_memory_utilization", "memory_headroom", "vllm_enable_sleep_mode")
     share, headroom, sleeps = (recipe.settings[key] for key in names)
     of_device = None if memory is None else gpu_memory(memory, headroom)
@@ -227,7 +227,6 @@ def _pricing(recipe: Recipe, machine: Cluster, rates: Rates, memory: float | Non
 
 
 def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None:
-    """Refuse a profile that has no measurements of the recipe's models."""
     rates = MeasuredRates(profile)
     unknown = {
         model_key(spec)
@@ -243,8 +242,8 @@ def _check_measured(profile: Profile, recipe: Recipe, path: Path | None) -> None
 
 
 def job_cluster(plan: str, devices: int | None, nodes: int | None) -> Cluster:
-    """The job's cluster by the options of the command; one node where none are said. Raises `PlanError` if there is no
-    such cluster."""
+    """The job's cluster from the options of the command; by default one node. Raises `PlanError` if there is no such
+    cluster."""
     nodes = 1 if nodes is None else nodes
     if devices is None:
         raise PlanError(f"the size of the job is missing: say --devices N, for instance {plan} --devices 8.")

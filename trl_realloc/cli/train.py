@@ -1,6 +1,6 @@
-"""Trains by a recipe alone, in each process of a job: models, data set, rewards and tools are named in it.
+"""Trains from a recipe, in each process of a job. The recipe names models, data set, rewards and tools.
 
-`trl-realloc ppo | grpo | rloo` starts it. Under a launcher of one's own:
+`trl-realloc ppo | grpo | rloo` starts it. With another launcher:
 accelerate launch -m trl_realloc.cli.train grpo --config recipe.yaml
 """
 
@@ -29,20 +29,20 @@ from .inputs import QUANTIZED
 from .recipe_parser import CONFIGS, RecipeError, parse_recipe, run
 
 
-# Settings of `ModelConfig` with which a policy given by name is loaded, by their names in `model_init_kwargs`.
+# Keys of `model_init_kwargs`, and the fields of `ModelConfig` that set them when a policy is loaded by name.
 _LOADING = {"revision": "model_revision", "attn_implementation": "attn_implementation", "dtype": "dtype"}
-OVERLONG = "get_soft_overlong_punishment"  # TRL's reward that has to be made; the lengths are those of TRL's script
+OVERLONG = "get_soft_overlong_punishment"  # a factory of a reward in TRL; the lengths are those of TRL's script
 
 
 @dataclass
 class RunArguments(ScriptArguments):
     """
-    Keys that a run by a recipe alone reads besides the algorithm's configuration and TRL's `ModelConfig`. TRL's scripts
-    have the first two. An import path is looked for in the working folder, in the recipe's and in the one above that.
+    Keys of a recipe besides the algorithm's configuration and TRL's `ModelConfig`. TRL's scripts have the first two. An
+    import path is searched in the working folder, in the recipe's folder and in its parent.
 
     Parameters:
         reward_model_name_or_path (`str`, *optional*):
-            A reward model. PPO's `reward_model_path` is the same.
+            A reward model. Same as PPO's `reward_model_path`.
         reward_funcs (`list[str]`, *optional*):
             Reward functions: import paths like `rewards.brief`, or names of `trl.rewards`.
         value_model_path (`str`, *optional*):
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     """Train, and save the models to `output_dir`.
 
     Args:
-        arguments: the algorithm, `--config` and the recipe, and settings that take precedence over it.
+        arguments: the algorithm, `--config` with the recipe, and settings that take precedence over it.
 
     Raises:
         RecipeError: the recipe cannot be read, or does not name what a run needs.
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str]) -> None:
     if algorithm == "ppo":
         trainer = _ppo_trainer(script, model, rewards, eval_dataset=eval_dataset, **common)
     else:
-        given = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
-        if not (rewards := [*given, *rewards]):
+        models = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+        if not (rewards := [*models, *rewards]):
             raise RecipeError("the recipe names no reward: set reward_funcs or reward_model_name_or_path.")
         args.model_init_kwargs = {**_loading(model), **init_kwargs(args.model_init_kwargs)}
         if script.tools and algorithm == "rloo":
@@ -108,7 +108,7 @@ def _ppo_trainer(script: RunArguments, model: ModelConfig, rewards: list[Any], *
         raise RecipeError(f"{' and '.join(quantized)}: PPO trains no quantized models; leave it out.")
     policy = model.model_name_or_path or args.sft_model_path
     path = script.reward_model_name_or_path or args.reward_model_path
-    is_given = path != next(each.default for each in dataclasses.fields(args) if each.name == "reward_model_path")
+    is_given = path != next(field.default for field in dataclasses.fields(args) if field.name == "reward_model_path")
     if is_given or not rewards:
         rewards = [path, *rewards]
     if not is_given and script.value_model_path is None:
@@ -120,7 +120,7 @@ def _ppo_trainer(script: RunArguments, model: ModelConfig, rewards: list[Any], *
         args=args,
         processing_class=tokenizer,
         model=policy,
-        ref_model=None,  # the policy as it is before training
+        ref_model=None,  # the policy before training
         reward_model=rewards if len(rewards) > 1 else rewards[0],
         value_model=script.value_model_path or path,
         **rest,
@@ -128,14 +128,14 @@ def _ppo_trainer(script: RunArguments, model: ModelConfig, rewards: list[Any], *
 
 
 def _loading(model: ModelConfig) -> dict[str, Any]:
-    """The entries of `model_init_kwargs` that a recipe sets by the settings of `ModelConfig`."""
-    defaults = {each.name: each.default for each in dataclasses.fields(model)}
-    given = {key: getattr(model, name) for key, name in _LOADING.items()}
-    return {key: value for key, value in given.items() if value != defaults[_LOADING[key]]}
+    """The entries of `model_init_kwargs` that a recipe sets through `ModelConfig`."""
+    defaults = {field.name: field.default for field in dataclasses.fields(model)}
+    values = {key: getattr(model, name) for key, name in _LOADING.items()}
+    return {key: value for key, value in values.items() if value != defaults[_LOADING[key]]}
 
 
 def _data(script: RunArguments) -> tuple[Any, Any]:
-    """The rows to train on and, where the data set has that split, to evaluate on."""
+    """The training rows and, if the data set has that split, the evaluation rows."""
     if script.dataset_function is not None:
         dataset = imported("dataset_function", script.dataset_function)()
     elif script.dataset_name is None:
@@ -161,17 +161,17 @@ def imported(key: str, path: str) -> Any:
     """The object at an import path, such as `rewards.brief`.
 
     Args:
-        key: the setting that names it, for messages.
+        key: setting that names it, for messages.
 
     Raises:
-        RecipeError: there is no such module, or nothing of that name in it.
+        RecipeError: there is no such module, or it has nothing of that name.
     """
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # a module that the user's imports
+            raise  # a missing import of the user's module
         raise RecipeError(f"{key}: there is no module {shown(error.name)} for {shown(path)}.") from None
     except (AttributeError, ValueError):
         raise RecipeError(f"{key}: there is no {shown(path)}; an import path is like rewards.brief.") from None

@@ -1,6 +1,6 @@
-"""The command that starts a recipe's training: one process, or several by Accelerate's launcher.
+"""The command that starts a recipe's training: one process, or several with Accelerate's launcher.
 
-What each of its processes does is in `train`.
+`train` is the script of its processes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from .inputs import accelerate_config, check_torch
 
 
 def training_command(algorithm: str, words: Sequence[str]) -> list[str]:
-    """The command, as of `subprocess`, for `trl-realloc ALGORITHM WORDS`. The words take precedence over the recipe.
+    """The command, in the form of `subprocess`, for `trl-realloc ALGORITHM WORDS`. The words take precedence over the
+    recipe.
 
     Raises:
-        PlanError: torch is missing, no recipe is named, it cannot be read, or one of the settings `LAUNCH` is wrong.
+        PlanError: torch is missing, no recipe is named, it cannot be read, or one of the settings `LAUNCH` is invalid.
     """
     check_torch("training")
-    given, rest = _launch_words(words)
+    launch_settings, rest = _launch_words(words)
     if "--config" not in rest[:-1]:
         raise PlanError(f"name a recipe: trl-realloc {algorithm} --config recipe.yaml.")
     position = rest.index("--config") + 1
     recipe = or_packaged(rest[position])
     rest[position] = str(recipe)
     contents = read_yaml_mapping(recipe, "the recipe", "learning_rate: 3.0e-6")
-    launch = {key: str(contents[key]) for key in LAUNCH if contents.get(key) is not None} | given
+    launch = {key: str(contents[key]) for key in LAUNCH if contents.get(key) is not None} | launch_settings
     train = ["-m", "trl_realloc.cli.train", algorithm, *rest]
     if launch in ({}, {"num_processes": "1"}):
         return [sys.executable, *train]
@@ -37,11 +38,11 @@ def training_command(algorithm: str, words: Sequence[str]) -> list[str]:
 
 
 def _launch_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(settings of the launch, the other words); `--key=value` is two words."""
+    """(launch settings, other words); `--key=value` counts as two words."""
     apart: list[str] = []
     for word in words:
         apart += word.split("=", 1) if word.startswith("--") and "=" in word else [word]
-    given: dict[str, str] = {}
+    launch_settings: dict[str, str] = {}
     rest: list[str] = []
     while apart:
         word = apart.pop(0)
@@ -51,8 +52,8 @@ def _launch_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         elif not apart:
             raise PlanError(f"{word} needs a value after it.")
         else:
-            given[key] = apart.pop(0)
-    return given, rest
+            launch_settings[key] = apart.pop(0)
+    return launch_settings, rest
 
 
 def _launcher_options(launch: Mapping[str, str], recipe: Path) -> list[str]:
@@ -60,7 +61,7 @@ def _launcher_options(launch: Mapping[str, str], recipe: Path) -> list[str]:
     config = launch.get("accelerate_config")
     if config is not None:
         options += ["--config_file", str(accelerate_config(recipe, config))]
-    else:  # by several processes Accelerate means GPUs; without any they are CPU processes over gloo
+    else:  # Accelerate assumes GPUs for several processes; without GPUs they are CPU processes with gloo
         options += ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
         launch = {"num_machines": "1", **launch}
     for key, value in launch.items():

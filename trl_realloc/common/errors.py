@@ -1,7 +1,7 @@
 """`PlanError`, and helpers for its messages: shortened values and suggestions for misspelt names.
 
-The checks themselves are where the values are defined. This file imports nothing of this package, so that every other
-package can use it.
+Checks are in the files that define the values. This file imports nothing from this package, so that every other package
+can use it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from difflib import SequenceMatcher
 
 
-MAX_LISTED = 10  # problems of one kind that a message lists
-MAX_SHOWN = 30  # valid names that a message lists
-LONGEST_WORD = 100  # characters; a longer text is not a misspelt name, and comparing it takes seconds
+MAX_LISTED = 10  # problems of one kind in a message
+MAX_SHOWN = 30  # valid names in a message
+LONGEST_WORD = 100  # characters; longer texts are not misspelt names, and comparing them takes seconds
 
 
 class PlanError(ValueError):
-    """Something that a user wrote (a plan, a mesh, a graph, a preset's name) cannot be run.
+    """A user's input (a plan, a mesh, a graph, a preset's name) that cannot be run.
 
     Args:
-        problems: sentences that each say what is wrong, which value, and what to do. `str()` gives each a line.
+        problems: sentences, each with the problem, the value, and the remedy. `str()` puts each on a line.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -38,21 +38,20 @@ class Problems(list[str]):
     @contextmanager
     def of(self, where: str = "") -> Iterator[None]:
         """Collect the problems of a `PlanError` raised in the block, each with the prefix `where`. The error is not
-        raised further."""
+        propagated."""
         try:
             yield
         except PlanError as error:
             self += [f"{where}: {problem}" if where else problem for problem in error.problems]
 
     def refuse(self) -> None:
-        """Raise `PlanError` if there are any problems."""
         if self:
             raise PlanError(*self)
 
 
 @contextmanager
 def in_file(path: object) -> Iterator[None]:
-    """Put a file's path before each problem of a `PlanError` raised in the block that does not say it."""
+    """Prefix a file's path to each problem of a `PlanError` raised in the block, unless the problem has it."""
     try:
         yield
     except PlanError as error:
@@ -66,29 +65,29 @@ _shortened.maxlist = _shortened.maxtuple = _shortened.maxset = 6
 
 
 def shown(value: object) -> str:
-    """`repr(value)` shortened to some hundred characters, for a message about what a user wrote."""
+    """`repr(value)`, shortened to some hundred characters, for a message about a user's input."""
     try:
         return _shortened.repr(value)
     except ValueError:  # Python does not format integers of more than 4,300 digits
         return f"a {type(value).__name__} that is too long to show"
 
 
-def unknown_keys(keys: Iterable[object], known: Collection[str], what: str) -> list[str]:
-    """A sentence for each key that is not `known`, with a suggestion; at most `MAX_LISTED` of them.
+def unknown_keys(keys: Iterable[object], valid: Collection[str], what: str) -> list[str]:
+    """A sentence with a suggestion for each key that is not `valid`, at most `MAX_LISTED` of them.
 
     Args:
-        what: the beginning of each sentence, like `a plan has no key`.
+        what: beginning of each sentence, like `a plan has no key`.
     """
-    unknown = [key for key in keys if key not in known]
-    sentences = [f"{what} {shown(key)}; {suggest(key, known)}" for key in unknown[:MAX_LISTED]]
+    unknown = [key for key in keys if key not in valid]
+    sentences = [f"{what} {shown(key)}; {suggest(key, valid)}" for key in unknown[:MAX_LISTED]]
     if len(unknown) > MAX_LISTED:
         sentences.append(f"{len(unknown) - MAX_LISTED:,} more keys are unknown.")
     return sentences
 
 
 def nearest(name: object, valid: Iterable[str], at_least: float = 0.5) -> str | None:
-    """The valid name that is most similar to `name`, whatever its case; the first of equally similar ones. `None` if
-    difflib's ratio is below `at_least` for all of them.
+    """The valid name most similar to `name`, ignoring case; the first of equally similar ones. `None` if difflib's
+    ratio is below `at_least` for all of them.
 
     `difflib.get_close_matches` returns the alphabetically last of equally similar names: `pp` for `dpp`, not `dp`.
     """
@@ -103,8 +102,8 @@ def nearest(name: object, valid: Iterable[str], at_least: float = 0.5) -> str | 
 
 
 def suggest(name: object, valid: Iterable[str]) -> str:
-    """The end of a message about an invalid name: the nearest valid name. Without a near one all valid names, if they
-    are at most `MAX_SHOWN`."""
+    """The end of a message about an invalid name: the nearest valid name, or if none is near, all valid names, unless
+    there are more than `MAX_SHOWN`."""
     names = list(valid)
     near = nearest(name, names)
     if near is None and len(names) > MAX_SHOWN:

@@ -1,7 +1,6 @@
 """Reads text, YAML and JSON files of users and of earlier runs, within limits of size and depth.
 
-Every error is a `PlanError` that names the file. The values' types are checked by `schema`, their meaning by the
-caller.
+Every error is a `PlanError` that names the file. `schema` checks the values' types, the caller their meaning.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import yaml
 from .errors import PlanError, shown
 
 
-MAX_BYTES = 1 << 20  # of a plan, a recipe or a model's config; PyYAML reads some 100 kB/s
-MAX_RECORD_BYTES = 1 << 30  # of metrics, timelines and profiles, which grow with the length of a run
-MAX_NESTING = 50  # of nested lists and mappings in YAML
-MAX_VALUES = 20_000  # of a YAML file, where an alias counts as all values that it stands for
-MAX_CHARACTERS = 1 << 21  # of these values together
-MAX_DIGITS = 18  # of an integer
+MAX_BYTES = 1 << 20  # plan, recipe or model config; PyYAML reads some 100 kB/s
+MAX_RECORD_BYTES = 1 << 30  # metrics, timelines and profiles, which grow with the length of a run
+MAX_NESTING = 50  # depth of lists and mappings in YAML
+MAX_VALUES = 20_000  # values in a YAML file; an alias counts as all its values
+MAX_CHARACTERS = 1 << 21  # total of these values
+MAX_DIGITS = 18  # digits of an integer
 
 
 def exists(path: str | Path) -> bool:
@@ -35,20 +34,20 @@ def exists(path: str | Path) -> bool:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """The recipes and plans that come with the package, by their names, like `llama-8b/ppo.yaml`."""
+    """The recipes and plans in the package, by name, like `llama-8b/ppo.yaml`."""
     package = Path(__file__).parent.parent
-    folder = next((each for each in (package / "recipes", package.parent / "recipes") if each.is_dir()), package)
+    folder = next((place for place in (package / "recipes", package.parent / "recipes") if place.is_dir()), package)
     return {str(path.relative_to(folder)): path for path in sorted(folder.glob("*/*.yaml"))}
 
 
 def or_packaged(path: str | Path) -> Path:
-    """The path itself. Where nothing is there, the packaged recipe or plan of that name, with or without `recipes/`
-    before it."""
+    """The path itself, or if nothing is there, the packaged recipe or plan of that name, with or without a leading
+    `recipes/`."""
     return Path(path) if exists(path) else packaged_recipes().get(str(path).removeprefix("recipes/"), Path(path))
 
 
 def cache_folder() -> Path:
-    """The folder of what later runs of the same user can use again: `$TRL_REALLOC_CACHE`, or `~/.cache/trl_realloc`."""
+    """The folder of data that the user's later runs can reuse: `$TRL_REALLOC_CACHE`, or `~/.cache/trl_realloc`."""
     return Path(os.environ.get("TRL_REALLOC_CACHE", Path.home() / ".cache" / "trl_realloc"))
 
 
@@ -60,7 +59,7 @@ def read_text(path: str | Path, what: str, most_bytes: int = MAX_BYTES) -> str:
 
     Raises:
         PlanError: the file does not exist, is not regular (a pipe or a device would never end), is larger than
-            `most_bytes` or is not UTF-8.
+            `most_bytes`, or is not UTF-8.
     """
     try:
         status = os.stat(path)
@@ -86,9 +85,9 @@ def read_text(path: str | Path, what: str, most_bytes: int = MAX_BYTES) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        at = error.start
+        start = error.start
         raise PlanError(
-            f"{path}: {what} cannot be read (byte {data[at]:#x} at position {at} is not UTF-8); save it as UTF-8."
+            f"{path}: {what} cannot be read (byte {data[start]:#x} at position {start} is not UTF-8); save it as UTF-8."
         ) from None
 
 
@@ -102,7 +101,7 @@ def parse_yaml(text: str, what: str) -> Any:
     """The value of a YAML text.
 
     Raises:
-        PlanError: the text is not YAML, has a key twice, or is beyond the limits above.
+        PlanError: the text is not YAML, has a duplicate key, or exceeds the limits above.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -111,7 +110,7 @@ def parse_yaml(text: str, what: str) -> Any:
     except yaml.YAMLError as error:
         message = " ".join(str(error).split())
         raise PlanError(f"{what} is not YAML: {message[:400]}.") from None
-    # a number or date that Python cannot represent, such as 2020-13-45, or a tag on a wrong value
+    # a number or date that Python cannot represent, such as 2020-13-45, or a tag on a value of the wrong type
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
         raise PlanError(f"{what} is not YAML: {str(error)[:400]}.") from None
 
@@ -123,7 +122,7 @@ def read_yaml_mapping(path: str | Path, what: str, like: str) -> dict[Any, Any]:
         like: an example line of such a file.
 
     Raises:
-        PlanError: as `read_text` and `parse_yaml` do, or the value is not a mapping.
+        PlanError: see `read_text` and `parse_yaml`; or the value is not a mapping.
     """
     text = read_text(path, what)
     try:
@@ -136,12 +135,12 @@ def read_yaml_mapping(path: str | Path, what: str, like: str) -> dict[Any, Any]:
 
 
 def read_json(path: str | Path, what: str, most_bytes: int = MAX_BYTES) -> Any:
-    """The value of a JSON file. Raises `PlanError` as `read_text` does, or if it is not JSON."""
+    """The value of a JSON file. Raises `PlanError` like `read_text`, or if it is not JSON."""
     return parse_json(read_text(path, what, most_bytes), f"{path}: {what}")
 
 
 def read_json_mapping(path: str | Path, what: str, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """The object in a JSON file. Raises `PlanError` as `read_json` does, or if the value is not an object."""
+    """The object in a JSON file. Raises `PlanError` like `read_json`, or if the value is not an object."""
     value = read_json(path, what, most_bytes)
     if not isinstance(value, dict):
         raise PlanError(f"{path}: {what} is a JSON object, not {shown(value)}.")
@@ -160,8 +159,8 @@ def parse_json(text: str, what: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML within limits. It refuses duplicate keys, of which plain YAML silently keeps the last. It counts an
-    alias as all values that it stands for, because some kilobytes of nested aliases can stand for gigabytes of text."""
+    """Loads YAML within limits. It refuses duplicate keys (plain YAML silently keeps the last), and counts an alias as
+    all its values, because some kilobytes of nested aliases can stand for gigabytes of text."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)

@@ -1,7 +1,7 @@
 """Progress messages on the terminal for work that takes longer than some seconds: starting engines, measuring,
 compiling.
 
-Rank 0 prints one line after `AFTER_S`, one every `EVERY_S` after that, and one at the end. What a run logs is in
+Rank 0 prints one line after `AFTER_S`, then one every `EVERY_S`, and one at the end. A run's logs are in
 `trainer/run/metrics`.
 """
 
@@ -33,7 +33,7 @@ def working(what: str, hint: str = "", *, after_s: float = AFTER_S, every_s: flo
 
     Args:
         what: the work, such as "starting the engines".
-        hint: added to the first line, such as how long the work usually takes.
+        hint: extra text in the first line, such as how long the work usually takes.
         after_s: seconds until the first line.
         every_s: seconds between lines.
     """

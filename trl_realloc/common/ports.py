@@ -1,4 +1,4 @@
-"""TCP ports that nothing else takes between their choice and their use."""
+"""TCP ports that stay free between their choice and their use."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .errors import shown
 
 
 _PORTS = range(1, 65_536)
-_SPAN = 1000  # ports that are tried; a host has an engine for each of its devices at most
-_USUAL_START = 20_000  # below the ports that Linux gives to connections, and below those of Kubernetes' nodes (30,000)
+_SPAN = 1000  # number of ports to try; a host has at most one engine per device
+_USUAL_START = 20_000  # below Linux's ephemeral ports, and below those of Kubernetes nodes (30,000)
 
 
 def reserve_port() -> tuple[int, int]:
-    """Reserve a port for processes that are started now and listen on it seconds later, after their imports.
+    """Reserve a port for processes that start now and listen on it seconds later, after their imports.
 
-    The system would give any free port, and give it again to whoever connects or asks meanwhile: then the one that
-    was meant cannot listen. So ports come from outside the range that the system gives away, and a socket whose name
-    contains the port keeps others from choosing it here. Such names (abstract ones of Unix sockets) are one network
-    namespace's, as ports are, and the system removes them with the last process that has the socket.
+    A free port from the system may be assigned again meanwhile to any connection, and the process cannot listen on it.
+    So ports are chosen outside the ephemeral range, and a socket whose name contains the port keeps others from
+    choosing it here. Such names (abstract Unix sockets) belong to a network namespace, like ports, and the system
+    removes them with the last process that holds the socket.
 
     Returns:
         The port, and the file descriptor that reserves it until it is closed.
 
     Raises:
-        OSError: all ports that were tried are taken, or the environment variable VLLM_PORT is not a port.
+        OSError: all tried ports are taken, or the environment variable VLLM_PORT is not a port.
     """
     candidates = _candidates()
     for port in candidates:
@@ -46,8 +46,7 @@ def reserve_port() -> tuple[int, int]:
 
 
 def _candidates() -> Sequence[int]:
-    """The ports from the environment variable VLLM_PORT on, or else from outside those that the system gives away. At
-    least one.
+    """Ports to try, at least one: from the environment variable VLLM_PORT on, otherwise outside the ephemeral range.
 
     Raises:
         OSError: VLLM_PORT is not a port.
@@ -60,8 +59,8 @@ def _candidates() -> Sequence[int]:
 
 
 def _wanted_port() -> int | None:
-    """The environment variable VLLM_PORT; `None` where it is unset or empty, or the address that Kubernetes gives it
-    where a service is called vllm."""
+    """The environment variable VLLM_PORT; `None` if it is unset or empty, or is the address that Kubernetes sets for a
+    service named vllm."""
     wanted = os.environ.get("VLLM_PORT", "").strip()
     if not wanted or "://" in wanted:
         return None
@@ -76,7 +75,7 @@ def _wanted_port() -> int | None:
 
 
 def _ephemeral_ports() -> range:
-    """The ports that Linux gives to connections and to whoever asks for any port."""
+    """The ports that Linux assigns to connections and to sockets bound to any port."""
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):

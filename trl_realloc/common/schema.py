@@ -1,6 +1,6 @@
-"""Checks values from files against types by pydantic. Its errors become sentences with the key's path and the value.
+"""Checks values from files against types with pydantic. Its errors become sentences with the key's path and the value.
 
-The types are dataclasses and annotations of the caller. Reading files is in `files`.
+The types are dataclasses and annotations of the caller.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def checked(kind: object, value: object, where: str, *, key: str = "") -> Any:
     """The value converted to a type, after checking all of it. A mapping becomes a dataclass.
 
     Args:
-        kind: a type that pydantic knows; annotated ranges are checked too.
+        kind: type that pydantic knows; annotated ranges are checked too.
         where: the file, for messages.
         key: the path of the value in the file, for messages.
 
     Raises:
-        PlanError: with a sentence for each wrong value, at most `MAX_LISTED`.
+        PlanError: has a sentence for each wrong value, at most `MAX_LISTED`.
     """
     try:
         return _adapter(kind).validate_python(value)
@@ -40,7 +40,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _sentence(location: tuple[int | str, ...], error: Any, key: str) -> str:
-    """The message of one pydantic error."""
     path = key
     for part in location:
         if isinstance(part, int):

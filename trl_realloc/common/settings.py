@@ -1,8 +1,8 @@
-"""The ranges of a run's settings, for `PPOConfig` and recipes: a row for each setting that is a number or one of a few
+"""The ranges of a run's settings, for `PPOConfig` and recipes: one row per setting that is a number or one of a few
 strings.
 
-Pure. Checks that depend on data, models or the number of processes are in `trainer`, but for `no_room`, which recipes
-need too.
+Pure functions. Checks that need data, models or the number of processes are in `trainer`, except `no_room`, which
+recipes need too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Setting:
     """The values that one setting may have.
 
     Args:
-        kind: a type that pydantic checks.
-        wanted: a description for messages.
+        kind: type that pydantic checks.
+        wanted: description for messages.
     """
 
     kind: Any
@@ -36,17 +36,17 @@ class Setting:
         return TypeAdapter(self.kind)
 
     def read(self, value: object) -> Any:
-        """The value, with NumPy's numbers as Python's. Raises `ValueError` if the setting cannot have it."""
+        """The value, with NumPy's numbers converted to Python's. Raises `ValueError` if the setting cannot have it."""
         return self._adapter.validate_python(value)
 
 
 def no_room(response_length: int, positions: int | None, model_name: str = "the model") -> str | None:
-    """The problem, without a full stop, where a response leaves no token for a prompt; `None` without one.
+    """The problem, without a full stop, if a response leaves no token for a prompt; otherwise `None`.
 
     Args:
-        response_length: most tokens of a response.
-        positions: most tokens of a sample in the model; `None` for no limit.
-        model_name: the model in the sentence.
+        response_length: maximum tokens of a response.
+        positions: maximum tokens of a sample in the model; `None` for no limit.
+        model_name: name of the model in the sentence.
     """
     if positions is None or response_length < positions:
         return None
@@ -103,9 +103,9 @@ def _one_of(*choices: str, optional: bool = False) -> Setting:
     )
 
 
-# vLLM silently raises lower temperatures to the first, and refuses higher ones
+# vLLM silently raises lower temperatures to the minimum, and refuses higher ones
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-# of models that are loaded, by TRL's names; "auto" is that of the checkpoint
+# dtypes of loaded models, in TRL's terms; "auto" is the checkpoint's dtype
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 SETTINGS: Mapping[str, Setting] = {
@@ -182,8 +182,8 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def read_settings(values: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
-    """(read, problems): the values that have a row above, integers as `int`, and a sentence for each value that its
-    setting cannot have."""
+    """(converted values, problems): the values that have a row above, integers as `int`; and a sentence for each value
+    that its setting cannot have."""
     read: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in values.items():
@@ -198,8 +198,8 @@ def read_settings(values: Mapping[str, object]) -> tuple[dict[str, Any], list[st
 
 
 def number_of_text(value: object) -> Any:
-    """The number in a text such as `3e-6`, which YAML reads as text and command-line parsers as a number. Any other
-    value is returned unchanged."""
+    """The number in a text such as `3e-6`, which YAML reads as text and command-line parsers as a number; any other
+    value unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 # Parameters of one bucket under checkpoint (Hugging Face) names: full tensors on any device, in the model's dtype.
 Bucket = Sequence[tuple[str, "torch.Tensor"]]
-BUCKET_BYTES = 256 << 20  # bytes of a bucket, unless a caller of `export` asks for others
+BUCKET_BYTES = 256 << 20  # default bytes of a bucket of `export`
 
 # The optimizer's settings for one step: one learning rate, or a mapping of settings for each parameter group of the
-# user's optimizer. Each group of a role's optimizer holds the number of the user's group that it comes from under
-# `GROUP`.
+# user's optimizer. Each group of a role's optimizer stores the number of its group of the user's optimizer as `GROUP`.
 Rate = float | Sequence[Mapping[str, Any]]
 GROUP = "given_group"
 
@@ -46,8 +45,8 @@ class EngineDied(EngineError):
 
 @dataclass(frozen=True)
 class Support:
-    """Rules for which tokens of a vocabulary may be drawn, in the order in which they exclude tokens: min-p, top-k,
-    top-p, as fields of `Sampling`."""
+    """Rules for which tokens may be sampled, in the order in which they exclude tokens: min-p, top-k, top-p. The fields
+    are those of `Sampling`."""
 
     top_p: float = 1.0
     top_k: int = 0
@@ -56,29 +55,27 @@ class Support:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings that tokens are drawn with. The defaults draw from the whole vocabulary, as PPO does.
+    """Settings of sampling. The defaults sample from the whole vocabulary, as PPO does.
 
-    The distribution of a token is made in vLLM's order: `regex` excludes tokens, the repetition penalty changes logits,
-    they are divided by the temperature, and min-p, top-k and top-p exclude tokens; the probabilities of those that stay
-    sum to 1. Transformers' own `generate` applies min-p after top-p, so it keeps other tokens where both are set.
+    The distribution of a token is computed in vLLM's order: `regex` excludes tokens, the repetition penalty changes
+    logits, they are divided by the temperature, and min-p, top-k and top-p exclude tokens; the remaining probabilities
+    sum to 1. Transformers' own `generate` applies min-p after top-p, so it keeps other tokens if both are set.
 
-    For importance ratios: a `Completion` has the log-probabilities under this distribution (`processed_logprobs` of
-    vLLM, as TRL asks for). A training engine's are of the same `support`, after temperature. It does not follow a
-    regular expression, penalties and `extra`: where these exclude tokens, an engine's log-probability is greater by
-    minus the logarithm of the probability of the tokens that stayed, so a ratio of the two is biased (TRL's issue
-    6789).
+    A `Completion` has the log-probabilities under this distribution (vLLM's `processed_logprobs`, which TRL uses too).
+    A training engine computes log-probabilities with the same temperature and `support`, but ignores the regular
+    expression, penalties and `extra`. Where these exclude tokens, the log-probabilities of the two engines differ by
+    the logarithm of the remaining probability, so importance ratios are biased (TRL's issue 6789).
 
     Args:
-        max_tokens: most response tokens, the stop token and those that a request has `begun` with included.
-        temperature: logits are divided by this; greater than 0.
-        stop_token_ids: a response ends with any of these tokens, which is its last; empty for responses of `max_tokens`
-            tokens.
-        top_p: keep the most probable tokens, as many as have this probability together; in (0, 1].
-        top_k: keep this number of most probable tokens; 0 keeps all.
-        min_p: keep tokens that have this share of the greatest probability; in [0, 1].
-        repetition_penalty: positive logits of tokens that are in the prompt or in the response so far are divided by
-            this, negative ones multiplied; greater than 0.
-        regex: the response's text matches this regular expression (vLLM's structured outputs). The tokenizer's eos
+        max_tokens: most response tokens, including the stop token and the tokens that a request has `begun` with.
+        temperature: divisor of the logits; greater than 0.
+        stop_token_ids: tokens that end a response, each as its last token; empty for responses of `max_tokens` tokens.
+        top_p: total probability of the most probable tokens, which are kept; in (0, 1].
+        top_k: number of most probable tokens, which are kept; 0 keeps all.
+        min_p: least probability of a token that is kept, as a share of the greatest one; in [0, 1].
+        repetition_penalty: divisor of positive logits, and factor of negative logits, of tokens that are in the prompt
+            or in the response so far; greater than 0.
+        regex: regular expression that the response's text matches (vLLM's structured outputs). The tokenizer's eos
             token ends a response too. vLLM only, and only an engine that has a tokenizer.
         extra: further arguments of vLLM's `SamplingParams`. vLLM only; checked by `generation/sampling_checks`.
     """
@@ -108,19 +105,19 @@ class Updates(StrEnum):
     """The effect of a `load` on a running generation."""
 
     END = "end"  # ends it
-    KEEP = "keep"  # decoding goes on, with the keys and values that the parameters before have computed
-    RECOMPUTE = "recompute"  # decoding goes on, after all keys and values have been computed again
+    KEEP = "keep"  # decoding continues with the keys and values of the earlier parameters
+    RECOMPUTE = "recompute"  # decoding continues after all keys and values have been recomputed
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A response before its end: it has been withdrawn, or is still being generated (`Generation.peek`).
+    """A response before its end: withdrawn, or still being generated (`Generation.peek`).
 
     Args:
-        index: of its request.
-        token_ids: all tokens that have been drawn, also those that earlier engines had drawn.
-        logprobs: of each token, as in `Completion`.
-        versions: of each token, as in `Completion`.
+        index: index of its request.
+        token_ids: all tokens sampled so far, including those of earlier engines.
+        logprobs: log-probability of each token, as in `Completion`.
+        versions: parameter version of each token, as in `Completion`.
     """
 
     index: int
@@ -134,10 +131,10 @@ class GenerationRequest:
     """One prompt to continue.
 
     Args:
-        index: in the global batch.
-        seed: determines the response's random draws.
-        begun: the tokens that another engine has already drawn; the generation goes on after them.
-        max_tokens: most response tokens of this request, at most those of the `Sampling`; `None` for those.
+        index: index in the global batch.
+        seed: seed of the response's random draws.
+        begun: tokens that another engine has already sampled; the generation continues after them.
+        max_tokens: most response tokens of this request, at most `Sampling.max_tokens`; `None` for that number.
     """
 
     index: int
@@ -152,15 +149,15 @@ class Completion:
     """One finished response.
 
     Args:
-        index: of its request.
-        token_ids: with the stop token, if it `stopped`, and with those that the request had `begun` with.
-        logprobs: of each token, natural logarithms, under the distribution that it was drawn from (`Sampling`).
+        index: index of its request.
+        token_ids: the response, including the stop token, if it `stopped`, and the tokens that the request had `begun`
+            with.
+        logprobs: natural log-probability of each token under the distribution that it was sampled from (`Sampling`).
         stopped: whether it ended with a stop token, or by a rule of `Sampling.regex` or `extra`; otherwise its limit of
             tokens ended it.
-        versions: of the parameters that each token was drawn with: the engine's `version` at that time.
-        cached_tokens: tokens of the prompt, with those that the request had `begun` with, whose keys and values the
-            engine found in its cache; it did not compute these.
-        ended_at: when it ended, seconds of `time.time`, where the engine tells.
+        versions: the engine's `version` when each token was sampled.
+        cached_tokens: number of tokens of the prompt and of `begun` whose keys and values came from the engine's cache.
+        ended_at: end time in seconds of `time.time`; `None` if the engine does not report it.
     """
 
     index: int
@@ -177,7 +174,7 @@ class GenerationEngine(Protocol):
     """Generates responses to prompts.
 
     Attributes:
-        version: of the actor's parameters that the engine has; -1 before the first `load`, and after one that failed.
+        version: version of the actor's parameters in the engine; -1 before the first `load` and after a failed one.
     """
 
     version: int
@@ -202,11 +199,11 @@ class GenerationEngine(Protocol):
 
     def narrower(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
         """The parameters among these that the engine holds in a narrower dtype, with that dtype. A sender may cast them
-        before it sends them."""
+        before sending."""
 
     def sleep(self) -> None:
-        """Give the device memory that the engine takes back until its next use, if the plan says so. The parameters may
-        be lost, and `version` is -1 then."""
+        """Free the device memory that the engine takes again at its next use, if the plan says so. If the parameters
+        are lost, `version` is -1 afterwards."""
 
     def close(self) -> None:
         """End the engine and all processes that it started. May be called twice."""
@@ -222,8 +219,8 @@ class Generation(Protocol):
 
     @property
     def ended_at(self) -> float:
-        """When the latest sample ended that `poll` or `withdraw` has heard of: seconds since the epoch, by the clock of
-        the engine's process, which is on this host. The generation's start before any."""
+        """End of the latest sample that `poll` or `withdraw` has received, in seconds since the epoch by this host's
+        clock; the generation's start before the first one."""
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """The responses that have finished since the last call. Waits at most `timeout_s` seconds for the first, and
@@ -238,7 +235,7 @@ class Generation(Protocol):
         """Generate for more requests, also after all others have finished.
 
         Raises:
-            EngineError: a request cannot be served, or its index is that of an unfinished request; or as for `poll`.
+            EngineError: a request cannot be served, or its index is that of an unfinished request; or as in `poll`.
             EngineDied: the engine's process ended.
         """
 
@@ -246,23 +243,23 @@ class Generation(Protocol):
         """Stop these requests between two decode steps.
 
         Args:
-            indices: of requests. Those that have finished meanwhile are left out, because they come out of `poll`, and
-                so are those that are not in this generation.
-            least_tokens: requests that have fewer tokens left until their limit go on.
+            indices: indices of requests. Finished requests are left out, because `poll` returns them, and so are
+                requests of other generations.
+            least_tokens: fewest remaining tokens of a request that is stopped; requests with fewer go on.
 
         Returns:
-            What each withdrawn request has drawn so far. It has no tokens if its decoding has not begun.
+            The tokens of each withdrawn request so far; none if its decoding has not begun.
 
         Raises:
-            EngineError, EngineDied: as for `poll`.
+            EngineError, EngineDied: see `poll`.
         """
 
     def peek(self) -> list[Unfinished]:
-        """The tokens that every unfinished request has drawn so far, read between two decode steps without stopping
-        any. Finished requests are left out, because they come out of `poll`.
+        """The tokens of every unfinished request so far, read between two decode steps without stopping any. Finished
+        requests are left out, because `poll` returns them.
 
         Raises:
-            EngineError, EngineDied: as for `poll`.
+            EngineError, EngineDied: see `poll`.
         """
 
     def close(self) -> None:
@@ -279,8 +276,8 @@ class BackgroundEngine(GenerationEngine, Protocol):
     """An engine that can generate in the background.
 
     Attributes:
-        stopped_s: for how long the last `load` stopped a generation, in seconds: from the end of the last decode step
-            before it to its own end, after which the next step begins. 0 if no request was being generated.
+        stopped_s: seconds for which the last `load` stopped a generation, from the end of the last decode step before
+            it until the end of the `load`. 0 if no request was being generated.
     """
 
     stopped_s: float
@@ -293,29 +290,29 @@ class BackgroundEngine(GenerationEngine, Protocol):
     def start(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, updates: Updates = Updates.END
     ) -> Generation:
-        """Begin to generate. The next `generate`, `start` or `sleep` closes the generation, and so does the next
-        `load` with `Updates.END`.
+        """Start a generation. The next `generate`, `start` or `sleep` closes it, and so does the next `load` with
+        `Updates.END`.
 
-        Otherwise a `load` leaves it open. The engine decodes until the first bucket has arrived, and again from the
-        last one on: all tokens drawn then are of the new version. A `load` that fails closes the generation.
+        With other `updates`, a `load` leaves it open. The engine decodes until the first bucket has arrived, and
+        continues after the last one with the new version. A `load` that fails closes the generation.
 
         Args:
-            requests: may be empty, for an engine that takes the samples of others (`Generation.add`).
-            updates: what a `load` does to the generation.
+            requests: may be empty if requests are added later (`Generation.add`).
+            updates: effect of a `load` on the generation.
 
         Raises:
-            EngineError, EngineDied: as for `generate`.
+            EngineError, EngineDied: see `generate`.
         """
 
 
 @runtime_checkable
 class ScoringEngine(Protocol):
-    """Runs the forward of one model on a mesh. Every rank of the mesh calls each method, with the same arguments but
+    """Runs the forward of one model on a mesh. Every rank of the mesh calls each method, with the same arguments except
     for the samples.
 
     Attributes:
-        version: number of optimizer steps that made the parameters, -1 while they are not complete. A reallocation
-            that fills the parameters sets it.
+        version: number of optimizer steps that made the parameters; -1 while they are incomplete. A reallocation that
+            fills the parameters sets it.
     """
 
     version: int
@@ -326,8 +323,7 @@ class ScoringEngine(Protocol):
 
     @property
     def parameter_specs(self) -> Mapping[str, TensorSpec]:
-        """Shape and dtype of each of the whole model's parameters, also of those on other ranks, in the model's
-        order."""
+        """Shape and dtype of all parameters of the whole model, also on other ranks, in the model's order."""
 
     @property
     def has_replicas(self) -> bool:
@@ -337,33 +333,33 @@ class ScoringEngine(Protocol):
         """The head's outputs for this rank's samples, without gradients and without dropout.
 
         Args:
-            samples: with the columns `index`, `prompts` and `responses`.
+            samples: samples with the columns `index`, `prompts` and `responses`.
             micro_batch_tokens: most tokens of one forward; a longer sample is a micro-batch by itself.
 
         Returns:
-            By name (`logprobs` and `entropy`, `values`, or `scores`), float32 on the CPU, in the order of the samples;
-            an empty mapping where this rank has no samples.
+            Outputs by name (`logprobs` and `entropy`, `values`, or `scores`), float32 on the CPU, in the order of the
+            samples; an empty mapping on a rank without samples.
         """
 
     def parts(self) -> Parts:
-        """This rank's parts of the parameters that training changes, or of all parameters of a frozen model. The
+        """This rank's parts of the trained parameters, or of all parameters of a frozen model. The
         tensors are live and stay the same for the engine's life: a reallocation reads and writes them."""
 
     def export(
         self, bucket_bytes: int = ..., *, merged: bool = True, names: Collection[str] | None = None
     ) -> Iterator[Bucket]:
-        """The parameters as full tensors in buckets of about `bucket_bytes`. They may be live: a receiver copies what
-        it keeps. Collective: every rank of the mesh iterates to the end. The mesh's first rank gets every tensor;
-        another rank gets every tensor too, or empty buckets.
+        """The parameters as full tensors in buckets of about `bucket_bytes`. They may be live, so a receiver that keeps
+        them copies them. Collective: every rank of the mesh iterates to the end. The mesh's first rank gets every
+        tensor; another rank gets every tensor too, or empty buckets.
 
         Args:
-            merged: under checkpoint names, with adapters merged into the weights that they adapt. Otherwise under the
-                module's own names, with the adapters as parameters of their own.
-            names: without `merged`, the parameters to export; `None` for all.
+            merged: True for checkpoint names, with adapters merged into their weights. False for the module's own
+                names, with the adapters as separate parameters.
+            names: parameters to export if not `merged`; `None` for all.
         """
 
     def close(self) -> None:
-        """Free what the engine holds in libraries. May be called twice."""
+        """Free the resources that the engine holds in libraries. May be called twice."""
 
 
 @runtime_checkable
@@ -371,8 +367,8 @@ class TrainingEngine(ScoringEngine, Protocol):
     """A scoring engine with an optimizer. `version` is the number of its optimizer steps.
 
     Attributes:
-        grad_norm: L2 norm of the whole model's gradient in the latest `train`, before it was clipped; the same on every
-            rank of the mesh. `nan` before the first step. Of a step that was refused or skipped it is not finite.
+        grad_norm: L2 norm of the whole model's gradient in the latest `train`, before clipping; the same on every rank
+            of the mesh. `nan` before the first step. Not finite if the step was refused or skipped.
     """
 
     grad_norm: float
@@ -380,52 +376,45 @@ class TrainingEngine(ScoringEngine, Protocol):
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> Mapping[str, Tensor]:
-        """Take one optimizer step on one mini-batch, of which `samples` are this rank's share.
+        """Take one optimizer step on one mini-batch. `samples` are this rank's share of it.
 
         Args:
-            loss: from the head's outputs and a micro-batch to a loss that is summed over all micro-batches of the
-                mesh, and to statistics of its samples.
+            loss: function of the head's outputs and a micro-batch. Returns a loss, which is summed over all
+                micro-batches of the mesh, and statistics of the samples.
             micro_batch_tokens: most tokens of one forward.
 
         Returns:
-            Each statistic float32 on the CPU, in the order of the samples: (n,), or of response tokens (tokens,).
+            Each statistic, float32 on the CPU, in the order of the samples: (n,), or (tokens,) for response tokens.
 
         Raises:
-            NonFiniteError: the gradients are not finite; on every rank of the mesh. The step was not taken.
+            NonFiniteError: the gradients are not finite. Raised on every rank of the mesh; the step was not taken.
         """
 
     def add_gradients(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> Mapping[str, Tensor]:
-        """Compute gradients of the mini-batch that the next `train` steps on, which adds those of its own samples.
-
-        Args:
-            samples, loss, micro_batch_tokens: as of `train`.
-
-        Returns:
-            What `train` returns.
-        """
+        """Compute gradients that are added to those of the next `train`. Arguments and results as in `train`."""
 
     def drop(self) -> None:
-        """Forget the gradients that `add_gradients` or an interrupted `train` has left. Collective over the mesh."""
+        """Discard the gradients of `add_gradients` or of an interrupted `train`. Collective over the mesh."""
 
     def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
-        """The parameters for files: each element once on the mesh's first rank, tensor by tensor or a few at a time;
-        other ranks may get none. Of a parameter that is divided into ranges the first rank holds some `piece_bytes` of
-        another rank's at a time, otherwise all of it. Collective, as `export` is.
+        """The parameters for files. The mesh's first rank gets each element once, a tensor or a few at a time; other
+        ranks may get none. For a parameter that is divided into ranges, the first rank holds about `piece_bytes` of
+        another rank's part at a time, otherwise the whole part. Collective, like `export`.
 
         Args:
-            names: the parameters, by the module's names; `None` for all.
+            names: the module's names of the parameters; `None` for all.
         """
 
     def training_state(self) -> TrainingState:
         """This rank's part of the training state. The tensors are live. Not collective."""
 
     def loading(self, specs: StateSpecs) -> AbstractContextManager[TrainingState]:
-        """Inside the context, this rank's part of the training state can be filled with another one: the cells of its
-        tensors in place, `version`, `scalars`, `group_numbers` and `scaler` by assignment. At the end the engine takes
-        it over, which is collective over the mesh.
+        """Inside the context, this rank's part of the training state can be overwritten: the cells of its tensors in
+        place, `version`, `scalars`, `group_numbers` and `scaler` by assignment. At the end the engine applies it,
+        collectively over the mesh.
 
         Args:
-            specs: the tensors of the whole state, the same on every rank.
+            specs: tensors of the whole state, the same on every rank.
 
         Raises:
             EngineError: the state is of another model.

@@ -21,8 +21,8 @@ def in_buckets(
     """Yield consecutive items in lists, in order. A bucket ends where the next item would exceed `bucket_bytes` or is
     of another kind (such as the dtype, where a bucket is sent as one flat tensor). A larger item is a bucket by itself.
 
-    The grouping depends on the items' sizes and kinds alone, so all ranks that have the same items have the same
-    buckets. `items` is read only as far as the bucket that is yielded, and one item further.
+    The grouping depends on the items' sizes and kinds alone, so ranks with the same items have the same buckets.
+    `items` is read at most one item beyond the bucket that is yielded.
     """
     bucket: list[Item] = []
     filled = 0

@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import IO, Any
 
 
-Message = tuple[Any, ...]  # between a process and its child: a word, and the values that belong to it
+Message = tuple[Any, ...]  # between a process and its child: a word, and its values
 
 # The variables that a launcher (torchrun, accelerate, DeepSpeed) sets for its ranks. A child that reads them behaves as
-# a rank: with TORCHELASTIC_USE_AGENT_STORE alone, vLLM waits for ever for a store.
+# a rank: with TORCHELASTIC_USE_AGENT_STORE alone, vLLM waits forever for a store.
 _LAUNCHER_NAMES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _LAUNCHER_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "OMP_", "GOMP_", "KMP_")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
-# The signals by which a cluster, a launcher or a terminal ends or warns a job. Clusters send them to every process.
+# Signals with which a cluster, a launcher or a terminal ends or warns a job. Clusters send them to every process.
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel kill this process when its parent ends; exit at once if the parent has ended already.
+    """Make the kernel kill this process when its parent ends; exit at once if the parent has already ended.
 
     Args:
         parent_pid: the expected parent. If it ended before this call, the kernel would send no signal.
@@ -55,9 +55,9 @@ def job_signals_blocked() -> Iterator[None]:
 
 
 def ignore_job_signals() -> None:
-    """Ignore and block `JOB_SIGNALS` in this process and in those that it starts. To be called by the main thread.
+    """Ignore and block `JOB_SIGNALS` in this process and its children. To be called by the main thread.
 
-    Neither is enough: vLLM's workers install handlers, and Python's `multiprocessing` unblocks SIGTERM and SIGINT.
+    Neither is enough alone: vLLM's workers install handlers, Python's `multiprocessing` unblocks SIGTERM and SIGINT.
     """
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -86,14 +86,14 @@ def obey_sigterm_of_parent(begin: Callable[[int], object] | None, worker: int) -
 
 
 def let_open_memory(pid: int) -> None:
-    """Let a child of this process take its file descriptors (`pidfd_getfd`), also where Linux allows that only to the
-    parents of a process (Yama's `ptrace_scope` 1). By them it opens CUDA memory of torch's expandable segments."""
+    """Allow a child to take this process's file descriptors (`pidfd_getfd`), even if Linux allows that only to the
+    parents of a process (Yama's `ptrace_scope` 1). With them it opens CUDA memory of torch's expandable segments."""
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)  # fails where there is no such rule
 
 
 def die_with_launcher() -> None:
-    """Have this rank end with `torchrun` or `accelerate launch`, if one started it. A launcher that is killed with
-    SIGKILL does not end its ranks, which would go on training.
+    """Make this rank end with `torchrun` or `accelerate launch`, if one started it. A launcher that is killed with
+    SIGKILL does not end its ranks, which would continue training.
 
     A rank with a handler of SIGTERM gets that signal instead of SIGKILL: `accelerate launch` of one process ends
     at once when a cluster sends SIGTERM to all processes. It is killed after the time that torchrun would give it.
@@ -117,7 +117,7 @@ def die_with_launcher() -> None:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that a launcher set for this rank, those of OpenMP included."""
+    """The environment without the variables that a launcher set for this rank, including OpenMP's."""
     return {
         name: value
         for name, value in environment.items()
@@ -128,11 +128,11 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 def spawn(
     command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], keep_fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in a session of its own with `JOB_SIGNALS` blocked, stdout and stderr to `log`, with only
-    `keep_fds` open besides.
+    """Start `command` in a new session with `JOB_SIGNALS` blocked, stdout and stderr to `log`, and no other open file
+    descriptors than `keep_fds`.
 
     A thread that lives as long as the child starts it: PR_SET_PDEATHSIG fires when the *thread* that forked ends, so a
-    child started from a short-lived thread would die with that.
+    child started from a short-lived thread would die with that thread.
     """
     started: list[subprocess.Popen[bytes] | BaseException] = []
     ready = threading.Event()
@@ -188,14 +188,14 @@ def _state_and_session(pid: int) -> tuple[str, int]:
     return "X", 0
 
 
-# The names of an engine's files in /dev/shm: shared memory and semaphores of Python, segments of torch and of vLLM on
-# the CPU. Files of other names are not an engine's: an environment, a compiler's cache, a model that a user put there.
+# Names of an engine's files in /dev/shm: shared memory and semaphores of Python, segments of torch and of vLLM on the
+# CPU. Other files there may be an environment, a compiler's cache, or a user's model.
 _SHARED_NAMES = re.compile(r"psm_[0-9a-f]+|sem\.[\w.-]+|[^/]*-cpushm[_\d]*|torch_\d+_\d+_\d+")
 
 
 def shared_memory(pids: Iterable[int], since: float) -> set[Path]:
     """The shared memory of these processes: files in /dev/shm (not in its folders) that they have mapped as shared,
-    with a name as Python, torch or vLLM give, not executable, and created after `since` (seconds since the epoch).
+    named by Python, torch or vLLM, not executable, and created after `since` (seconds since the epoch).
     """
     paths = set()
     for pid in pids:
@@ -239,9 +239,8 @@ def end(child: subprocess.Popen[bytes], grace_s: float = 3.0, patience_s: float 
     uninterruptible sleep (state D, in a driver) ends when the driver returns; it is waited for `patience_s` seconds
     more.
     """
-    remove_shared_memory_names(
-        session_members(child.pid), started_at(child.pid)
-    )  # before the kill: an ended process has no maps
+    # before the kill: an ended process has no maps
+    remove_shared_memory_names(session_members(child.pid), started_at(child.pid))
     child.kill()
     begun = time.monotonic()
     killed = False

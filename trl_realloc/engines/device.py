@@ -1,8 +1,7 @@
 """Memory and streams of an accelerator, and the device whose tensors a process group sends, through PyTorch's interface
 for all accelerators.
 
-A device of type `cpu` has none of this, and the functions do nothing for it. Which device a job runs on is the
-launcher's choice (`runtime/launch`).
+The functions do nothing for a device of type `cpu`. The launcher chooses a job's device (`runtime/launch`).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from .weight_digest import forget_weights
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """True if the device has memory of its own, which the host cannot read."""
+    """True if the device has separate memory, which the host cannot read."""
     return device.type != "cpu"
 
 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device of tensors that a process group sends: this process's accelerator, or the host's memory with gloo.
+    """The device of the tensors that a process group sends: this process's accelerator, or the CPU with gloo.
 
     Args:
         group: a process group; `None` for the default one.

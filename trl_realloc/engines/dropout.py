@@ -1,4 +1,4 @@
-"""Rates of dropout of Transformers models, which no role is computed with."""
+"""Dropout rates of Transformers models, which are turned off for every role."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """Turn dropout off, in place. With dropout the ratio of new to old probabilities is not 1 before the first step.
 
     A rate is in an `nn.Dropout`, in an attribute of a module, or in the config, which some modules read in every
-    forward (Falcon's `hidden_dropout`). In the config, which is saved with the model, all other rates stay.
+    forward (Falcon's `hidden_dropout`). Other rates in the config stay, because it is saved with the model.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -33,7 +33,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 @functools.cache
 def _read_of_config(kind: type) -> frozenset[str]:
-    """The attributes of its config that the forward of a class of Transformers' reads."""
+    """The attributes of its config that the forward of this Transformers class reads."""
     if not kind.__module__.startswith("transformers.") or "forward" not in vars(kind):
         return frozenset()
     return frozenset(re.findall(r"self\.config\.(\w+)", inspect.getsource(vars(kind)["forward"])))

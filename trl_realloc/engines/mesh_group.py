@@ -16,18 +16,20 @@ from .buckets import in_buckets
 from .device import is_accelerator
 
 
-COLLECTIVE_BYTES = 64 << 20  # of the tensors that one collective sends; a flat copy of them is made
+COLLECTIVE_BYTES = 64 << 20  # bytes of tensors per collective, which are copied into one flat tensor
 
 
 @dataclass(frozen=True)
 class MeshGroup:
-    """Args:
-    ranks: global ranks of the mesh, ascending; of a reversed pipeline, descending.
-    rank: this process.
-    group: its `torch.distributed` process group; `None` on a mesh of one device.
-    device: of the tensors that the collectives send; a GPU with NCCL.
-    agree: the largest of the numbers that the ranks of the mesh give it, over their host memory, where a rank waits for
-        another as long as that one's calls take. `None`: `max` is a collective of `group`, with its time limit.
+    """The ranks of a device mesh and the collectives between them.
+
+    Args:
+        ranks: global ranks of the mesh, ascending; in a reversed pipeline, descending.
+        rank: global rank of this process.
+        group: `torch.distributed` process group; `None` on a mesh of one device.
+        device: device of the tensors that the collectives send; a GPU with NCCL.
+        agree: returns the largest of the ranks' numbers through host memory, without a time limit on the wait. `None`:
+            `max` is a collective of `group`, with its time limit.
     """
 
     ranks: tuple[int, ...]
@@ -60,8 +62,8 @@ class MeshGroup:
         return int(largest)
 
     def meet(self) -> None:
-        """Wait until all ranks have come here. Before the first of several collectives: a device counts the time that
-        it waits for another rank, and ends the job at its limit (`ddp_timeout`)."""
+        """Wait until all ranks have come here. Call it before several collectives: a device counts the time that it
+        waits for another rank in a collective, and ends the job at its limit (`ddp_timeout`)."""
         self.max(0)
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
@@ -78,7 +80,7 @@ class MeshGroup:
                 _copy_back(flat, bucket)
 
     def broadcast(self, tensors: Iterable[Tensor], index: int) -> None:
-        """Overwrite the tensors of every rank with those of the rank with this index."""
+        """Overwrite the tensors of every rank with those of the rank at this index."""
         for bucket, flat in self._flat_buckets(tensors):
             dist.broadcast(flat, self.ranks[index], group=self.group)
             if self.index != index:
@@ -87,9 +89,9 @@ class MeshGroup:
     def _flat_buckets(
         self, tensors: Iterable[Tensor], *, copies: bool = False
     ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
-        """The tensors in buckets of one dtype, each with a flat copy; none on a mesh of one rank. Without `copies` a
-        bucket of one contiguous tensor, which may be as large as an embedding, comes as a flat view of it and without
-        a tensor to copy back to."""
+        """Tensors in buckets of one dtype, each bucket with a flat copy; nothing on a mesh of one rank. Without
+        `copies`, a single contiguous tensor, which may be a large embedding, comes as a flat view with an empty
+        bucket."""
         if self.size > 1:
             for bucket in in_buckets(tensors, lambda t: t.nbytes, COLLECTIVE_BYTES, lambda t: t.dtype):
                 if len(bucket) == 1 and bucket[0].is_contiguous() and not copies:
@@ -98,7 +100,7 @@ class MeshGroup:
                     yield bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, of one shape, in the order of `ranks`."""
+        """The tensors of all ranks, in the order of `ranks`. All have the same shape."""
         if self.size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor, device=self.device) for _ in self.ranks]
@@ -106,8 +108,8 @@ class MeshGroup:
         return parts if self.ranks[0] < self.ranks[-1] else parts[::-1]
 
     def share(self, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-        """The tensors of the rank with this index, in host memory, on every rank; the other ranks' are ignored. They
-        are sent as bytes with a header in JSON, because a pickled object would need a group in host memory."""
+        """The tensors of the rank at this index, in host memory, on every rank; the other ranks' are ignored. They are
+        sent as bytes with a JSON header, because a pickled object would need a process group in host memory."""
         if self.size == 1:
             return dict(tensors)
         header, payload = b"", torch.zeros(0, dtype=torch.uint8)
@@ -128,20 +130,18 @@ class MeshGroup:
         return shared
 
     def send(self, tensor: Tensor, index: int) -> None:
-        """Send a tensor to the rank with this index, which calls `receive`, and wait on the host until it is sent. A
-        rank that went on would soon ask an accelerator for hundreds of messages, and NCCL counts the time of each from
-        then on."""
+        """Send a tensor to the rank at this index, which calls `receive`, and wait on the host until it is sent.
+        Without the wait, hundreds of messages would queue on the device while NCCL counts the time of each."""
         self._message(dist.isend, tensor.to(self.device).contiguous(), index)
         if is_accelerator(self.device):
             torch.accelerator.current_stream(self.device).synchronize()
 
     def receive(self, tensor: Tensor, index: int) -> None:
-        """Overwrite a tensor on the mesh's device with what the rank with this index sends."""
+        """Overwrite a tensor on the mesh's device with the message of the rank at this index."""
         self._message(dist.irecv, tensor, index)
 
     def _message(self, kind: Callable[..., object], tensor: Tensor, index: int) -> None:
-        """As a batch, which NCCL sends over the mesh's communicator; for a single message it would create one more for
-        the pair of ranks."""
+        """Batched, because NCCL creates a communicator for each pair of ranks that exchange a single message."""
         for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, self.ranks[index], self.group)]):
             work.wait()
 
@@ -151,7 +151,7 @@ class MeshGroup:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """(bytes,) uint8 in host memory; of a contiguous tensor there, a view."""
+    """(bytes,) uint8 in host memory; a view if the tensor is contiguous there."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
@@ -168,10 +168,10 @@ class SplitGroups:
 
     Args:
         mesh: all ranks.
-        dp: the ranks that share this rank's t and p.
-        tp: the ranks that share its d and p.
-        pp: the ranks that share its d and t, in the order of the stages.
-        ends: the first and the last stage of its pipeline; this rank may be neither.
+        dp: ranks with this rank's t and p.
+        tp: ranks with its d and p.
+        pp: ranks with its d and t, in the order of the stages.
+        ends: first and last stage of its pipeline; this rank may be neither.
     """
 
     mesh: MeshGroup

@@ -1,8 +1,8 @@
-"""What a user has put on a model object beside its class's architecture and its weights: methods and hooks, modules,
-parameters and buffers. An engine that makes the model anew from its config, such as vLLM, does not have it.
+"""Finds what a user has added to a model object beyond its class and weights: methods, hooks, modules, parameters,
+buffers. An engine that builds the model from its config, such as vLLM, lacks these changes.
 
-Adapters of PEFT are no changes, nor is what libraries put on a model that then computes the same. What follows from a
-change is decided where a model is given to an engine.
+PEFT adapters are not changes, nor are wrappers of libraries that leave the results the same. The code that gives a
+model to an engine decides what follows from a change.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from .transformers_compat import created_whole
 
 
 class Change(NamedTuple):
-    """Args:
-    module: the name of the module that has it; empty for the model itself.
-    what: such as "a forward hook".
-    in_forward: it may change what the model computes; otherwise gradients alone.
-    of_class: it is in the user's class, not on the object.
+    """One change of a model object.
+
+    Args:
+        module: name of the changed module; empty for the model itself.
+        what: description, such as "a forward hook".
+        in_forward: whether it may change the model's outputs; otherwise it changes gradients alone.
+        of_class: whether it is in the user's class, not on the object.
     """
 
     module: str
@@ -46,8 +48,8 @@ _KEPT_METHODS = ("_old_forward", "_original_forward")  # where Accelerate keeps 
 
 
 def model_changes(model: Any) -> list[Change]:
-    """The changes of a model, which may have adapters; none of a model's name. Of one without weights hooks and methods
-    alone are known."""
+    """The changes of a model, which may have adapters; empty for a model's name. Without weights, only hooks and
+    methods can be found."""
     if not isinstance(model, nn.Module):
         return []
     base: Any = getattr(model, "get_base_model", lambda: model)()
@@ -61,19 +63,18 @@ def model_changes(model: Any) -> list[Change]:
 
 
 def _class_forward(model: PreTrainedModel) -> Iterator[Change]:
-    """The forward of a user's class."""
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     if not owner.__module__.startswith(("transformers.", "torch.")):
         yield Change("", f"the forward of the user's class {owner.__name__}", of_class=True)
 
 
 def forward_changes(model: Any) -> list[Change]:
-    """The changes of a model by which it may compute something else than its class."""
+    """The changes of a model that may change its outputs."""
     return [change for change in model_changes(model) if change.in_forward]
 
 
 def described(changes: Iterable[Change]) -> str:
-    """The first of some changes, and how many others there are."""
+    """The first change, and the number of the others."""
     first, *others = changes
     return f"{first}" + (f" and {len(others)} more such change{'s' if len(others) > 1 else ''}" if others else "")
 
@@ -82,7 +83,7 @@ def described(changes: Iterable[Change]) -> str:
 
 
 def _twin(model: Any) -> Any:
-    """A model of the same class and config without memory, but for its buffers; `None` if there cannot be one."""
+    """A model of the same class and config with memory for buffers alone; `None` if it cannot be built."""
     is_loaded = isinstance(model, PreTrainedModel) and not any(parameter.is_meta for parameter in model.parameters())
     if not is_loaded or getattr(model, "is_quantized", False):
         return None
@@ -94,11 +95,7 @@ def _twin(model: Any) -> Any:
 
 
 def _of_module(name: str, module: nn.Module, twin: nn.Module | None) -> Iterator[Change]:
-    """The changes of a module and of those in it.
-
-    Args:
-        twin: the module of the same name of a model that has no changes; `None` if it is not known.
-    """
+    """The changes of a module and its children. `twin` is the unchanged module of this name; `None` if unavailable."""
     yield from _on_object(name, module)
     if _root(type(module)) == "peft":
         for inner in ("base_layer", "original_module"):
@@ -124,20 +121,20 @@ def _of_module(name: str, module: nn.Module, twin: nn.Module | None) -> Iterator
 
 
 def _is_of_class(module: nn.Module, kind: type) -> bool:
-    """True if a module's class is this one, or a library's in its place: of fused kernels, or of FSDP."""
+    """True if a module is of this class, or of a library's replacement (fused kernels, FSDP)."""
     root = _root(type(module))
     return type(module) is kind or root in ("kernels", "liger_kernel") or (root == "torch" and isinstance(module, kind))
 
 
 def _beside(module: nn.Module, twin: nn.Module) -> Iterator[str]:
-    """What a module has in another way than one of the same class and config: parameters, buffers, modules, numbers."""
-    mine, others = _leaves(module._parameters), _leaves(twin._parameters)
-    yield from (f"a parameter {leaf!r} that the class does not have" for leaf in mine.keys() - others.keys())
-    yield from (f"no parameter {leaf!r}" for leaf in others.keys() - mine.keys())
-    mine, others = _leaves(module._buffers), _leaves(twin._buffers)
-    yield from (f"a buffer {leaf!r} that the class does not have" for leaf in mine.keys() - others.keys())
-    for leaf in mine.keys() & others.keys() & twin._non_persistent_buffers_set:
-        if not _alike(mine[leaf], others[leaf]):
+    """Differences of parameters, buffers, modules and numbers from an unchanged module of the same class and config."""
+    actual, expected = _leaves(module._parameters), _leaves(twin._parameters)
+    yield from (f"a parameter {leaf!r} that the class does not have" for leaf in actual.keys() - expected.keys())
+    yield from (f"no parameter {leaf!r}" for leaf in expected.keys() - actual.keys())
+    actual, expected = _leaves(module._buffers), _leaves(twin._buffers)
+    yield from (f"a buffer {leaf!r} that the class does not have" for leaf in actual.keys() - expected.keys())
+    for leaf in actual.keys() & expected.keys() & twin._non_persistent_buffers_set:
+        if not _alike(actual[leaf], expected[leaf]):
             yield f"another value of the buffer {leaf!r}"
     yield from (f"no module {leaf!r}" for leaf in twin._modules.keys() - module._modules.keys())
     of_twin = vars(twin)
@@ -151,18 +148,18 @@ def _leaves(tensors: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """True if two buffers have the same values, one of them perhaps rounded to 16 bits."""
-    if one.shape != other.shape or one.is_meta or other.is_meta or not one.is_floating_point():
-        return one.shape == other.shape
-    return torch.allclose(one.detach().cpu().float(), other.float(), rtol=1e-2, atol=1e-3, equal_nan=True)
+def _alike(first: Tensor, second: Tensor) -> bool:
+    """True if two buffers have the same values up to rounding to 16 bits."""
+    if first.shape != second.shape or first.is_meta or second.is_meta or not first.is_floating_point():
+        return first.shape == second.shape
+    return torch.allclose(first.detach().cpu().float(), second.float(), rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
 
 
 def _on_object(name: str, module: nn.Module) -> Iterator[Change]:
-    """Hooks and methods of a module that a user has put on the object, and hooks on its parameters."""
+    """Hooks, parameter hooks and methods that a user has set on the object."""
     for in_forward, hooks in ((True, forward_hooks(module)), (False, gradient_hooks(module))):
         yield from (Change(name, what, in_forward) for what, hook in hooks if _is_users(hook, ("transformers",)))
     for attribute, value in vars(module).items():
@@ -173,7 +170,7 @@ def _on_object(name: str, module: nn.Module) -> Iterator[Change]:
 
 
 def _patched_classes(model: nn.Module) -> Iterator[Change]:
-    """The first module of each class of Transformers whose forward a user has replaced."""
+    """For each Transformers class with a replaced forward: its first module."""
     first = {type(module): name for name, module in reversed([*model.named_modules()])}
     for kind, name in first.items():
         owner = next((base for base in kind.__mro__ if "forward" in vars(base)), None)
@@ -187,36 +184,31 @@ def _root(thing: Any) -> str:
 
 
 def _is_users(function: Any, others: tuple[str, ...], kind: type | None = None) -> bool:
-    """True if a callable runs code that is neither of a library nor of a class.
-
-    Args:
-        others: further libraries.
-        kind: the class.
-    """
-    own = {id(value) for base in (kind.__mro__ if kind else ()) for value in vars(base).values()}
+    """True if a callable runs code of neither the libraries (`_LIBRARIES` and `others`) nor the class `kind`."""
+    class_members = {id(value) for base in (kind.__mro__ if kind else ()) for value in vars(base).values()}
     if isinstance(function, nn.Module):
         return _root(type(function)) not in (*_LIBRARIES, *others)
     seen, waiting = set[int](), [function]
     while waiting:
-        each = waiting.pop()
-        if id(each) in seen or isinstance(each, type | nn.Module):
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, type | nn.Module):
             continue
-        seen.add(id(each))
-        if isinstance(each, MethodType):
-            waiting.append(each.__func__)
-        elif isinstance(each, functools.partial):
-            waiting += [each.func, *filter(callable, each.args), *filter(callable, each.keywords.values())]
-        elif isinstance(each, FunctionType):
-            if id(each) in own:
+        seen.add(id(item))
+        if isinstance(item, MethodType):
+            waiting.append(item.__func__)
+        elif isinstance(item, functools.partial):
+            waiting += [item.func, *filter(callable, item.args), *filter(callable, item.keywords.values())]
+        elif isinstance(item, FunctionType):
+            if id(item) in class_members:
                 continue
-            if each.__globals__.get("__name__", "").partition(".")[0] not in (*_LIBRARIES, *others):
+            if item.__globals__.get("__name__", "").partition(".")[0] not in (*_LIBRARIES, *others):
                 return True
-            waiting += [getattr(each, "__wrapped__", None)]
-            waiting += [cell.cell_contents for cell in each.__closure__ or () if _has_contents(cell)]
-        elif hasattr(each, "__dict__") and callable(each):
-            if _root(type(each)) not in (*_LIBRARIES, *others):
+            waiting += [getattr(item, "__wrapped__", None)]
+            waiting += [cell.cell_contents for cell in item.__closure__ or () if _has_contents(cell)]
+        elif hasattr(item, "__dict__") and callable(item):
+            if _root(type(item)) not in (*_LIBRARIES, *others):
                 return True
-            waiting += [value for value in vars(each).values() if isinstance(value, FunctionType | MethodType)]
+            waiting += [value for value in vars(item).values() if isinstance(value, FunctionType | MethodType)]
     return False
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from .training.meta_model import has_own_head, is_untied, untie
 
 
-# keys of Transformers configs that say how long a sample may be, other than by an `attribute_map`
+# keys of Transformers configs that give the longest sample, other than by an `attribute_map`
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
 # families that count positions from the pad token's id + 1
 _FROM_PADDING = {
@@ -24,16 +24,16 @@ _FROM_PADDING = {
 
 
 class ModelError(ValueError):
-    """A model that cannot be used for its role. The message names the argument and the remedy."""
+    """A model that cannot be used for its role. The message gives the argument and the remedy."""
 
 
 class CustomCodeError(ModelError):
-    """The code of a model is in its repository."""
+    """The model needs code from its repository."""
 
 
 def read_config(model: PreTrainedModel | str, argument: str) -> PretrainedConfig:
-    """A model's Transformers config, without loading weights. Its `dtype` is that of the parameters if the model is
-    loaded, and the checkpoint's otherwise. Its `tie_word_embeddings` is what the parameters show.
+    """A model's Transformers config, without loading weights. Its `dtype` is that of the loaded parameters, or the
+    checkpoint's. Its `tie_word_embeddings` is corrected to what the parameters show.
 
     Raises:
         ModelError: a name or path under which there is no model.
@@ -63,7 +63,7 @@ def read_config(model: PreTrainedModel | str, argument: str) -> PretrainedConfig
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Most tokens of a sample in a model; `None` if its config does not say it."""
+    """Most tokens of a sample; `None` if the config does not give it."""
     config = config.get_text_config()
     positions = next((n for key in _POSITIONS if (n := getattr(config, key, None)) is not None), None)
     if positions is None or config.model_type not in _FROM_PADDING:
@@ -81,8 +81,8 @@ def table_positions(config: PretrainedConfig) -> int | None:
 
 
 def _check_form(model: str, argument: str) -> None:
-    """Raises `ModelError` for a file of packed weights, and for a folder that has an adapter in place of a model or,
-    of a role that is trained, beside it."""
+    """Raises `ModelError` for a file of packed weights, and for a folder with an adapter instead of a model or, if the
+    role is trained, beside a model."""
     if model.endswith(".gguf"):
         raise ModelError(f"{argument}: {model!r} has packed weights (GGUF); give the original model.")
     trains = argument in ("model", "value_model")
@@ -105,7 +105,7 @@ def trained_config(
     """The config of a model that is trained, with the dtype of its parameters in this run.
 
     Args:
-        dtype: in which a model given by path is loaded (`load_policy`).
+        dtype: dtype in which a model given by path is loaded (`load_policy`).
     """
     return loaded_config(config, model, dtype)
 
@@ -116,11 +116,11 @@ def loaded_config(
     dtype: torch.dtype | None = None,
     attention: str | None = None,
 ) -> PretrainedConfig:
-    """The config of a model as it is loaded, a copy where it differs from that of its checkpoint.
+    """The config of a model as it is loaded; a copy if it differs from the checkpoint's.
 
     Args:
-        dtype, attention: with which a model given by name is loaded, as of `from_pretrained`'s `dtype` and
-            `attn_implementation`; `None` for the checkpoint's.
+        dtype, attention: `dtype` and `attn_implementation` of `from_pretrained` for a model given by name; `None` for
+            the checkpoint's.
     """
     if not isinstance(model, str):
         return config
@@ -132,7 +132,7 @@ def loaded_config(
 
 
 def untied(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a config that says that head and embedding are two parameters."""
+    """A copy of a config in which head and embedding are two parameters."""
     config = copy.deepcopy(config)
     untie(config)
     return config

@@ -1,8 +1,6 @@
-"""Makes the roles' models: from a loaded model or from a name or path, without weights, with adapters, frozen.
+"""Makes the roles' models: from a loaded model, a name or a path; without weights, with adapters, or frozen.
 
-A model given by name or path is on the meta device and is read by its engine (`training/weight_source`).
-Which rank loads which model is decided in `runtime/placement/engine_builder`; making the ranks' copies equal is in
-`training/replica_sync`; the models' configs are in `model_configs`.
+A model given by name or path is on the meta device until its engine reads the weights (`training/weight_source`).
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch's generators are seeded, so that parameters that a checkpoint lacks and the matrices of new
-    adapters are the same in every process and every run. The generators' states are restored at the end."""
+    """Seeds torch's generators inside the context, so that parameters that a checkpoint lacks and new adapters are the
+    same in every process and run. Restores the generators' states at the end."""
     accelerator, devices = torch.accelerator.current_accelerator(), list[int]()
     if accelerator is not None and torch.get_device_module(accelerator).is_available():
         is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)
@@ -54,13 +52,13 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """A causal language model. From a name or path it is in `dtype` if it is trained (in float32 mixed precision uses
-    autocast), and in the checkpoint's dtype otherwise.
+    """A causal language model. If given by name or path, it is in `dtype` if it is trained (mixed precision with
+    float32 uses autocast), otherwise in the checkpoint's dtype.
 
     Args:
-        in_parts: from a name or path, on the meta device; its engine reads the parts that its rank needs. A checkpoint
-            that cannot be read in parts is loaded whole.
-        attention: as of `model_configs.loaded_config`.
+        in_parts: whether a model given by name or path stays on the meta device until its engine reads the parts that
+            its rank needs. A checkpoint that cannot be read in parts is loaded whole.
+        attention: `attn_implementation` of `from_pretrained`; `None` for the checkpoint's.
     """
     return _load(AutoModelForCausalLM, model, in_parts, attention, dtype=dtype if trained else "auto")
 
@@ -73,10 +71,10 @@ def load_classifier(
     dtype: torch.dtype | None = None,
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """A sequence classifier with one output, loaded as `load_policy` loads.
+    """A sequence classifier with one output, loaded like `load_policy`.
 
     Args:
-        dtype: in place of float32 or the checkpoint's, for a model that is given by name.
+        dtype: dtype of a model given by name; `None` for float32 or the checkpoint's.
     """
     of_parameters = dtype or (torch.float32 if trained else "auto")
     return _load(AutoModelForSequenceClassification, model, in_parts, attention, num_labels=1, dtype=of_parameters)
@@ -103,7 +101,7 @@ def _load(
 
 
 def shell(config: PretrainedConfig, is_policy: bool = True) -> PreTrainedModel:
-    """The model's modules on the meta device, for a `Trainer` on a rank that has no part of the role."""
+    """The model's modules on the meta device, for a `Trainer` on a rank without a part of the role."""
     if not is_policy:
         config = copy.copy(config)
         config.num_labels = 1
@@ -116,7 +114,7 @@ def blank(config: PretrainedConfig, is_policy: bool, dtypes: Mapping[str, torch.
     """A model with initialized buffers, whose parameters get uninitialized memory from their engine.
 
     Args:
-        dtypes: of the parameters by name; parameters without an entry get the first one.
+        dtypes: dtypes of the parameters by name; parameters without an entry get the first one.
     """
     kind = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
     with init_empty_weights(include_buffers=False), created_whole():
@@ -133,7 +131,7 @@ def blank(config: PretrainedConfig, is_policy: bool, dtypes: Mapping[str, torch.
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's persistent buffers by name, on the CPU: the part of a checkpoint that is not parameters."""
+    """The model's persistent buffers by name, on the CPU."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
         name: tensor.cpu()
@@ -146,7 +144,7 @@ def with_adapters(model: PreTrainedModel, peft_config: PeftConfig, adapter: str 
     """The policy with a new adapter, if `peft_config` asks for one.
 
     Args:
-        adapter: the name of the adapter to train, if there are several.
+        adapter: name of the adapter to train, if there are several.
 
     Raises:
         ModelError: peft is missing, or the model has adapters already.
@@ -175,7 +173,7 @@ def with_adapters(model: PreTrainedModel, peft_config: PeftConfig, adapter: str 
     return model
 
 
-# Settings of a `LoraConfig` with which adapters are created without reading the weights that they adapt.
+# Settings of a `LoraConfig` with which adapters are created without reading the adapted weights.
 _WITHOUT_WEIGHTS = frozenset(
     {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"}
     | {"inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"}
@@ -185,8 +183,8 @@ _WITHOUT_WEIGHTS = frozenset(
 
 
 def adapts_unread(peft_config: PeftConfig | None) -> bool:
-    """True if the adapters can be created before the weights that they adapt are read: LoRA whose matrices are not
-    computed from the weights, with settings that are known here."""
+    """True if the adapters can be created before the adapted weights are read: LoRA whose matrices are not computed
+    from the weights, with settings of `_WITHOUT_WEIGHTS` alone."""
     is_lora = str(getattr(peft_config, "peft_type", "")).rpartition(".")[2] == "LORA"
     if not is_lora or not dataclasses.is_dataclass(peft_config):
         return False
@@ -200,7 +198,7 @@ def adapted_shell(config: PretrainedConfig, peft_config: PeftConfig) -> PreTrain
     """The policy with new adapters, without memory. Initial values that depend on the weights are left out.
 
     Raises:
-        NotImplementedError, RuntimeError: adapters of this kind are created from the weights.
+        NotImplementedError, RuntimeError: adapters of this kind are computed from the weights.
     """
     peft_config = copy.deepcopy(peft_config)  # PEFT writes into it, and into the model's config
     if hasattr(peft_config, "init_lora_weights"):
@@ -212,12 +210,11 @@ def adapted_shell(config: PretrainedConfig, peft_config: PeftConfig) -> PreTrain
 def adapted_policy(
     model: PreTrainedModel | str, config: PretrainedConfig, peft_config: PeftConfig | None
 ) -> PreTrainedModel | None:
-    """The policy with its adapters, perhaps without memory; `None` if it has none.
+    """The policy with its adapters, perhaps without memory; `None` if it has no adapters.
 
     Args:
-        model: the policy as the user gave it, with adapters or without, or its name.
-        config: its Transformers config.
-        peft_config: of the adapter that is added to it; `None` for none.
+        model: the policy as the user gave it, with or without adapters, or its name.
+        peft_config: config of the adapter to add; `None` for none.
     """
     if has_adapters(model):
         return model
@@ -234,11 +231,11 @@ def adapted_policy(
 
 
 def generated_config(config: PretrainedConfig, adapted: PreTrainedModel) -> PretrainedConfig:
-    """The Transformers config of the policy that an engine of its own generates with, its adapters merged. Where an
-    adapter changes the head or the embedding alone, the two are not tied there, against the policy's config.
+    """The Transformers config of the merged policy in a separate generation engine. If an adapter changes the head or
+    the embedding alone, they are not tied there, unlike in the policy.
 
     Args:
-        adapted: of `adapted_policy`.
+        adapted: the model of `adapted_policy`.
     """
     return untied(config) if adapted is not None and adapters_untie(adapted) else config
 
@@ -247,9 +244,8 @@ def adapts_head(model: PreTrainedModel | str, config: PretrainedConfig, peft_con
     """True if an adapter changes the language head of a policy. The head is then no plain linear layer.
 
     Args:
-        model: the policy as the user gave it, with adapters or without, or its name.
-        config: its Transformers config.
-        peft_config: of the adapter that is added to it; `None` for none.
+        model: the policy as the user gave it, with or without adapters, or its name.
+        peft_config: config of the adapter to add; `None` for none.
     """
     if has_adapters(model):
         return type(model.get_base_model().get_output_embeddings()) is not nn.Linear
@@ -260,19 +256,21 @@ def adapts_head(model: PreTrainedModel | str, config: PretrainedConfig, peft_con
     name = next((name for name, module in policy.named_modules() if module is head), "")
     targets = getattr(peft_config, "target_modules", None) or ()
     trained = getattr(peft_config, "modules_to_save", None) or ()
-    if isinstance(targets, str):  # PEFT leaves the head out of "all-linear", and matches other texts with whole names
+    if isinstance(targets, str):  # PEFT excludes the head from "all-linear", and full-matches other patterns
         return re.fullmatch(targets, name) is not None or _is_named(name, trained)
     return _is_named(name, [*targets, *trained])
 
 
 def _is_named(name: str, endings: Sequence[str]) -> bool:
-    """True if a module's name is one of these, or ends with a dot and one of these."""
+    """True if a module's name is one of these endings, or ends with a dot and one of them."""
     return any(f".{name}".endswith(f".{ending}") for ending in endings)
 
 
 def check_trains(model: nn.Module, argument: str) -> None:
-    """Raises:
-    ModelError: all parameters of a role that is trained are frozen, or a parameter that is trained is float16.
+    """Check that a role can be trained.
+
+    Raises:
+        ModelError: all parameters of the model are frozen, or a trainable parameter is float16.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         way_out = (
@@ -297,13 +295,9 @@ def has_adapters(model: object) -> TypeGuard[PeftModel]:
 
 
 def adapter_configs(model: PreTrainedModel | str, peft_config: PeftConfig | None) -> dict[str, PeftConfig]:
-    """The PEFT configs of the adapters that a trained model has or gets, by their names.
-
-    Args:
-        peft_config: of the adapter that it gets, if any.
-    """
-    own = dict(model.peft_config) if has_adapters(model) else {}
-    return own if peft_config is None else {**own, "default": peft_config}
+    """The PEFT configs by adapter name of a trained model: its own adapters and the one of `peft_config`."""
+    existing = dict(model.peft_config) if has_adapters(model) else {}
+    return existing if peft_config is None else {**existing, "default": peft_config}
 
 
 def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.Module], Any]:
@@ -326,16 +320,16 @@ def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.M
 
 
 def own_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A deep copy of a model, without the wrappers that libraries have put around its forward.
+    """A deep copy of a model, without the wrappers of libraries around its forward.
 
     Raises:
-        ModelError: the copy computes with the parameters of the model, because a forward or a hook that a user has put
-            on the model is a closure over it.
+        ModelError: the copy would use the original's parameters, because a user's forward or hook is a closure over
+            the original model.
     """
     copied, changes = copy.deepcopy(model), forward_changes(model)
     base: Any = copied.get_base_model() if has_adapters(copied) else copied
     if "forward" in vars(base) and not any(not change.module for change in changes):
-        del base.forward  # of TRL's it would run the model that was copied
+        del base.forward  # TRL's wrapper would run the original model
     if changes and _computes_with(copied, model):
         raise ModelError(
             f"the run needs a copy of the model, for the reference or for another layout, and the copy would compute "
@@ -347,7 +341,7 @@ def own_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _computes_with(copied: PreTrainedModel, model: PreTrainedModel) -> bool:
-    """True if a forward of a copy uses a parameter of the model that was copied."""
+    """True if a forward of a copy uses a parameter of the original model."""
     theirs, was_training = _Uses(map(id, model.parameters())), copied.training
     device = next(copied.parameters()).device
     with torch.no_grad(), theirs, contextlib.suppress(RuntimeError, TypeError, ValueError):
@@ -357,11 +351,7 @@ def _computes_with(copied: PreTrainedModel, model: PreTrainedModel) -> bool:
 
 
 class _Uses(TorchFunctionMode):
-    """Inside, notes in `found` whether a function of torch gets one of some tensors.
-
-    Args:
-        tensors: the identities of the tensors.
-    """
+    """Sets `found` if a torch function inside gets a tensor with one of these `id`s."""
 
     def __init__(self, tensors: Iterable[int]) -> None:
         super().__init__()
@@ -384,6 +374,6 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
         for module in copied.modules():
             if isinstance(module, ModulesToSaveWrapper):
-                module.set_adapter([])  # otherwise `unload` leaves the module that is trained
+                module.set_adapter([])  # otherwise `unload` leaves the trained module
     frozen: PreTrainedModel = (copied.unload() if has_adapters(copied) else copied).requires_grad_(False).eval()
     return frozen

@@ -1,6 +1,6 @@
-"""Parameters on their way to files, as ranges of the flattened tensors, so that no rank needs a large one whole.
+"""Ranges of flattened parameters that are written to files, so that no rank needs a large parameter whole.
 
-An engine makes them (`base.TrainingEngine.pieces`), `trainer/checkpoint` writes them.
+An engine makes them (`base.TrainingEngine.pieces`); `trainer/checkpoint` writes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Piece:
     """A range of one flattened parameter.
 
     Args:
-        name: of the parameter, as the module has it.
+        name: name of the parameter in the module.
         start: the range's first element.
         values: (n,) elements; may be live memory.
     """
@@ -31,15 +31,15 @@ class Piece:
 
 
 class Assembly:
-    """Makes whole tensors of pieces, in host memory. Holds those of which pieces are missing.
+    """Assembles whole tensors from pieces in host memory. Holds the tensors whose pieces are incomplete.
 
     Args:
-        specs: of the whole tensors, by name.
+        specs: shape and dtype of the whole tensors, by name.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self._specs = specs
-        self._unfinished: dict[str, tuple[Tensor, int]] = {}  # a flat tensor and how many elements it has
+        self._unfinished: dict[str, tuple[Tensor, int]] = {}  # flat tensor and number of elements received
 
     def add(self, piece: Piece) -> Tensor | None:
         """The whole tensor if this is its last piece, otherwise `None`. A piece that is the whole is not copied."""

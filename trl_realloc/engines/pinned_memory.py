@@ -1,5 +1,5 @@
-"""Pinned host memory, with which an accelerator exchanges bytes at the speed of its bus: copies of tensors, and memory
-that is pinned where it is.
+"""Pinned host memory, which an accelerator copies at the full speed of its bus: pinned copies of tensors, and memory
+that is pinned in place.
 
 Torch rounds each pinned allocation up to a power of two, which can double a tensor's bytes. So tensors share blocks
 whose sizes are powers of two.
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-BLOCK_BYTES = 1 << 30  # of a block, unless a tensor is larger
-_ALIGNED = 256  # bytes to which tensors begin, as torch's own allocations do at the least
+BLOCK_BYTES = 1 << 30  # bytes of a block, unless a tensor is larger
+_ALIGNED = 256  # alignment of tensors in bytes; torch's allocator aligns to at least as much
 
 
 def pinned_blocks(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES) -> list[tuple[int, dict[int, int]]]:
@@ -22,35 +22,35 @@ def pinned_blocks(sizes: Sequence[int], block_bytes: int = BLOCK_BYTES) -> list[
 
     Args:
         sizes: bytes of each tensor.
-        block_bytes: of a block, a power of two.
+        block_bytes: bytes of a block, a power of two.
 
     Returns:
-        For each block its bytes, a power of two, and the first byte of each of its tensors by position.
+        For each block its bytes, a power of two, and the byte offset of each of its tensors by position.
     """
     aligned = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
     blocks: list[tuple[int, dict[int, int]]] = []
     used: list[int] = []
-    for position in sorted(range(len(sizes)), key=lambda at: (-aligned[at], at)):
+    for position in sorted(range(len(sizes)), key=lambda index: (-aligned[index], index)):
         size = aligned[position]
-        at = next((at for at, (room, _) in enumerate(blocks) if size <= room - used[at]), len(blocks))
-        if at == len(blocks):
+        index = next((index for index, (room, _) in enumerate(blocks) if size <= room - used[index]), len(blocks))
+        if index == len(blocks):
             blocks.append((max(block_bytes, _power(size)), {}))
             used.append(0)
-        blocks[at][1][position] = used[at]
-        used[at] += size
+        blocks[index][1][position] = used[index]
+        used[index] += size
     return [(min(room, _power(of)), starts) for (room, starts), of in zip(blocks, used, strict=True)]
 
 
 def _power(size: int) -> int:
-    """The least power of two that is not below `size`."""
+    """The least power of two >= `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def pin(memory: Tensor) -> Callable[[], None]:
-    """Pin host memory where it is, for CUDA GPUs. It stays as it is where CUDA cannot.
+    """Pin host memory in place for CUDA GPUs. Does nothing if CUDA cannot pin it.
 
     Returns:
-        A function that ends it, to be called before the memory is freed.
+        A function that unpins it, to be called before the memory is freed.
     """
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):

@@ -1,4 +1,4 @@
-"""Uses of torch beyond its documented interface, and the differences between its releases; they are in this file alone.
+"""All uses of undocumented torch interfaces, and the differences between torch's releases.
 
 Run with torch 2.11, 2.13 and 2.15 (docs/versions.md).
 """
@@ -62,8 +62,8 @@ def cpu_attention(
         query, key, value: (1, heads, tokens, head_dim); keys and values may have fewer heads.
 
     Returns:
-        The result, (1, heads, tokens, head_dim), and the logarithms of the sums of each query's exponentials, (1,
-        heads, tokens), at least float32.
+        The result, (1, heads, tokens, head_dim), and the log-sum-exp of each query's scores, (1, heads, tokens), at
+        least float32.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     result, normalizer = kernel(query, key, value, 0.0, is_causal, scale=scaling)
@@ -83,7 +83,7 @@ def cpu_attention_backward(
     """The gradients of query, key and value of `cpu_attention`.
 
     Args:
-        gradient: of the result.
+        gradient: gradient of the result.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     inputs = (gradient, query, key, value, result, normalizer)
@@ -92,18 +92,18 @@ def cpu_attention_backward(
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if functions of the user's run before or after the optimizer's steps, which may change them."""
+    """True if the user's hooks, which may change the step, run before or after the optimizer's steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def forward_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., object]]]:
-    """The hooks of a module that may change its outputs, each with what it is called."""
+    """(description, hook) of the module's hooks that may change its outputs."""
     tables = ("a forward hook", module._forward_hooks), ("a forward pre-hook", module._forward_pre_hooks)
     return ((what, hook) for what, table in tables for hook in table.values())
 
 
 def gradient_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., object]]]:
-    """The hooks of a module, and of its own parameters, that run in a backward, each with what it is called."""
+    """(description, hook) of the hooks of a module, and of its direct parameters, that run in a backward."""
     named: list[tuple[str, Any]] = [("a backward hook", module._backward_hooks)]
     named += [("a backward pre-hook", module._backward_pre_hooks)]
     for name, parameter in module.named_parameters(recurse=False):
@@ -114,7 +114,7 @@ def gradient_hooks(module: nn.Module) -> Iterator[tuple[str, Callable[..., objec
 
 
 def extensions_folder() -> Path:
-    """The folder in which torch compiles extensions, each in a folder of its own."""
+    """The folder in which torch compiles extensions, each in a subfolder."""
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory("", False))
@@ -122,10 +122,10 @@ def extensions_folder() -> Path:
 
 def wrap_store(wrap: Callable[[dist.Store], dist.Store], mark: str) -> None:
     """Make torch use `wrap(store)` for every key-value store that it connects to for a job's rendezvous. Does nothing
-    the second time.
+    if called again.
 
     Args:
-        mark: an attribute by which a second time is known.
+        mark: name of the attribute that marks torch's function as already wrapped.
     """
     # imported by name, because `torch.distributed.rendezvous` is a function
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")

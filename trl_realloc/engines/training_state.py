@@ -1,8 +1,7 @@
-"""`TrainingState`: one rank's part of the training state of a role: float32 weights, optimizer state, step count.
+"""One rank's part of the training state of a role: float32 weights, optimizer state, step count.
 
-Tensors are named by parameter and key, and divided into boxes, so a state of one layout can be loaded in another.
-Each engine makes its own in `training_state` and `loading`. Checkpoints write and read it (`trainer/checkpoint`), and
-`runtime/placement/run_state` moves it to another plan.
+Tensors are named by parameter and key and divided into boxes, so a state saved in one layout can be loaded in another.
+Checkpoints write and read it (`trainer/checkpoint`), and `runtime/placement/run_state` moves it to another plan.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from ..realloc.layout import Box, flat_boxes, whole
 
 
-MASTER = "master"  # key of a parameter's float32 weight; the other keys are those of the optimizer's state
+MASTER = "master"  # key of a parameter's float32 weight; the other keys are those of the optimizer
 
 Cells = list[tuple[Box, Tensor]]  # boxes of a tensor that a rank holds, each with a live tensor of the box's shape
 
@@ -45,7 +44,7 @@ class StateTensor:
     """One tensor of the training state.
 
     Args:
-        spec: of the whole tensor.
+        spec: shape and dtype of the whole tensor.
         cells: this rank's boxes; may be empty. Several ranks may have the same box, but no two boxes of a tensor
             overlap otherwise.
     """
@@ -55,7 +54,7 @@ class StateTensor:
 
     @staticmethod
     def of(tensor: Tensor, shape: tuple[int, ...] | None = None, box: Box | None = None) -> StateTensor:
-        """A tensor that is the whole, or the `box` of a whole of `shape`. It stays live."""
+        """A tensor that is the whole, or the `box` of a whole tensor of `shape`. It stays live."""
         shape, box = tuple(tensor.shape) if shape is None else shape, whole(tensor.shape) if box is None else box
         cells = [(box, tensor.detach())] if tensor.numel() else []
         return StateTensor(TensorSpec(shape, tensor.dtype), cells)
@@ -67,12 +66,12 @@ class TrainingState:
 
     Args:
         version: number of optimizer steps.
-        tensors: by parameter name and key; of every trained parameter of which this rank holds something.
-        scalars: the rest of the optimizer's state by parameter name, such as `step`. To load, the names for which this
-            rank needs it, each with an empty dict to be filled.
-        group_numbers: the numbers that the optimizer itself keeps in its parameter groups, by the number of the group,
-            of every group of which this rank holds something. To load, every group with an empty dict to be filled.
-        scaler: the state of the loss scaler of float16; empty without one.
+        tensors: tensors by parameter name and key, for every trained parameter with a part on this rank.
+        scalars: the rest of the optimizer's state by parameter name, such as `step`. For loading: an empty dict for
+            each name that this rank needs.
+        group_numbers: numbers that the optimizer keeps in its parameter groups, by group number, for every group with a
+            part on this rank. For loading: an empty dict for every group.
+        scaler: state of the float16 loss scaler; empty without one.
     """
 
     version: int = 0
@@ -90,7 +89,7 @@ class TrainingState:
 
 
 def is_elementwise(value: object) -> bool:
-    """True if a value of an optimizer's state is a tensor with dimensions; others are scalars."""
+    """True if a value of an optimizer's state is a tensor with dimensions, not a scalar."""
     return torch.is_tensor(value) and value.dim() > 0
 
 
@@ -101,23 +100,22 @@ def scalars_of(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def loaded_scalars(optimizer: torch.optim.Optimizer, weight: Tensor, scalars: Mapping[str, object]) -> dict[str, Any]:
-    """Scalars that were loaded, where this optimizer expects them. The fused and capturable optimizers of torch have
-    the step count on the device of the weight, all others in host memory."""
+    """Loaded scalars on the devices that this optimizer expects. Torch's fused and capturable optimizers have the step
+    count on the weight's device, all others in host memory."""
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     device = weight.device if on_device else torch.device("cpu")
     return {key: value.to(device, copy=True) if torch.is_tensor(value) else value for key, value in scalars.items()}
 
 
 def room_for(spec: TensorSpec, current: object, weight: Tensor, full_shape: tuple[int, ...]) -> Tensor:
-    """A tensor for a rank's part of an optimizer's tensor that is to be loaded: `current` if it fits, otherwise new
-    memory.
+    """A tensor to load this rank's part of an optimizer's tensor into: `current` if it fits, otherwise new memory.
 
-    A floating-point tensor of the parameter's shape is divided as the parameter is, and gets the dtype of the weight.
+    A floating-point tensor of the parameter's shape is divided like the parameter and gets the dtype of the weight.
     Others, such as quantized moments, their scales, and factored moments, keep their dtype.
 
     Args:
         weight: this rank's part of the float32 weight.
-        full_shape: of the parameter.
+        full_shape: shape of the whole parameter.
     """
     shape = tuple(weight.shape) if spec.shape == full_shape else spec.shape
     dtype = weight.dtype if spec.dtype.is_floating_point and spec.shape == full_shape else spec.dtype
@@ -130,7 +128,7 @@ def flat_cells(shape: tuple[int, ...], start: int, flat: Tensor) -> Cells:
     """The boxes of a contiguous range of a flattened tensor, with views of its memory.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         start: the first element of the range.
         flat: (n,) the range; elements beyond the end of the tensor are padding.
     """

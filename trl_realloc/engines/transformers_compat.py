@@ -1,8 +1,7 @@
-"""Uses of Transformers beyond its documented interface, and the differences between its releases; they are in this file
-alone.
+"""All uses of undocumented Transformers interfaces, and the differences between Transformers' releases.
 
-Run with Transformers 5.19 to 5.23 (docs/versions.md). A release that lacks one of these names raises `UnknownRelease`,
-whose message the caller turns into a refusal or into a slower way.
+Run with Transformers 5.19 to 5.23 (docs/versions.md). A release that lacks one of these names raises `UnknownRelease`;
+the caller reports its message as an error or uses a slower method.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from transformers.integrations import deepspeed as deepspeed_integration
 
 
 class UnknownRelease(Exception):
-    """The installed release of Transformers lacks a name that is used here. The message says what for."""
+    """The installed release of Transformers lacks a name that is used here. The message says what needs it."""
 
 
 # --- parameters that have values --------------------------------------------------------------------------------------
 
 
 def has_values(tensor: Tensor) -> bool:
-    """True if Transformers counts a parameter or buffer as loaded or drawn."""
+    """True if Transformers counts a parameter or buffer as loaded or initialized."""
     return bool(getattr(tensor, "_is_hf_initialized", False))
 
 
@@ -39,7 +38,7 @@ def keep_values(tensor: Tensor) -> None:
 
 
 def draw_again(module: nn.Module) -> None:
-    """Make `initialize_weights` draw the parameters of a module that are not kept, even if it has drawn them before."""
+    """Make `initialize_weights` initialize a module's parameters again, unless they are marked by `keep_values`."""
     vars(module).pop("_is_hf_initialized", None)
 
 
@@ -53,9 +52,9 @@ class Conversion:
 
     Args:
         converter: Transformers' `WeightConverter`, without tensors.
-        first: the name in the model that Transformers passes to it.
-        sources: pattern of the converter and name in the checkpoint of each tensor, in order.
-        dtype: in which they are computed.
+        first: name in the model that Transformers passes to it.
+        sources: (pattern of the converter, name in the checkpoint) of each tensor, in order.
+        dtype: dtype of the computation.
     """
 
     converter: Any
@@ -67,8 +66,8 @@ class Conversion:
         """The parameters by name in the model.
 
         Args:
-            tensors: gives the checkpoint's tensor of a name.
-            structure: the model on the meta device, not split.
+            tensors: returns the checkpoint's tensor of a name.
+            structure: the unsplit model on the meta device.
         """
         converter = copy.deepcopy(self.converter)
         for pattern, key in self.sources:
@@ -82,8 +81,8 @@ class TensorNames:
     """Names of a model's parameters in a checkpoint.
 
     Args:
-        keys: name in the model -> name in the checkpoint, of those that are stored as they are.
-        conversions: the others.
+        keys: name in the model -> name in the checkpoint, for parameters that are stored unchanged.
+        conversions: computations of all other parameters.
     """
 
     keys: dict[str, str] = field(default_factory=dict)
@@ -94,10 +93,10 @@ def names_in_checkpoint(model: PreTrainedModel, stored: Iterable[str]) -> Tensor
     """The names under which Transformers finds a model's parameters in a checkpoint.
 
     Args:
-        stored: the names of the checkpoint's tensors.
+        stored: names of the checkpoint's tensors.
 
     Raises:
-        UnknownRelease: Transformers does not say.
+        UnknownRelease: this release does not have the function that computes them.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -127,13 +126,13 @@ def names_in_checkpoint(model: PreTrainedModel, stored: Iterable[str]) -> Tensor
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """The names of tied parameters, each with that of the parameter that it is tied to. Changes count."""
+    """The names of tied parameters, each with the name of the parameter that it is tied to. Live: edits take effect."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})  # a user's own class has none
     return tied
 
 
 def form_in_checkpoint(model: PreTrainedModel, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The tensors of a model under the names, and in the form, in which `save_pretrained` writes them."""
+    """A model's tensors under the names and in the form of `save_pretrained`."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
@@ -147,7 +146,7 @@ def names_not_saved(model: PreTrainedModel) -> Collection[str]:
 
 
 def loaded_adapters(model: PreTrainedModel) -> bool:
-    """True if `from_pretrained` has found adapters beside the checkpoint, and loaded them."""
+    """True if `from_pretrained` found adapters beside the checkpoint and loaded them."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -168,7 +167,7 @@ class Header:
 
 
 class HeaderFile:
-    """A safetensors file, of which only the header is read. Has the methods of `safe_open` that Transformers calls."""
+    """A safetensors file of which only the header is read, with the methods of `safe_open` that Transformers calls."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -186,11 +185,11 @@ class HeaderFile:
 
 @contextlib.contextmanager
 def headers_only() -> Iterator[dict[str, HeaderFile]]:
-    """Inside, Transformers reads only the headers of safetensors files and gets tensors on the meta device. Yields the
-    files that it opened, by path.
+    """Makes Transformers read only the headers of safetensors files inside the context; tensors are on the meta device.
+    Yields the opened files by path.
 
     Raises:
-        UnknownRelease: Transformers opens files in another way.
+        UnknownRelease: Transformers opens files by another function.
     """
     opened: dict[str, HeaderFile] = {}
 
@@ -210,8 +209,8 @@ def headers_only() -> Iterator[dict[str, HeaderFile]]:
 
 @contextlib.contextmanager
 def created_whole() -> Iterator[None]:
-    """Inside, Transformers creates and loads models as without ZeRO-3. Partitioning is a collective over the whole job,
-    but only the ranks of a role's meshes create its model."""
+    """Makes Transformers create and load models as without ZeRO-3 inside the context. Partitioning is a collective over
+    the whole job, but only the ranks of a role's meshes create its model."""
     config = deepspeed_integration._hf_deepspeed_config_weak_ref
     deepspeed_integration.unset_hf_deepspeed_config()
     try:
@@ -230,7 +229,7 @@ def attention_name(config: PretrainedConfig) -> str | None:
 
 
 def tensor_parallel_styles(model: PreTrainedModel) -> Mapping[str, str]:
-    """Transformers' way to split each module of a model beside its backbone, by pattern of module names."""
+    """Transformers' tensor-parallel style of each module outside the backbone, by pattern of module names."""
     return model._tp_plan or {}
 
 
@@ -238,10 +237,10 @@ def tensor_parallel_styles(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def recompute_activations(model: PreTrainedModel, settings: Mapping[str, object] | None = None) -> None:
-    """Let a model compute the forwards of its layers again in its backward.
+    """Turn on activation checkpointing of a model's layers.
 
     Args:
-        settings: `activation_checkpointing_kwargs`, also under its older name.
+        settings: TRL's `activation_checkpointing_kwargs`, also under its older name.
     """
     kwargs = dict(settings or {"use_reentrant": False})
     if not hasattr(model, "activation_checkpointing_enable"):
@@ -257,13 +256,13 @@ def recompute_activations(model: PreTrainedModel, settings: Mapping[str, object]
 class AgreedRequest:
     """The manager of a `JITCheckpointCallback` (`enable_jit_checkpoint`) in a job whose ranks save together.
 
-    Transformers' manager requests a checkpoint 3 s after its rank got SIGTERM. The ranks' signals arrive at different
-    times, and perhaps only one rank gets it, but all have to save at the same step.
+    Transformers' manager requests a checkpoint 3 s after its rank got SIGTERM. The ranks get the signal at different
+    times, perhaps only one rank gets it, but all have to save at the same step.
 
     Args:
-        manager: Transformers', which handles the signal.
-        is_requested: True if a rank has a request; called by all ranks together, with this rank's.
-        save: writes the checkpoint; called by all ranks together.
+        manager: Transformers' manager, which handles the signal.
+        is_requested: collective; takes whether this rank has a request, returns True if any rank has one.
+        save: collective; writes the checkpoint.
     """
 
     def __init__(self, manager: Any, is_requested: Callable[[bool], bool], save: Callable[[], None]) -> None:
@@ -272,8 +271,8 @@ class AgreedRequest:
 
     @property
     def is_checkpoint_requested(self) -> bool:
-        """True at the first event of the callback at which a rank has a request. A process gets the signal twice if a
-        cluster sends it to all processes and the launcher passes it on; it is saved once."""
+        """True at the callback's first event at which a rank has a request. If a process gets the signal from both the
+        cluster and the launcher, only one checkpoint is saved."""
         return not self._is_saved and self._is_requested(self._manager.is_checkpoint_requested)
 
     def execute_jit_checkpoint(self) -> None:
@@ -287,7 +286,7 @@ class AgreedRequest:
 def agree_on_jit_checkpoint(
     callbacks: Iterable[Any], is_requested: Callable[[bool], bool], save: Callable[[], None]
 ) -> None:
-    """Let the ranks of a job save together if one of them has got SIGTERM (`AgreedRequest`)."""
+    """Make the ranks of a job save together if one of them gets SIGTERM (`AgreedRequest`)."""
     for callback in callbacks:
         if type(callback).__name__ == "JITCheckpointCallback" and callback.jit_manager is not None:
             callback.jit_manager = AgreedRequest(callback.jit_manager, is_requested, save)

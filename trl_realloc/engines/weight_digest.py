@@ -1,16 +1,16 @@
-"""Digests of tensors by which copies of weights are compared: 64 bits that depend on every bit and on its position.
+"""64-bit digests of tensors to compare copies of weights. A digest depends on every bit and on its position.
 
-A digest is a sum over elements modulo 2^64, so the digest of a tensor is the sum of those of its parts, on whichever
-devices they lie, and does not depend on the order of the additions. Which copies are compared is decided elsewhere.
+A digest is a sum over elements modulo 2^64, so a tensor's digest is the sum of the digests of its parts, on any devices
+and in any order.
 
 The flattened tensor is cut into rows of `row_width` elements, and a row into words of 8 bytes. A word x contributes
-(x + (x >> 31)) * C[its place in the row] * R[the row], with weights C and R that are odd and mixed from all bits of the
-place. An element contributes as the word that has its bits alone, so a part may begin or end within a word.
+(x + (x >> 31)) * C[its place in the row] * R[the row], with odd weights C and R mixed from all bits of the place. An
+element contributes the word with its bits and zeros elsewhere, so a part may begin or end within a word.
 
-A product modulo 2^64 keeps 64 - k bits of the weight of a change by a multiple of 2^k. The shift brings the upper half
-of a word down, so k is at most 32, for a change of nothing but highest bits of words. A change of one bit, or of one
-element of at most 4 bytes, always shows. Changed signs of last elements of words alone go unseen once in 2^31, where
-they form a block of rows and columns once in 2^26; other changes once in 2^40 or less, of 8-bit integers once in 2^32.
+A product modulo 2^64 keeps 64 - k bits of the weight of a change by a multiple of 2^k. The shift adds the upper half of
+a word to the lower, so k is at most 32, for changes of only the highest bits of words. A change of one bit, or of one
+element of at most 4 bytes, always shows. Sign changes of only the last elements of words go unseen with probability
+2^-31, or 2^-26 if they form a block of rows and columns; other changes with 2^-40 or less, of 8-bit integers 2^-32.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..realloc.layout import Box
 
 
 _WORD = 8  # bytes
-_FLAT_ROW = 1 << 16  # elements of a row of a tensor of one dimension
-_CPU_WORDS = 1 << 15  # words that are worked on at a time on a CPU: 256 KiB, which a core's cache holds
-_DEVICE_WORDS = 1 << 22  # on an accelerator: working copies of 32 MiB
+_FLAT_ROW = 1 << 16  # elements of a row of a one-dimensional tensor
+_CPU_WORDS = 1 << 15  # words per block on a CPU: 256 KiB, which fits a core's cache
+_DEVICE_WORDS = 1 << 22  # words per block on an accelerator: working copies of 32 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMN_SALT, _ROW_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344
 
 
 class UndigestedError(ValueError):
-    """A part whose elements are not at rows times columns of its tensor."""
+    """The elements of a part are not some columns of some rows of its tensor."""
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -45,12 +45,11 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def part_digest(part: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
-    """The digest that a part of a tensor contributes to that of the whole, 0-dimensional int64 on the part's device.
+    """The contribution of a part to the tensor's digest, 0-dimensional int64 on the part's device.
 
     Args:
-        part: of the box's shape.
-        box: of the tensor.
-        shape: of the tensor.
+        box: position of the part in the tensor.
+        shape: shape of the whole tensor.
     """
     strides = _strides(shape)
     start = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
@@ -58,14 +57,14 @@ def part_digest(part: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
 
 
 def strided_digest(part: Tensor, start: int, strides: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """As `part_digest`, of a part whose element [i, j, ...] is element start + i * strides[0] + j * strides[1] + ... of
-    the flattened tensor.
+    """`part_digest` of a part whose element [i, j, ...] is element start + i * strides[0] + j * strides[1] + ... of the
+    flattened tensor.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the whole tensor.
 
     Raises:
-        UndigestedError: the positions are not those of whole rows, or of some columns of some rows.
+        UndigestedError: the positions are neither whole rows nor some columns of some rows.
     """
     part = part.detach()
     if not part.numel():
@@ -77,7 +76,7 @@ def strided_digest(part: Tensor, start: int, strides: Sequence[int], shape: Sequ
 
 
 def has_digest(sizes: Sequence[int], start: int, strides: Sequence[int], shape: Sequence[int]) -> bool:
-    """True if `strided_digest` takes a part of these sizes and positions."""
+    """True if `strided_digest` supports a part of these sizes and positions."""
     width = row_width(shape)
     falling = sorted(((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1), reverse=True)
     of_rows = sum(stride % width == 0 for stride, _ in falling)
@@ -91,7 +90,7 @@ def has_digest(sizes: Sequence[int], start: int, strides: Sequence[int], shape: 
 
 
 def numbers(digests: Sequence[Tensor]) -> list[int]:
-    """Digests as numbers, with one wait for a device. They may lie on several."""
+    """Digests as numbers, with one wait per device."""
     return torch.stack([digest.to(digests[0].device) for digest in digests]).tolist() if digests else []
 
 
@@ -101,7 +100,6 @@ def total(digests: Iterable[int]) -> int:
 
 
 def row_width(shape: Sequence[int]) -> int:
-    """The number of elements of a row."""
     return shape[-1] if len(shape) > 1 else max(1, min(prod(shape), _FLAT_ROW))
 
 
@@ -111,11 +109,11 @@ def forget_weights() -> None:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    return [prod(shape[at + 1 :]) for at in range(len(shape))]
+    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _digest(part: Tensor, start: int, strides: Sequence[int], width: int) -> Tensor:
-    """As `strided_digest`, with falling strides and without dimensions of size 1."""
+    """`strided_digest` for falling strides and without dimensions of size 1."""
     of_rows = sum(stride % width == 0 for stride in strides)
     columns = list(zip(part.shape[of_rows:], strides[of_rows:], strict=True))
     if any(stride % width for stride in strides[:of_rows]):
@@ -130,33 +128,32 @@ def _digest(part: Tensor, start: int, strides: Sequence[int], width: int) -> Ten
     return (sums * _at(_ROW_SALT, row_places, part.device)).sum()
 
 
-def _over_rows(part: Tensor, start: int, strides: Sequence[int], width: int, at: int) -> Tensor:
-    """As `_digest`, of a part whose dimension `at` goes on from row to row: up to the first row's end, whole rows, and
-    the rest."""
-    size, stride = part.shape[at], strides[at]
-    inner = sum((n - 1) * s for n, s in zip(part.shape[at + 1 :], strides[at + 1 :], strict=True))
+def _over_rows(part: Tensor, start: int, strides: Sequence[int], width: int, axis: int) -> Tensor:
+    """`_digest` of a part whose dimension `axis` spans rows: the end of the first row, whole rows, the rest."""
+    size, stride = part.shape[axis], strides[axis]
+    inner = sum((n - 1) * s for n, s in zip(part.shape[axis + 1 :], strides[axis + 1 :], strict=True))
     if width % stride or start % stride + inner >= stride:
         raise UndigestedError(f"strides {strides} in rows of {width}")
     of_row = width // stride
     head = min(size, -(start % width // stride) % of_row)
     whole = (size - head) // of_row
-    found = torch.zeros((), dtype=torch.int64, device=part.device)
+    result = torch.zeros((), dtype=torch.int64, device=part.device)
     for begin, length in ((0, head), (head + whole * of_row, size - head - whole * of_row)):
         if length:
-            found += _digest(part.narrow(at, begin, length), start + begin * stride, strides, width)
+            result += _digest(part.narrow(axis, begin, length), start + begin * stride, strides, width)
     if whole:
-        rows = part.narrow(at, head, whole * of_row).unflatten(at, (whole, of_row))
-        found += _digest(rows, start + head * stride, [*strides[:at], width, *strides[at:]], width)
-    return found
+        rows = part.narrow(axis, head, whole * of_row).unflatten(axis, (whole, of_row))
+        result += _digest(rows, start + head * stride, [*strides[:axis], width, *strides[axis:]], width)
+    return result
 
 
-_Places = range | Tensor  # consecutive places, or an int64 tensor of them
+_Places = range | Tensor  # consecutive places, or an int64 tensor of places
 
 
 def _places(start: int, sizes: Sequence[int], strides: Sequence[int]) -> _Places:
     """start + i * strides[0] + j * strides[1] + ..., for all i, j, ... in order."""
     count = prod(sizes)
-    if all(stride == prod(sizes[at + 1 :]) for at, stride in enumerate(strides) if sizes[at] > 1):
+    if all(stride == prod(sizes[axis + 1 :]) for axis, stride in enumerate(strides) if sizes[axis] > 1):
         return range(start, start + count)
     places = torch.full((), start, dtype=torch.int64)
     for size, stride in zip(sizes, strides, strict=True):
@@ -165,23 +162,18 @@ def _places(start: int, sizes: Sequence[int], strides: Sequence[int]) -> _Places
 
 
 def _row_sums(values: Tensor, places: _Places) -> Tensor:
-    """(rows,) int64: the sum of each row's contributions, without the row's weight.
-
-    Args:
-        values: (rows, columns) integers.
-        places: of the columns, in the row.
-    """
+    """(rows,) int64: sum of the contributions of each row of (rows, columns) integers, without the row's weight."""
     size, device = values.element_size(), values.device
     most = (_CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS) * _WORD // size
     if len(places) > most:
         blocks = range(0, len(places), most)
-        return torch.stack([_row_sums(values[:, at : at + most], places[at : at + most]) for at in blocks]).sum(0)
+        return torch.stack([_row_sums(values[:, i : i + most], places[i : i + most]) for i in blocks]).sum(0)
     of_word = _WORD // size
-    if not isinstance(places, range):  # a word for each element
+    if not isinstance(places, range):  # one word per element
         weights = _at(_COLUMN_SALT, places // of_word, device)
         shifts = (places % of_word * size * 8).to(device)
         return torch.cat([_products(_bits(part) << shifts, weights) for part in _copied(values)])
-    before, after = places.start % of_word, -places.stop % of_word  # elements of the first and last word
+    before, after = places.start % of_word, -places.stop % of_word  # missing elements of the first and last word
     weights = _at(_COLUMN_SALT, range(places.start // of_word, (places.stop + after) // of_word), device)
     if not before and not after and _lies_in_words(values):
         return _products(values.view(torch.int64), weights)
@@ -189,7 +181,6 @@ def _row_sums(values: Tensor, places: _Places) -> Tensor:
 
 
 def _lies_in_words(values: Tensor) -> bool:
-    """True if rows of integers can be viewed as rows of words."""
     size = values.element_size()
     starts = (values.storage_offset(), *values.stride()[:-1])
     return (
@@ -198,13 +189,13 @@ def _lies_in_words(values: Tensor) -> bool:
 
 
 def _copied(values: Tensor) -> Sequence[Tensor]:
-    """The rows of integers in blocks of which working copies are made. On a CPU torch copies each in one thread."""
+    """The rows in blocks to make working copies of. On a CPU one thread copies each block."""
     most = _CPU_WORDS if values.device.type == "cpu" else _DEVICE_WORDS
     return values.split(max(1, most // values.shape[1]))
 
 
 def _in_words(values: Tensor, before: int, after: int) -> Tensor:
-    """A copy of rows of integers as rows of words, with zeros in place of the first and last words' other elements."""
+    """A copy of rows of integers as rows of words; the missing elements of the first and last word are zeros."""
     rows, columns = values.shape
     padded = values.new_zeros(rows, before + columns + after)
     padded[:, before : before + columns] = values
@@ -212,12 +203,11 @@ def _in_words(values: Tensor, before: int, after: int) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """int64: the bits of integers as numbers."""
     return values.long() & ((1 << 8 * values.element_size()) - 1) if values.element_size() < _WORD else values
 
 
 def _products(words: Tensor, weights: Tensor) -> Tensor:
-    """(rows,) int64: the sums of rows of words times weights. On a CPU by NumPy, in one thread, because torch's threads
+    """(rows,) int64: sums of words times weights. NumPy computes them on a CPU, in one thread, because torch's threads
     wait for each other on busy cores."""
     on_cpu = words.device.type == "cpu"
     rows = max(1, (_CPU_WORDS if on_cpu else _DEVICE_WORDS) // len(weights))
@@ -236,7 +226,7 @@ def _products(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def _at(salt: int, places: _Places, device: torch.device) -> Tensor:
-    """(n,) int64: the weights of places."""
+    """(n,) int64: weights of places."""
     if not len(places):
         return torch.ones(0, dtype=torch.int64, device=device)
     last = places.stop - 1 if isinstance(places, range) else int(places.max())
@@ -246,7 +236,7 @@ def _at(salt: int, places: _Places, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _weights(salt: int, count: int, device: torch.device) -> Tensor:
-    """(count,) int64: an odd weight for each place, mixed from all bits of it as by splitmix64."""
+    """(count,) int64: odd weights, mixed from all bits of the place by splitmix64."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

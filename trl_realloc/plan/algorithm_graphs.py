@@ -18,9 +18,8 @@ def ppo_graph(*, proximal: bool = False) -> DataflowGraph:
     """PPO's six calls.
 
     Args:
-        proximal: with a seventh, `actor.forward`, which computes the log-probabilities of the responses under the
-            policy as it is before the iteration's training. The correction for old rollouts needs them
-            (`algorithms.corrections`).
+        proximal: add a seventh call, `actor.forward`, which computes the responses' log-probabilities under the policy
+            before the iteration's training. The correction for old rollouts needs them (`algorithms.corrections`).
     """
     training = (*_TRAINING, PROXIMAL_LOGPROBS) if proximal else _TRAINING
     recomputed = (Call(Role.ACTOR, CallKind.FORWARD, _SAMPLE, (PROXIMAL_LOGPROBS,)),) if proximal else ()
@@ -38,12 +37,12 @@ def ppo_graph(*, proximal: bool = False) -> DataflowGraph:
 
 
 def grpo_graph(*, reference: bool = True, reward_models: bool = True) -> DataflowGraph:
-    """GRPO (Shao et al. 2024) and RLOO (Ahmadian et al. 2024): several responses of each prompt, each a sample, and no
-    critic. `actor.forward` computes the log-probabilities and entropies that the loss of the host is a function of.
+    """GRPO (Shao et al. 2024) and RLOO (Ahmadian et al. 2024): several responses per prompt, each a sample, and no
+    critic. `actor.forward` computes the log-probabilities and entropies for the host trainer's loss.
 
     Args:
-        reference: with the log-probabilities of the reference, for a KL penalty.
-        reward_models: with the scores of reward models. Reward functions need no call.
+        reference: add the reference's log-probabilities, for a KL penalty.
+        reward_models: add the scores of reward models. Reward functions need no call.
     """
     frozen = [Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",))] if reference else []
     frozen += [Call(Role.REWARD, CallKind.FORWARD, _SAMPLE, ("scores",))] if reward_models else []
@@ -60,14 +59,14 @@ def grpo_graph(*, reference: bool = True, reward_models: bool = True) -> Dataflo
 
 def has_host_loop(graph: DataflowGraph) -> bool:
     """True if another library's loop asks for the calls, as TRL's does for GRPO and RLOO: one after the other, each on
-    a whole batch. A plan's streams and its staleness let calls run before they are asked for."""
+    a whole batch. With streams or a staleness, calls run before the loop asks for them."""
     return any(ENTROPIES in call.outputs for call in graph.calls)
 
 
 def remax_graph() -> DataflowGraph:
     """ReMax (Li et al. 2023) for the planner: the greedy response's reward is the baseline. One call generates both
-    responses, because decoding them in one batch takes fewer steps than in two. The executor runs it as two calls with
-    labels (docs/algorithms.md)."""
+    responses, because one batch takes fewer decoding steps than two. The executor runs it as two calls with labels
+    (docs/algorithms.md)."""
     greedy = "greedy_responses"
     return DataflowGraph(
         (
@@ -79,7 +78,7 @@ def remax_graph() -> DataflowGraph:
     )
 
 
-# Those that can be run: PPO and GRPO (RLOO has its graph) by trainers, ReMax by the executor.
+# Trainers run PPO, GRPO and RLOO (with GRPO's graph); the executor runs ReMax.
 GRAPHS: Mapping[str, Callable[[], DataflowGraph]] = {
     "ppo": ppo_graph,
     "grpo": grpo_graph,

@@ -1,6 +1,6 @@
 """`Assignment`: the device mesh, parallel strategy and engine of one call, and which calls each engine can run.
 
-Checks one call at a time. Whether the assignments of several calls fit together is checked in `execution_plan`.
+Checks one call at a time. `execution_plan` checks whether the assignments of several calls fit together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EngineAbility:
 _LEARNS = frozenset({CallKind.FORWARD, CallKind.TRAIN})
 _GENERATES = frozenset({CallKind.GENERATE})
 
-# Which kinds of call, degrees and stages a plan may give an engine. What it takes to run them: docs/engines.md.
+# Kinds of call, degrees and stages that a plan may give an engine. Their requirements are in docs/engines.md.
 ENGINE_ABILITIES: Mapping[str, EngineAbility] = {
     "zero": EngineAbility(_LEARNS, ("dp",), (0, 1, 2, 3)),
     "megatron": EngineAbility(_LEARNS, ("dp", "tp", "pp"), (0, 1)),
@@ -36,7 +36,7 @@ ENGINES = tuple(ENGINE_ABILITIES)
 
 
 def engines_for(kind: CallKind) -> str:
-    """The engines that can run calls of that kind, as text: `zero or megatron`."""
+    """The engines for calls of a kind, as text: `zero or megatron`."""
     return " or ".join(name for name, ability in ENGINE_ABILITIES.items() if kind in ability.kinds)
 
 
@@ -45,12 +45,12 @@ class ParallelStrategy:
     """Distribution of a call over its mesh, which must have exactly `size` devices.
 
     Args:
-        dp: data-parallel degree: the number of groups that the samples are divided among.
+        dp: data-parallel degree.
         tp: tensor-parallel degree.
         pp: pipeline-parallel degree.
-        zero_stage: what the data-parallel group shards: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also
-            parameters.
-        micro_batch_tokens: most tokens of one forward, prompts included; `None` for the trainer's default.
+        zero_stage: ZeRO stage of the data-parallel group: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3
+            also parameters.
+        micro_batch_tokens: maximum tokens of one forward, prompts included; `None` for the trainer's default.
 
     Raises:
         PlanError: a value is not an integer or out of its range.
@@ -79,19 +79,19 @@ class ParallelStrategy:
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """Number of devices."""
         return self.dp * self.tp * self.pp
 
     @property
     def parameter_layout(self) -> tuple[int, int, int, bool]:
-        """(dp, tp, pp, sharded): determines which device holds which part of a parameter. ZeRO stages 0 to 2 do not
-        shard parameters."""
+        """(dp, tp, pp, sharded): determines the device of each part of a parameter. ZeRO stages 0 to 2 do not shard
+        parameters."""
         return self.dp, self.tp, self.pp, self.zero_stage == 3
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """(dp, tp, pp, zero_stage): determines which device holds which part of a parameter, its gradient and its
-        optimizer state."""
+        """(dp, tp, pp, zero_stage): determines the device of each part of a parameter, its gradient and its optimizer
+        state."""
         return self.dp, self.tp, self.pp, self.zero_stage
 
     def __str__(self) -> str:
@@ -106,12 +106,12 @@ class Assignment:
     """Mesh, parallel strategy, engine and memory use of one call.
 
     Args:
-        offload: keep the parameters that the call uses in host memory between its uses: a frozen role's parameters, a
-            copy of a trained role's in another layout, or the weights of a vLLM engine, whose cache is freed.
+        offload: keep the call's parameters in host memory between its uses: a frozen role's parameters, a copy of a
+            trained role's parameters in another layout, or the weights of a vLLM engine, whose cache is freed.
         drop: free a copy of a trained role's parameters, or all memory of a vLLM engine, between the call's uses. The
             parameters are sent again before the next use.
-        memory_share: share of a GPU's memory that the call's vLLM engine takes; `None` for that of the settings
-            (`vllm_gpu_memory_utilization`), or `MEMORY_SHARE`.
+        memory_share: share of a GPU's memory for the call's vLLM engine; `None` for the setting
+            `vllm_gpu_memory_utilization`, or `MEMORY_SHARE`.
 
     Raises:
         PlanError: the engine does not exist, or a value has the wrong type.
@@ -153,7 +153,7 @@ class Assignment:
 
     @staticmethod
     def from_dict(value: object) -> Assignment:
-        """The inverse of `to_dict`. Raises `PlanError` with all that is wrong, unknown and missing keys included."""
+        """The inverse of `to_dict`. Raises `PlanError` with all problems, including unknown and missing keys."""
         if not isinstance(value, Mapping):
             raise PlanError(f"an assignment reads like {{mesh: 0-1, engine: zero, dp: 2}}, not {shown(value)}.")
         strategy_keys = [part.name for part in fields(ParallelStrategy)]
@@ -177,31 +177,30 @@ class Assignment:
 # Training on 5,800 tokens took 0.90 s in forwards of 512 to 1,024 tokens, 1.15 s in two of 4,096 (3.5-million-parameter
 # Llama, 2 cores).
 CACHED_TOKENS = 1024
-# Samples that a vLLM engine decodes at once, unless a user says otherwise: vLLM's own largest default. It refuses more
-# than the tokens of one of its forwards, and captures no graph for so many.
+# Default maximum of samples that a vLLM engine decodes at once: vLLM's largest default. vLLM refuses a number above the
+# tokens of one forward, and captures no CUDA graphs for so many samples.
 MAX_SLOTS = 1024
-MEMORY_SHARE = 0.3  # of a GPU's memory for a vLLM engine, where neither the plan nor the settings say it
+MEMORY_SHARE = 0.3  # share of a GPU's memory for a vLLM engine, if neither the plan nor the settings have one
 
-# Of an accelerator: most logits of a forward that are in memory whole, in elements (1 GiB in bfloat16), and of a slice,
-# 440 rows of a vocabulary of 152,000, so that products are of matrices.
+# On an accelerator: maximum logits of a forward in memory at once, in elements (1 GiB in bfloat16), and of a slice (440
+# rows of a vocabulary of 152,000, enough for efficient matrix products).
 MAX_LOGITS, LOGITS_SLICE = 1 << 29, 1 << 26
 
-# Most elements of the buffer in which DeepSpeed collects gradients before it reduces them (`reduce_bucket_size`). Its
-# default, 5e8, takes 2 GB of float32 for each model that is trained. A tenth of it is still 100 MB in 16 bits, and
-# reductions of tens of MB already have the bandwidth of the links.
+# Maximum elements of the buffer in which DeepSpeed collects gradients before it reduces them (`reduce_bucket_size`).
+# The default, 5e8, takes 2 GB of float32 per trained model. A tenth of it is still 100 MB in 16 bits, and reductions of
+# tens of MB already reach the links' bandwidth.
 REDUCE_BUCKET = 50_000_000
 
-RELEASE_FLAGS = ("offload", "drop")  # what can be done with a call's parameters between its uses
+RELEASE_FLAGS = ("offload", "drop")  # treatments of a call's parameters between its uses
 
 
 def between_uses(assignment: Assignment) -> str:
-    """The flag that says what happens to a call's memory between its uses, `offload` or `drop`; an empty text if
-    nothing does."""
+    """The flag for a call's memory between its uses, `offload` or `drop`; an empty text without one."""
     return next((name for name in RELEASE_FLAGS if getattr(assignment, name)), "")
 
 
 def sleeps(assignment: Assignment) -> bool:
-    """True if the call's vLLM engine gives its memory back between its uses."""
+    """True if the call's vLLM engine releases its memory between its uses."""
     return assignment.engine == "vllm" and (assignment.offload or assignment.drop)
 
 
@@ -211,17 +210,17 @@ def whole_everywhere(assignment: Assignment) -> bool:
 
 
 def runs_in_step(call: Call, assignment: Assignment) -> bool:
-    """True if all replicas of a call run each of its forwards together, because it has collectives over the mesh: those
-    in which ZeRO's stage 3 gathers parameters, and in a backward those of DeepSpeed's gradients (stages 1 to 3)."""
+    """True if all replicas of a call run each of its forwards together, because it has collectives over the mesh: ZeRO
+    stage 3's all-gathers of parameters, and in a backward DeepSpeed's reductions of gradients (stages 1 to 3)."""
     stage = assignment.strategy.zero_stage
     return stage == 3 or (assignment.engine == "zero" and call.trains and stage > 0)
 
 
 def in_place(home: Assignment, other: Assignment) -> bool:
-    """True if a call can use a trained role's parameters where the training has them, so that nothing is reallocated.
+    """True if a call can use a trained role's parameters in place, without a reallocation.
 
     This is so if both have the same layout, or if each device of the call holds all parameters. Generation on the mesh
-    that ZeRO stage 3 shards over is in place too: every device there needs every parameter, and gathering them over the
+    of a ZeRO stage 3 training is in place too: every device there needs every parameter, and an all-gather over the
     mesh moves the fewest bytes.
 
     Args:
@@ -239,10 +238,10 @@ def in_place(home: Assignment, other: Assignment) -> bool:
 
 
 def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, trained: bool) -> Iterator[str]:
-    """Sentences about what is wrong with an assignment of `call`.
+    """Sentences about problems with an assignment of `call`.
 
     Args:
-        trained: whether a call of the graph trains the call's role.
+        trained: a call of the graph trains the call's role.
     """
     mesh, strategy, engine = assignment.mesh, assignment.strategy, assignment.engine
     problems = Problems()

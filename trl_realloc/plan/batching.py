@@ -1,4 +1,4 @@
-"""Divides samples: among data-parallel replicas by their work, and into micro-batches of a token budget. The order of
+"""Divides samples among data-parallel replicas by their work, and into micro-batches of a token budget. Orders
 micro-batches on the stages of a pipeline."""
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from .prefix_tree import PrefixTree
 
 
 def work(lengths: Sequence[int], attention_at: float) -> list[float]:
-    """Work of each sample, in tokens of a short one: its length, and for its attention a part that grows with the
-    length's square.
+    """Work of each sample, in units of a token of a short sample: the length, plus a quadratic term for attention.
 
     Args:
-        lengths: tokens of each sample.
-        attention_at: the length at which attention takes as long as all else (`ModelSpec.attention_at`); infinity for
-            the lengths alone.
+        lengths: number of tokens of each sample.
+        attention_at: the length at which attention takes as long as the rest of the model (`ModelSpec.attention_at`);
+            infinity for the lengths alone.
     """
     return [length + length * length / attention_at for length in lengths]
 
@@ -30,7 +29,7 @@ def balance(sizes: Sequence[float], parts: int) -> list[list[int]]:
     part the samples keep their order.
 
     Args:
-        sizes: of each sample, such as its tokens or its `work`.
+        sizes: size of each sample, such as its tokens or its `work`.
 
     Returns:
         `parts` lists of positions. Every position of `range(len(sizes))` is in one of them; some may be empty.
@@ -45,31 +44,30 @@ def balance(sizes: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def balance_shared(tree: PrefixTree, parts: int, attention_at: float = math.inf) -> list[list[int]]:
-    """Divide samples that share tokens among `parts` ranks, each of which computes what its samples share once. Those
-    that share much stay together as far as the largest work of a rank is less so. The result is as of `balance`.
+    """Divide samples with common prefixes among `parts` ranks, each of which computes a common prefix once. Samples
+    with long common prefixes stay together if this reduces the largest work of a rank. The result is that of `balance`.
 
     Args:
-        attention_at: as of `work`.
+        attention_at: the argument of `work`.
     """
     divisions = [balance(work(tree.lengths, attention_at), parts)]
     (together,) = tree.work_of([range(len(tree.lengths))], attention_at)
     for largest in (together / (parts * pieces) for pieces in (1, 2, 4)):
         groups = tree.branches(largest, attention_at)
         dealt = balance([size for size, _ in groups], parts)
-        divisions.append([sorted(i for at in part for i in groups[at][1]) for part in dealt])
+        divisions.append([sorted(i for index in part for i in groups[index][1]) for part in dealt])
     return min(divisions, key=lambda division: max(tree.work_of(division, attention_at)))
 
 
 def stage_batches(lengths: Sequence[int], budget: int, stages: int, tree: PrefixTree | None = None) -> list[list[int]]:
-    """Divide samples into the micro-batches of a pipeline: as few as the budget allows, one for each stage if there are
-    enough samples, and with tokens as even as possible, because each takes as long as the widest one.
+    """Divide samples into the micro-batches of a pipeline: as few as the budget allows but at least one per stage if
+    there are enough samples, with tokens as even as possible, because each takes as long as the widest one.
 
     Args:
-        lengths: tokens of each sample.
-        budget: most tokens of a micro-batch. A longer sample has a micro-batch to itself.
-        tree: of the samples, where they share tokens. Those that share much are kept together as far as all stages take
-            less time so: that of the widest micro-batch, once for each micro-batch and once more for each stage but
-            one.
+        lengths: number of tokens of each sample.
+        budget: maximum tokens of a micro-batch. A longer sample has a separate micro-batch.
+        tree: prefix tree of samples with common prefixes. Samples with long common prefixes stay together if this
+            reduces the pipeline's time: (micro-batches + stages - 1) times the widest micro-batch.
 
     Returns:
         Lists of positions; none is empty.
@@ -79,7 +77,7 @@ def stage_batches(lengths: Sequence[int], budget: int, stages: int, tree: Prefix
     widest, count = max(budget, *lengths) if lengths else budget, max(stages, -(-sum(lengths) // budget))
     while True:
         batches = [batch for batch in balance(lengths, min(count, len(lengths))) if batch]
-        if count >= len(lengths) or all(sum(lengths[at] for at in batch) <= widest for batch in batches):
+        if count >= len(lengths) or all(sum(lengths[position] for position in batch) <= widest for batch in batches):
             return batches
         count += 1
 
@@ -90,16 +88,16 @@ def _shared_stage_batches(tree: PrefixTree, budget: int, stages: int) -> list[li
     for count in range(fewest, min(len(tree.lengths), fewest + 2 * stages) + 1):
         groups = tree.branches(max(longest, min(budget, -(-tree.tokens // count))))
         parts = [part for part in balance([tokens for tokens, _ in groups], count) if part]
-        widest = max(sum(groups[at][0] for at in part) for part in parts)
+        widest = max(sum(groups[index][0] for index in part) for part in parts)
         seconds = (len(parts) + stages - 1) * widest
         if widest <= max(budget, longest) and seconds < least:
-            best, least = [sorted(i for at in part for i in groups[at][1]) for part in parts], seconds
+            best, least = [sorted(i for index in part for i in groups[index][1]) for part in parts], seconds
     return best or micro_batches(tree.lengths, budget, tree)
 
 
 def one_f_one_b(micro_batches: int, stages: int, stage: int) -> list[tuple[int, bool]]:
-    """1F1B: the tasks of a pipeline's stage in order, as (micro-batch, whether it is the backward). At most
-    `stages - stage` micro-batches are between their forward and their backward."""
+    """1F1B: the tasks of a pipeline stage in order, as (micro-batch, is_backward). At most `stages - stage`
+    micro-batches are between their forward and their backward."""
     warm = min(micro_batches, stages - stage)
     order = [(micro_batch, False) for micro_batch in range(warm)]
     for micro_batch in range(micro_batches):
@@ -110,15 +108,15 @@ def one_f_one_b(micro_batches: int, stages: int, stage: int) -> list[tuple[int, 
 
 
 def micro_batches(lengths: Sequence[int], budget: int, tree: PrefixTree | None = None) -> list[list[int]]:
-    """Pack samples into micro-batches of at most `budget` tokens. A longer sample has a micro-batch to itself.
+    """Pack samples into micro-batches of at most `budget` tokens. A longer sample has a separate micro-batch.
 
     First fit with the longest sample first: samples of similar length are together, so an engine that pads adds little
     padding.
 
     Args:
-        lengths: tokens of each sample.
-        tree: of the samples, where they share tokens. Those that share much are packed together, and what they share
-            counts once.
+        lengths: number of tokens of each sample.
+        tree: prefix tree of samples with common prefixes. Samples with long common prefixes are packed together, and a
+            common prefix counts once.
 
     Returns:
         Lists of positions; none is empty.
@@ -126,7 +124,7 @@ def micro_batches(lengths: Sequence[int], budget: int, tree: PrefixTree | None =
     if tree is not None:
         groups = tree.branches(budget)
         packed = micro_batches([int(tokens) for tokens, _ in groups], budget)
-        return [[at for group in batch for at in groups[group][1]] for batch in packed]
+        return [[member for group in batch for member in groups[group][1]] for batch in packed]
     batches: list[list[int]] = []
     room: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -1,6 +1,6 @@
 """`Cluster`: the nodes and devices of a job, and `DeviceMesh`: the devices of one call.
 
-A device is one rank of the job; devices are numbered node by node. What runs on a mesh is in `assignment`.
+A device is one rank of the job; devices are numbered node by node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DeviceMesh:
 
     @property
     def leader(self) -> int:
-        """The first device, which acts for the mesh where one device is enough."""
+        """The first device, which acts for the mesh if one device is enough."""
         return self.first
 
     @property
@@ -68,7 +68,7 @@ class DeviceMesh:
 
     @staticmethod
     def parse(value: str | int | Sequence[int]) -> DeviceMesh:
-        """The mesh that is written as `"0-3"`, `2`, `"2"` or `[0, 1, 2, 3]`. The inverse of `str`.
+        """The mesh of a text or list such as `"0-3"`, `2`, `"2"` or `[0, 1, 2, 3]`. The inverse of `str`.
 
         Raises:
             PlanError: the value is none of these, or a list that is not consecutive and ascending.
@@ -91,7 +91,7 @@ class Cluster:
     """`nodes` nodes of `devices_per_node` devices each; device d is number `d % devices_per_node` of its node.
 
     Args:
-        memory_gb: of a device, in 10^9 bytes; `None` if unknown, then no plan is checked against it.
+        memory_gb: memory of a device, in 10^9 bytes; `None` if unknown, which skips the memory check of plans.
 
     Raises:
         PlanError: a count is not an integer from 1, or the memory is not a number above 0.
@@ -127,7 +127,7 @@ class Cluster:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh of all devices, which is always legal."""
+        """The mesh of all devices."""
         return DeviceMesh(0, self.size)
 
     def __str__(self) -> str:
@@ -135,8 +135,7 @@ class Cluster:
 
 
 def is_legal(mesh: DeviceMesh, cluster: Cluster) -> bool:
-    """True if a mesh is whole consecutive nodes, or a power-of-two part of one node that starts at a multiple of its
-    size."""
+    """True if a mesh is whole consecutive nodes, or a power-of-two part of one node, aligned to its size."""
     if mesh.last >= cluster.size:
         return False
     start = mesh.first % cluster.devices_per_node
@@ -178,7 +177,7 @@ def legal_meshes(cluster: Cluster) -> tuple[DeviceMesh, ...]:
 
 
 def nearest_mesh(mesh: DeviceMesh, cluster: Cluster) -> DeviceMesh:
-    """The legal mesh that is nearest in size, then in first device; of two, the larger, then the earlier.
+    """The legal mesh that is nearest in size, then in first device. The larger, then the earlier one wins a tie.
 
     Looks only at meshes near `mesh`, because a cluster of a thousand nodes has half a million meshes.
     """
@@ -202,8 +201,8 @@ def nearest_mesh(mesh: DeviceMesh, cluster: Cluster) -> DeviceMesh:
 
 
 def halves(cluster: Cluster) -> tuple[DeviceMesh, DeviceMesh]:
-    """Two disjoint legal meshes for two calls that run at once. The smaller one is as large as possible, because its
-    call usually ends last; then the larger one is as large as possible.
+    """Two disjoint legal meshes for two concurrent calls. The smaller one is as large as possible, because its call
+    usually ends last; then the larger one is as large as possible.
 
     Several nodes are divided between nodes (3 nodes: 2 and 1). One node is divided within the node: 8 devices give 4
     and 4, 6 give 0-3 and 4-5, 3 give 0-1 and 2; 5 give 0-1 and 2-3, and device 4 is not used.

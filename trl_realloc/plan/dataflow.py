@@ -1,7 +1,7 @@
 """`DataflowGraph`: the model function calls of one iteration of an algorithm, and the edges between them.
 
 Data edges are the sample columns that calls read and write. Parameter edges lead from a role's training to its other
-calls in the next iteration. Where and how a call runs is in `assignment`.
+calls in the next iteration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
 
 
 _LABEL = re.compile(r"[a-z0-9_]{1,40}")
-MAX_COLUMNS = 100  # of a call in a graph that is read from a file
+MAX_COLUMNS = 100  # maximum number of columns of a call in a file
 
 
 class Role(StrEnum):
@@ -30,7 +30,7 @@ class Role(StrEnum):
 
 
 class CallKind(StrEnum):
-    """Use that a call makes of its role's model."""
+    """A call's use of its role's model."""
 
     GENERATE = "generate"
     FORWARD = "forward"
@@ -42,8 +42,8 @@ class Call:
     """One use of one role in one iteration.
 
     Args:
-        inputs, outputs: names of the samples' columns that it reads and writes.
-        passes: how many responses of each sample it processes, such as 2 for the sampled and the greedy one in ReMax.
+        inputs, outputs: names of the sample columns that it reads and writes.
+        passes: number of responses per sample, such as 2 for ReMax (sampled and greedy).
         label: distinguishes several calls of one role and kind in an iteration: `actor.generate.greedy`.
 
     Raises:
@@ -85,7 +85,7 @@ class DataEdge(NamedTuple):
 
 
 class ParameterEdge(NamedTuple):
-    """The call `source` trains in iteration t the parameters that the call `target` uses in iteration t + 1."""
+    """The call `source` in iteration t trains the parameters of the call `target` in iteration t + 1."""
 
     source: str
     target: str
@@ -99,8 +99,8 @@ class DataflowGraph:
         sources: the columns that come from the data set.
 
     Raises:
-        PlanError: with a sentence for each problem: a call or an output column that occurs twice, a role that two calls
-            train, an input that no call makes, a cycle of calls.
+        PlanError: a call or an output column occurs twice, two calls train a role, no call makes an input, or calls
+            form a cycle. The message has a sentence for each problem.
     """
 
     calls: tuple[Call, ...]
@@ -136,12 +136,12 @@ class DataflowGraph:
         return problems
 
     def _unknown_inputs(self) -> list[str]:
-        known = [*self.sources, *(column for call in self.calls for column in call.outputs)]
+        columns = [*self.sources, *(column for call in self.calls for column in call.outputs)]
         return [
-            f"{call.name} reads the column {shown(column)}, which no call makes; {suggest(column, known)}"
+            f"{call.name} reads the column {shown(column)}, which no call makes; {suggest(column, columns)}"
             for call in self.calls
             for column in call.inputs
-            if column not in known
+            if column not in columns
         ]
 
     @cached_property
@@ -176,8 +176,7 @@ class DataflowGraph:
 
     @cached_property
     def data_edges(self) -> tuple[DataEdge, ...]:
-        """An edge for each pair of calls of which one reads the other's columns, ordered by consumer and then
-        producer."""
+        """An edge for each pair of calls where one reads the other's columns, ordered by consumer and then producer."""
         edges = []
         for consumer in map(self.call, self.order):
             for producer in map(self.call, self.order):
@@ -199,7 +198,7 @@ class DataflowGraph:
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
-        """The roles that have a call, in order of first use."""
+        """The roles with calls, in order of first use."""
         return tuple(dict.fromkeys(self.call(name).role for name in self.order))
 
     @cached_property
@@ -208,7 +207,7 @@ class DataflowGraph:
         return tuple(role for role in self.roles if self.train_call(role) is not None)
 
     def calls_of(self, kind: CallKind, role: Role | None = None) -> tuple[str, ...]:
-        """The names of the calls of a kind in order; only those of `role` if it is given."""
+        """The names of the calls of a kind, and of `role` if it is not `None`, in order."""
         calls = map(self.call, self.order)
         return tuple(call.name for call in calls if call.kind is kind and role in (None, call.role))
 
@@ -221,7 +220,7 @@ class DataflowGraph:
         return tuple(call.name for call in map(self.call, self.order) if call.role is role and not call.trains)
 
     def without(self, names: Collection[str]) -> DataflowGraph:
-        """The graph without these calls and without their outputs among the inputs of the others."""
+        """The graph without these calls. Their outputs are removed from the other calls' inputs."""
         gone = {column for call in self.calls if call.name in names for column in call.outputs}
         left = [call for call in self.calls if call.name not in names]
         read = [replace(call, inputs=tuple(column for column in call.inputs if column not in gone)) for call in left]

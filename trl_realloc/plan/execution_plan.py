@@ -1,8 +1,8 @@
-"""`ExecutionPlan`: the device mesh, parallel strategy and engine of every model function call, and how calls overlap,
-as an object and as YAML.
+"""`ExecutionPlan`: the device mesh, parallel strategy and engine of every model function call, and the overlap of
+calls, as an object and as YAML.
 
 Object and YAML file convert to each other without loss. The constructor refuses an invalid plan with all of its
-problems at once. How plans are chosen is in `planner`.
+problems at once. `planner` chooses plans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .streams import Streams, stream_problems, streamed_calls
 __all__ = ["ENGINES", "Assignment", "Assignments", "ExecutionPlan", "ParallelStrategy", "PlanError"]
 
 
-MAX_CALLS = 100  # of an iteration; the known algorithms have at most seven
+MAX_CALLS = 100  # maximum number of calls of an iteration; known algorithms have at most seven
 LONGEST_NAME = 200  # characters
 
 
@@ -62,17 +62,16 @@ class ExecutionPlan:
     """The assignment of every call of a graph.
 
     Args:
-        assignments: by call name.
-        name: for messages and reports.
-        streams: how scoring begins while samples are being generated; `None` if every call waits for whole batches.
-        barrier: an iteration begins when the one before has ended on every device. Otherwise generation begins when its
-            parameters have been trained.
-        staleness: how far generation and scoring run ahead of the training.
-        fused: two calls that train at the same time on one mesh; the stages of the second lie in the opposite
-            direction. Empty if each call trains by itself.
+        name: the plan's name in messages and reports.
+        streams: settings of scoring during the generation; `None` if every call waits for whole batches.
+        barrier: an iteration begins after the previous one has ended on every device. Otherwise generation begins when
+            its parameters have been trained.
+        staleness: number of updates that generation and scoring run ahead of the training.
+        fused: two calls that train at the same time on one mesh; the second's pipeline stages are in reverse order.
+            Empty if each call trains alone.
 
     Raises:
-        PlanError: with a sentence for each problem of the plan.
+        PlanError: the plan is invalid. The message has a sentence for each problem.
     """
 
     cluster: Cluster
@@ -100,7 +99,7 @@ class ExecutionPlan:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Call names in the order in which every device runs its calls."""
+        """Call names in the order of execution on every device."""
         return self.graph.order
 
     def mesh(self, name: str) -> DeviceMesh:
@@ -108,20 +107,19 @@ class ExecutionPlan:
 
     @property
     def reallocations(self) -> tuple[ParameterEdge, ...]:
-        """The parameter edges whose two calls have different layouts, so that each new version must be moved."""
+        """The parameter edges between calls with different layouts, on which each new version must be moved."""
         return tuple(edge for edge in self.graph.parameter_edges if not in_place(self[edge.source], self[edge.target]))
 
     @cached_property
     def streamed(self) -> tuple[str, ...]:
-        """The calls that take part in the streams, in order; empty if the plan has none."""
+        """The streamed calls in order; empty without streams."""
         return streamed_calls(self.graph, self.assignments, self.streams)
 
     def runs_of(self, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        """These calls, in the order in which every device runs them: the fused ones together, the others one by
-        one.
+        """These calls in the order of execution: the fused calls together, the others one by one.
 
         Args:
-            names: in the plan's order.
+            names: call names in the plan's order.
         """
         return together(self.fused, names)
 
@@ -144,15 +142,15 @@ class ExecutionPlan:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, from which `from_dict` makes an equal plan. PPO's graphs are left out, because its
-        calls tell which of the two it is."""
+        """The plan as plain values, from which `from_dict` makes an equal plan. PPO's graphs are left out, because the
+        calls identify them."""
         cluster = {name: value for name, value in vars(self.cluster).items() if value is not None}
         calls = {name: assignment.to_dict() for name, assignment in self.assignments.items()}
         graph = {} if self.graph == _ppo_graph_of(self.assignments) else {"graph": self.graph.to_dict()}
         return {"name": self.name, "cluster": cluster, **graph, **self._overlap(), "calls": calls}
 
     def _overlap(self) -> dict[str, object]:
-        """The fields that say how calls overlap, without those that are the default."""
+        """The fields about the overlap of calls that are not the default."""
         streams = {} if self.streams is None else {"streams": self.streams.to_dict() or True}
         staleness = {"staleness": self.staleness.to_dict()} if self.staleness != Staleness() else {}
         fused = {"fused": list(self.fused)} if self.fused else {}
@@ -163,10 +161,10 @@ class ExecutionPlan:
         """The inverse of `to_dict`.
 
         Args:
-            graph: of a plan that has none written; by default PPO's.
+            graph: the graph of a plan without a `graph` key; by default PPO's.
 
         Raises:
-            PlanError: with all problems at once, including unknown keys.
+            PlanError: the plan is invalid. The message has all problems, including unknown keys.
         """
         if not isinstance(value, Mapping):
             raise PlanError(f"a plan has the keys cluster and calls; this is {shown(value)}.")
@@ -214,7 +212,7 @@ class ExecutionPlan:
         return ExecutionPlan(cluster, assignments, graph, name, streams, barrier, staleness, fused)
 
     def to_yaml(self) -> str:
-        """The plan as YAML: a line for each call, after a comment that explains the fields."""
+        """The plan as YAML: a comment on the fields, and a line for each call."""
         plain = self.to_dict()
         lines = [_HEADER, _named(self.name), f"cluster: {_flow(plain['cluster'])}\n"]
         if "graph" in plain:
@@ -235,7 +233,7 @@ class ExecutionPlan:
     @staticmethod
     def load(path: str | Path) -> ExecutionPlan:
         """The plan in a YAML file. Raises `PlanError`, with the file's name in each sentence, if the file is missing or
-        wrong."""
+        invalid."""
         text = read_text(path, "the plan")
         try:
             return ExecutionPlan.from_yaml(text)
@@ -246,37 +244,33 @@ class ExecutionPlan:
 def _problems(
     cluster: Cluster, assignments: Mapping[str, Assignment], graph: DataflowGraph, unread: Sequence[str] = ()
 ) -> list[str]:
-    """A sentence for each problem.
-
-    Args:
-        unread: calls that the plan has, but whose assignments could not be read. They are not reported as missing.
-    """
+    """A sentence for each problem. Calls of the plan with unreadable assignments (`unread`) are not reported as
+    missing."""
     unknown = [name for name in [*assignments, *unread] if name not in graph.order]
     problems = [f"there is no call {shown(name)}; {suggest(name, graph.order)}" for name in unknown]
     present = {*assignments, *unread, *(nearest(name, graph.order) for name in unknown)}
     problems += [
         f"{name} is missing; say which mesh and engine it runs on." for name in graph.order if name not in present
     ]
-    known = {name: assignments[name] for name in graph.order if name in assignments}
-    for name, assignment in known.items():
+    assigned = {name: assignments[name] for name in graph.order if name in assignments}
+    for name, assignment in assigned.items():
         call = graph.call(name)
         trained = graph.train_call(call.role) is not None
         problems += [f"{name}: {problem}" for problem in assignment_problems(call, assignment, cluster, trained)]
     for source, target in graph.parameter_edges:
-        if source not in known or target not in known or known[target].engine == "vllm":
-            continue  # a vLLM engine has weights of its own wherever it runs
-        if in_place(known[source], known[target]):
+        if source not in assigned or target not in assigned or assigned[target].engine == "vllm":
+            continue  # a vLLM engine always has separate weights
+        if in_place(assigned[source], assigned[target]):
             problems += [
                 f"{target}: it works with the very parameters that {source} trains, which stay where they are; leave "
                 f"{flag} out, or give it a layout of its own."
                 for flag in RELEASE_FLAGS
-                if getattr(known[target], flag)
+                if getattr(assigned[target], flag)
             ]
     return problems
 
 
 def _ppo_graph_of(calls: object) -> DataflowGraph:
-    """PPO's graph for a plan with these calls: with `actor.forward` if they have it."""
     return ppo_graph(proximal=isinstance(calls, Mapping) and PROXIMAL_CALL in calls)
 
 

@@ -1,8 +1,7 @@
-"""Fits a plan to the calls of a run: leaves out calls that the run does not have, and puts missing forwards of policies
-in place of `actor.train`.
+"""Fits a plan to the calls of a run: leaves out calls that the run does not have, and adds missing forwards of policies
+in the layout of `actor.train`.
 
-One plan so serves runs with and without a correction of old rollouts, a reference or a critic. Presets are made for the
-run's calls (`presets`).
+So one plan serves runs with and without a correction of old rollouts, a reference or a critic. Presets need no fitting.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .execution_plan import ExecutionPlan
 from .streams import Streams
 
 
-# every form of the algorithms whose trainers fit a plan, the one with all calls first
+# every form of the supported algorithms' graphs; the first has all calls
 _FORMS = (
     ppo_graph(proximal=True),
     ppo_graph(),
@@ -30,10 +29,10 @@ REFERENCE_CALL = "reference.forward"
 
 
 def plan_of_run(plan: ExecutionPlan, graph: DataflowGraph) -> ExecutionPlan:
-    """The plan for a run with these calls. A notice says what was changed.
+    """The plan for a run with these calls. Notices report the changes.
 
     Raises:
-        PlanError: the plan is for another algorithm; it lacks a call of the run that cannot run in place of
+        PlanError: the plan is for another algorithm; it lacks a call of the run that cannot take the layout of
             `actor.train`; or it streams only calls that the run does not have.
     """
     if plan.graph == graph:
@@ -66,14 +65,14 @@ def plan_of_run(plan: ExecutionPlan, graph: DataflowGraph) -> ExecutionPlan:
 
 
 def read_plan(value: object, graph: DataflowGraph | None) -> ExecutionPlan:
-    """The plan in a dictionary. One without a graph is read for the calls of a run as far as it has them, so that
-    `plan_of_run` fits it.
+    """The plan in a dictionary. A plan without a graph gets a graph of the run's calls that it has, so that
+    `plan_of_run` can fit it.
 
     Args:
         graph: the run's calls; `None` for PPO's.
 
     Raises:
-        PlanError: with all problems at once.
+        PlanError: the plan is invalid. The message has all problems.
     """
     calls = value.get("calls") if isinstance(value, Mapping) else None
     if graph is None or not isinstance(calls, Mapping):
@@ -83,36 +82,36 @@ def read_plan(value: object, graph: DataflowGraph | None) -> ExecutionPlan:
 
 def in_place_of_training(training: Assignment) -> Assignment:
     """The assignment of a forward on the mesh and in the layout of a training, so that no parameters move."""
-    # stages 1 and 2 shard what a forward does not have
+    # stages 1 and 2 shard optimizer state and gradients, which a forward does not have
     stage = training.strategy.zero_stage if training.strategy.zero_stage == 3 else 0
     return Assignment(training.mesh, replace(training.strategy, zero_stage=stage), training.engine)
 
 
 def _graph_of_calls(calls: Mapping[str, object], graph: DataflowGraph) -> DataflowGraph:
-    """The graph with these calls: the run's, or where the plan has more than the run all calls of GRPO or of PPO,
-    without those that the plan leaves out and may leave out."""
+    """The graph of a plan with these calls: the run's graph, or GRPO's or PPO's whole graph if the plan has further
+    calls, without the calls that the plan leaves out and may leave out."""
     further = set(calls).intersection(_ALL_CALLS.order).difference(graph.order)
     of_groups = has_host_loop(graph) and further <= {*grpo_graph().order}
     whole = (grpo_graph() if of_groups else _ALL_CALLS) if further else graph
-    # a misspelt call is not one that is left out
+    # a misspelt call is not left out
     meant = {nearest(name, graph.order) for name in calls if name not in whole.order}
     may_lack = {*_placed_calls(graph), *(name for name in whole.order if name not in graph.order)}
     return whole.without([name for name in whole.order if name in may_lack and name not in {*calls, *meant}])
 
 
 def _is_known(graph: DataflowGraph) -> bool:
-    """True if a plan's graph is a form of PPO's or GRPO's, perhaps without calls that a plan may leave out."""
+    """True if a plan's graph is a form of PPO's or GRPO's graph, perhaps without some calls."""
     return any(graph == form.without([name for name in form.order if name not in graph.order]) for form in _FORMS)
 
 
 def _placed_calls(graph: DataflowGraph) -> Collection[str]:
-    """The calls of a run that a plan may leave out, and that then run in place of `actor.train`. PPO always has a
-    reference, so its plans say where it runs."""
+    """The calls that a plan may leave out, and that then run in the layout of `actor.train`. PPO always has a
+    reference, so its plans must place it."""
     return (PROXIMAL_CALL,) if Role.CRITIC in graph.roles else (PROXIMAL_CALL, REFERENCE_CALL)
 
 
 def _setting(name: str, graph: DataflowGraph) -> str:
-    """The setting that decides whether a run of PPO or of GRPO has a call; an empty text if none does."""
+    """The setting that decides whether a run of PPO or GRPO has a call; an empty text without one."""
     settings = (
         {PROXIMAL_CALL: "vllm_importance_sampling_correction"}
         if Role.CRITIC in graph.roles
@@ -124,10 +123,10 @@ def _setting(name: str, graph: DataflowGraph) -> str:
 def _streams_without(streams: Streams | None, names: Collection[str]) -> Streams | None:
     if streams is None or streams.calls is None or not names:
         return streams
-    kept = tuple(call for call in streams.calls if call not in names)
-    if not kept:
+    remaining = tuple(call for call in streams.calls if call not in names)
+    if not remaining:
         raise PlanError(
             f"the plan streams {' and '.join(streams.calls)} alone, which this run does not have; leave streams out of "
             f"the plan."
         )
-    return replace(streams, calls=kept)
+    return replace(streams, calls=remaining)

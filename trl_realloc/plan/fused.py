@@ -1,8 +1,8 @@
-"""The rules for which two calls can train at the same time on one mesh (`ExecutionPlan.fused`).
+"""The rules for two calls that train at the same time on one mesh (`ExecutionPlan.fused`).
 
-The pipeline stages of the second role lie in the opposite direction, so that a stage can compute for one role while it
-would wait for the other (RLHFuse, arXiv 2409.13221, section 5). The order of the forwards and backwards is chosen by
-the planner. Who runs them is in `engines/training/fused_training`.
+The second role's pipeline stages are in reverse order, so that a stage can compute for one role while it would wait for
+the other (RLHFuse, arXiv 2409.13221, section 5). The planner chooses the order of the forwards and backwards, and
+`engines/training/fused_training` runs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read_fused(value: object) -> Fused:
 
 
 def fused_problems(graph: DataflowGraph, assignments: Mapping[str, Assignment], fused: Fused) -> Iterator[str]:
-    """Sentences about what is wrong with the calls that a plan fuses."""
+    """Sentences about problems with the calls that a plan fuses."""
     if not isinstance(fused, tuple) or len(fused) not in (0, 2) or not all(isinstance(name, str) for name in fused):
         yield f"fused names two calls, like {_EXAMPLE}, not {shown(fused)}."
         return
@@ -51,9 +51,9 @@ def fused_problems(graph: DataflowGraph, assignments: Mapping[str, Assignment], 
 
 
 def _mesh_problems(first: str, second: str, assignments: Mapping[str, Assignment]) -> Iterator[str]:
-    one, other = assignments[first], assignments[second]
-    if one.mesh != other.mesh:
-        yield f"fused: {first} is on mesh {one.mesh} and {second} on {other.mesh}; give both the same mesh."
+    left, right = assignments[first], assignments[second]
+    if left.mesh != right.mesh:
+        yield f"fused: {first} is on mesh {left.mesh} and {second} on {right.mesh}; give both the same mesh."
     elsewhere = [name for name in (first, second) if assignments[name].engine != ENGINE]
     if elsewhere:
         yield (
@@ -61,7 +61,7 @@ def _mesh_problems(first: str, second: str, assignments: Mapping[str, Assignment
             f"engine {ENGINE} can run two roles at the same time."
         )
         return
-    stages = one.strategy.pp, other.strategy.pp
+    stages = left.strategy.pp, right.strategy.pp
     if min(stages) == 1:
         yield (
             f"fused: {first if stages[0] == 1 else second} has pp: 1; fusing fills the time in which the stages of a "
@@ -69,12 +69,12 @@ def _mesh_problems(first: str, second: str, assignments: Mapping[str, Assignment
         )
     elif max(stages) % min(stages):
         yield f"fused: pp {stages[0]} of {first} and pp {stages[1]} of {second}: one must divide the other."
-    if one.strategy.tp != other.strategy.tp:
-        yield f"fused: tp {one.strategy.tp} of {first} and tp {other.strategy.tp} of {second}; give both the same tp."
+    if left.strategy.tp != right.strategy.tp:
+        yield f"fused: tp {left.strategy.tp} of {first} and tp {right.strategy.tp} of {second}; give both the same tp."
 
 
 def order_problems(graph: DataflowGraph, fused: tuple[str, str]) -> Iterator[str]:
-    """Both calls are run in the place of the later one."""
+    """A sentence for each call between the two that needs the earlier one: both run in the place of the later one."""
     earlier, later = sorted(fused, key=graph.order.index)
     call = graph.call(earlier)
     for name in graph.order[graph.order.index(earlier) + 1 : graph.order.index(later) + 1]:
@@ -84,7 +84,7 @@ def order_problems(graph: DataflowGraph, fused: tuple[str, str]) -> Iterator[str
 
 
 def joined(calls: Collection[str]) -> str:
-    """The name of calls that run together, as one task or one bar of a picture."""
+    """The joint name of calls that run together."""
     return _AND.join(calls)
 
 
@@ -94,8 +94,8 @@ def parted(name: str) -> tuple[str, ...]:
 
 
 def together(fused: Fused, order: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """The calls of `order` in the order in which they are run: the fused ones together in the place of the later one,
-    if both are in `order`; the others one by one."""
+    """The calls of `order` in the order of execution: the fused calls together in the place of the later one, if both
+    are in `order`; the others one by one."""
     if not fused or not set(fused) <= set(order):
         return tuple((name,) for name in order)
     earlier, later = sorted(fused, key=list(order).index)
@@ -103,8 +103,8 @@ def together(fused: Fused, order: Collection[str]) -> tuple[tuple[str, ...], ...
 
 
 def is_reversed(graph: DataflowGraph, assignments: Mapping[str, Assignment], fused: Fused, call: str) -> bool:
-    """True if the first pipeline stage of a call is on the last device of its pipeline. This is so for the second fused
-    call, and for the calls that use the parameters where that call trains them."""
+    """True if the first pipeline stage of a call is on the last device of its pipeline: for the second fused call, and
+    for the calls that use its parameters in place."""
     if not fused or graph.call(call).role is not graph.call(fused[1]).role:
         return False
     home, assignment = assignments[fused[1]], assignments[call]

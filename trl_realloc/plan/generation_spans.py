@@ -1,13 +1,11 @@
-"""`GenerationSpans`: when an engine generated, divided where samples ended, so that a timeline shows their flow."""
+"""`GenerationSpans`: the spans of an engine's generation, divided at the ends of samples."""
 
 from __future__ import annotations
 
 from .timeline import Span
 
 
-SHORTEST_SPAN = (
-    0.1  # of the time since the generation's start: the shortest span, so that an engine has some 30 of them
-)
+SHORTEST_SPAN = 0.1  # shortest span, as a share of the time since the generation's start; gives some 30 spans
 
 
 class GenerationSpans:
@@ -16,18 +14,18 @@ class GenerationSpans:
     def __init__(self, call: str, device: int, step: int, start: float) -> None:
         self.call, self.device, self.step, self.start = call, device, step, start
         self.spans: list[Span] = []
-        self._begun = start  # of the span that is not closed yet
-        self._samples = self._tokens = 0  # of that span
+        self._begun = start  # start of the open span
+        self._samples = self._tokens = 0  # counts of the open span
 
     def finished(self, now: float, samples: int, tokens: int = 0) -> None:
-        """Samples have ended."""
+        """Record the end of samples."""
         self._samples += samples
         self._tokens += tokens
         if now - self._begun > SHORTEST_SPAN * (now - self.start):
             self._close(now)
 
     def end(self, end: float) -> list[Span]:
-        """All spans of a generation that has ended."""
+        """End the generation. Returns all spans."""
         if end > self._begun or self._samples or not self.spans:
             self._close(end)
         return self.spans

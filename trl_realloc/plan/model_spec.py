@@ -1,8 +1,8 @@
 """`ModelSpec`: a model's parameters computed from its Transformers config: names, shapes, cuts, bytes and FLOPs.
 
 Pure: imports neither Transformers nor torch. The families of `FAMILIES` can be split by tensor and pipeline. Any other
-model can be described by its parameters' shapes, and held whole or in flat partitions. Which device holds which part is
-in `realloc/layout`.
+model can be described by its parameters' shapes, and held whole or in flat partitions. Placements on devices are in
+`realloc/layout`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ParameterSpec:
     """One parameter.
 
     Args:
-        name: as in `named_parameters`.
-        shape: of the whole parameter.
+        name: name in `named_parameters`.
+        shape: shape of the whole parameter.
         layer: the decoder layer's number; `FIRST` for the embedding, the number of layers for parameters after them.
-        cut: how a tensor-parallel group divides it; `None` if every rank of the group has all of it.
+        cut: division among a tensor-parallel group; `None` if every rank of the group has the whole parameter.
     """
 
     name: str
@@ -57,15 +57,16 @@ class ModelSpec:
 
     Args:
         family: the config's `model_type`; empty for a model that is described by its shapes.
-        parameters: in the order of `named_parameters`; a tied parameter once.
-        bytes_per_element: of every parameter.
-        layers, heads, kv_heads, head_dim, hidden, inner, vocabulary: 0 if unknown. `inner` is the channels of an MLP.
+        parameters: parameters in the order of `named_parameters`; a tied parameter once.
+        bytes_per_element: bytes of an element of every parameter.
+        layers, heads, kv_heads, head_dim, hidden, inner, vocabulary: sizes; 0 if unknown. `inner` is the channels of an
+            MLP.
         tied: the embedding is also the language model head.
-        activation_bytes: per element of activations, keys and values, whose dtype is the one that is computed in; 0 for
+        activation_bytes: bytes of an element of activations, keys and values (the compute dtype); 0 for
             `bytes_per_element`.
-        trained_share: share of the elements that a training call trains; below 1 where it trains adapters.
-        is_base: the model is the policy of the same run without the adapters that it trains. In the layout of the
-            policy's training it has no parameters of its own.
+        trained_share: share of the elements that a training call trains; below 1 with adapters.
+        is_base: the model is the policy of the same run without its adapters. In the layout of the policy's training it
+            needs no separate parameters.
         whole_logits: all logits of a forward are in memory together, because the model changes them after its head or
             an adapter changes the head. Other models compute many logits in slices.
     """
@@ -98,7 +99,7 @@ class ModelSpec:
             head: `lm` for a causal language model, `score` for a sequence classifier with one output.
 
         Raises:
-            PlanError: the family is not in `FAMILIES`, or the config has a number that no model can have.
+            PlanError: the family is not in `FAMILIES`, or a number of the config is out of range.
         """
         values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         family = str(values.get("model_type", ""))
@@ -133,7 +134,7 @@ class ModelSpec:
         """The spec of any model, from its parameters' names and shapes. It cannot be split by tensor or pipeline.
 
         Args:
-            vocabulary: of a causal language model; 0 for a sequence classifier.
+            vocabulary: vocabulary size of a causal language model; 0 for a sequence classifier.
         """
         parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
         return ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary)
@@ -153,7 +154,7 @@ class ModelSpec:
 
     @cached_property
     def layer_elements(self) -> float:
-        """Elements of a decoder layer on average; of the whole model if its layers are unknown."""
+        """Mean elements of a decoder layer; elements of the whole model if its layers are unknown."""
         if not self.layers:
             return self.elements
         return sum(p.elements for p in self.parameters if 0 <= p.layer < self.layers) / self.layers
@@ -168,13 +169,12 @@ class ModelSpec:
 
     @cached_property
     def outputs(self) -> int:
-        """Numbers that the head computes for a token: the vocabulary's size for a language model, 1 for a
-        classifier."""
+        """Size of the head's output for a token: the vocabulary for a language model, 1 for a classifier."""
         return max(1, self.head_elements // self.hidden if self.layers else self.vocabulary)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.activation_bytes
 
     @property
@@ -235,7 +235,7 @@ class ModelSpec:
         return not self._uneven_in_vllm(tp)
 
     def _uneven_in_vllm(self, tp: int) -> str:
-        """The parts of the model that vLLM cannot share evenly among tp devices, in words; empty if there are none.
+        """A phrase for the parts of the model that vLLM cannot divide evenly over tp devices; empty if there are none.
         vLLM repeats key/value heads if there are fewer than tp, and pads the vocabulary."""
         padded = -(-self.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
         rests = {
@@ -252,8 +252,8 @@ class ModelSpec:
         8.1, expressed in the parameters' sizes.
 
         Args:
-            tokens: of all samples together.
-            squared_lengths: the sum of the samples' lengths squared.
+            tokens: number of tokens of all samples.
+            squared_lengths: sum of the samples' squared lengths.
         """
         matrices = [p for p in self.parameters if len(p.shape) == 2 and (p.layer != FIRST or self.tied)]
         attention = 4 * self.layers * self.heads * self.head_dim * squared_lengths
@@ -261,8 +261,8 @@ class ModelSpec:
 
     @property
     def attention_at(self) -> float:
-        """The length of a sample, in tokens, at which its causal attention has as many FLOPs as all else: half of the
-        pairs of positions. Infinity for a model whose layers are not known. Windows are not counted."""
+        """The length of a sample, in tokens, at which its causal attention (half of the pairs of positions) has as many
+        FLOPs as the rest of the model. Infinity if the layers are unknown. Ignores attention windows."""
         of_token, of_pair = self.forward_flops(1), self.forward_flops(0, 1)
         return 2 * of_token / of_pair if of_pair else math.inf
 
@@ -287,7 +287,7 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
     problems.refuse()
 
 
-# The sizes that a config must have, each with an upper bound far above the largest known model's.
+# The required sizes of a config, with upper bounds far above the largest known model's.
 _SIZES: Mapping[str, int] = {
     "num_hidden_layers": 10_000,
     "num_attention_heads": 100_000,
@@ -315,8 +315,8 @@ def stage_of_layer(layers: int, pp: int, layer: int) -> int:
 
 
 def _weights(name: str, rows: int, columns: int, layer: int, cut: Cut | None, bias: bool) -> Iterator[ParameterSpec]:
-    """The parameters of a linear layer. If it is cut by rows, its bias is cut too. If it is cut by columns, the bias is
-    whole and is added once after the sum."""
+    """The parameters of a linear layer. A cut by rows also cuts the bias. With a cut by columns, the bias is whole and
+    is added once after the sum."""
     yield ParameterSpec(f"{name}.weight", (rows, columns), layer, cut)
     if bias:
         yield ParameterSpec(f"{name}.bias", (rows,), layer, cut if cut is not None and cut.dim == 0 else None)
@@ -331,20 +331,20 @@ def _llama_like(spec: ModelSpec, values: Mapping[str, Any], head: Head) -> Itera
     mlp_bias = spec.family == "llama" and bool(values.get("mlp_bias", False))
     yield ParameterSpec("model.embed_tokens.weight", (spec.vocabulary, hidden), FIRST, Cut(0))
     for layer in range(spec.layers):
-        at = f"model.layers.{layer}"
-        yield from _weights(f"{at}.self_attn.q_proj", queries, hidden, layer, group, qkv_bias)
+        prefix = f"model.layers.{layer}"
+        yield from _weights(f"{prefix}.self_attn.q_proj", queries, hidden, layer, group, qkv_bias)
         for name in ("k_proj", "v_proj"):
-            yield from _weights(f"{at}.self_attn.{name}", keys, hidden, layer, Cut(0, spec.head_dim), qkv_bias)
+            yield from _weights(f"{prefix}.self_attn.{name}", keys, hidden, layer, Cut(0, spec.head_dim), qkv_bias)
         across = Cut(1, queries // spec.kv_heads)
-        yield from _weights(f"{at}.self_attn.o_proj", hidden, queries, layer, across, biased)
+        yield from _weights(f"{prefix}.self_attn.o_proj", hidden, queries, layer, across, biased)
         if spec.family == "qwen3":
             for name in ("q_norm", "k_norm"):
-                yield ParameterSpec(f"{at}.self_attn.{name}.weight", (spec.head_dim,), layer)
+                yield ParameterSpec(f"{prefix}.self_attn.{name}.weight", (spec.head_dim,), layer)
         for name in ("gate_proj", "up_proj"):
-            yield from _weights(f"{at}.mlp.{name}", inner, hidden, layer, Cut(0), mlp_bias)
-        yield from _weights(f"{at}.mlp.down_proj", hidden, inner, layer, Cut(1), mlp_bias)
+            yield from _weights(f"{prefix}.mlp.{name}", inner, hidden, layer, Cut(0), mlp_bias)
+        yield from _weights(f"{prefix}.mlp.down_proj", hidden, inner, layer, Cut(1), mlp_bias)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            yield ParameterSpec(f"{at}.{name}.weight", (hidden,), layer)
+            yield ParameterSpec(f"{prefix}.{name}.weight", (hidden,), layer)
     yield ParameterSpec("model.norm.weight", (hidden,), spec.layers)
     yield from _head(spec, head)
 
@@ -354,15 +354,15 @@ def _gpt_neox(spec: ModelSpec, values: Mapping[str, Any], head: Head) -> Iterato
     bias = bool(values.get("attention_bias", True))
     yield ParameterSpec("gpt_neox.embed_in.weight", (spec.vocabulary, hidden), FIRST, Cut(0))
     for layer in range(spec.layers):
-        at = f"gpt_neox.layers.{layer}"
+        prefix = f"gpt_neox.layers.{layer}"
         for name in ("input_layernorm", "post_attention_layernorm"):
             for kind in ("weight", "bias"):
-                yield ParameterSpec(f"{at}.{name}.{kind}", (hidden,), layer)
+                yield ParameterSpec(f"{prefix}.{name}.{kind}", (hidden,), layer)
         heads = Cut(0, 3 * spec.head_dim)  # query, key and value of a head are adjacent
-        yield from _weights(f"{at}.attention.query_key_value", 3 * hidden, hidden, layer, heads, bias)
-        yield from _weights(f"{at}.attention.dense", hidden, hidden, layer, Cut(1, spec.head_dim), bias)
-        yield from _weights(f"{at}.mlp.dense_h_to_4h", inner, hidden, layer, Cut(0), True)
-        yield from _weights(f"{at}.mlp.dense_4h_to_h", hidden, inner, layer, Cut(1), True)
+        yield from _weights(f"{prefix}.attention.query_key_value", 3 * hidden, hidden, layer, heads, bias)
+        yield from _weights(f"{prefix}.attention.dense", hidden, hidden, layer, Cut(1, spec.head_dim), bias)
+        yield from _weights(f"{prefix}.mlp.dense_h_to_4h", inner, hidden, layer, Cut(0), True)
+        yield from _weights(f"{prefix}.mlp.dense_4h_to_h", hidden, inner, layer, Cut(1), True)
     for kind in ("weight", "bias"):
         yield ParameterSpec(f"gpt_neox.final_layer_norm.{kind}", (hidden,), spec.layers)
     yield from _head(spec, head)
@@ -376,4 +376,4 @@ def _head(spec: ModelSpec, head: Head) -> Iterator[ParameterSpec]:
 
 
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox"})
-TIED = frozenset({"gemma"})  # families whose config.json says nothing of tie_word_embeddings where it is true
+TIED = frozenset({"gemma"})  # families whose config.json leaves out a true tie_word_embeddings

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-WIDTH, MAX_INCHES = 10.0, 100.0  # of a picture, its largest height
-MAX_NUMBERED = 32  # rows of a picture in which iterations have their numbers
-# By role and kind, in colours that the colour-blind can tell apart (Okabe and Ito, Color Universal Design, 2008).
+WIDTH, MAX_INCHES = 10.0, 100.0  # width and maximum height of a picture, in inches
+MAX_NUMBERED = 32  # maximum number of rows of a picture with iteration numbers
+# Colours that the colour-blind can tell apart (Okabe and Ito, Color Universal Design, 2008).
 COLOURS = {
     "actor.generate": "#0072B2",
     "actor.forward": "#56B4E9",
@@ -28,17 +28,17 @@ COLOURS = {
     "reference.forward": "#009E73",
     "reward.forward": "#F0E442",
 }
-MOVES = " -> "  # in the name of a reallocation, between two calls
-OTHER = "#999999"  # reallocations, and all that is no call of a model
+MOVES = " -> "  # separates the two calls in a reallocation's name
+OTHER = "#999999"  # reallocations, and other spans that are not model calls
 HOST, BETWEEN = "#333333", "#DDDDDD"  # reward functions and tools, and the training loop
-HOST_HATCHES = ("////", "....", "xxxx", "----", "++++")  # of the first function, the second, ...
-HOST_HEIGHT = 0.35  # of their bars, over that of a call that runs at the same time or calls them
-FORWARD = 0.5  # opacity of the forwards of a training call, where they are drawn apart from its backwards
+HOST_HATCHES = ("////", "....", "xxxx", "----", "++++")  # hatches of the first function, the second, ...
+HOST_HEIGHT = 0.35  # height of the functions' bars, which are drawn over the calls' bars
+FORWARD = 0.5  # opacity of a training call's forwards, if they are drawn apart from its backwards
 
 
 def colour(name: str) -> str:
-    """The colour of a call, of a task of a call, or of calls that run together, as their first call's."""
-    named = (given for call, given in COLOURS.items() if parted(name)[0].startswith(call))
+    """The colour of a call or of its task; for calls that run together, the first call's."""
+    named = (code for call, code in COLOURS.items() if parted(name)[0].startswith(call))
     if is_host_work(name):
         return BETWEEN if name == LOOP else HOST
     return OTHER if MOVES in name else next(named, OTHER)
@@ -48,13 +48,13 @@ def draw_timeline(
     timeline: Timeline, path: str | Path, *, title: str = "", calls: Sequence[str] = (), seconds: float = 0.0
 ) -> None:
     """Draw a timeline with a row for each device, in the format of the file's suffix. Neighbours with the same calls at
-    the same times share a row. What a device does at the same time is drawn side by side; if it generates for several
-    iterations then, with their numbers. Reward functions and tools are narrow hatched bars over the calls. If scoring
-    begins while samples are generated, a second figure below shows how many samples each call has ended.
+    the same times share a row. Concurrent spans of a device are drawn side by side, with iteration numbers if it
+    generates for several iterations. Reward functions and tools are narrow hatched bars over the calls. With streamed
+    calls, a second plot below shows the number of samples that each call has finished.
 
     Args:
-        calls: the order of all calls in the legend. *optional*, defaults to that of their first starts.
-        seconds: that the picture has room for, as another picture has. More if the timeline is longer.
+        calls: the order of all calls in the legend. *optional*, defaults to the order of their first starts.
+        seconds: minimum length of the time axis, to match another picture.
 
     Raises:
         ValueError: there are no spans.
@@ -100,8 +100,8 @@ def draw_timeline(
 
 
 def draw_memory(holds: Mapping[str, float], total: float, path: str | Path, *, title: str = "") -> None:
-    """Draw the memory of a device as one stacked bar: its parts, and what is left of `total`, all in bytes. A part that
-    a call holds has the call's colour; what it adds while it runs is hatched.
+    """Draw the memory of a device as one stacked bar: its parts, and the rest of `total`, all in bytes. A call's part
+    has the call's colour, and is hatched if the call has it only while it runs.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -158,7 +158,6 @@ def _draw_spans(
 def _draw_functions(
     axes: Axes, name: str, hatch: str, spans: Sequence[Span], row: Mapping[int, int], zero: float
 ) -> None:
-    """The bars of a reward function or a tool."""
     axes.barh(
         [row[span.device] for span in spans],
         [span.seconds for span in spans],
@@ -174,7 +173,7 @@ def _draw_functions(
 
 
 def _rows(timeline: Timeline) -> list[list[int]]:
-    """The devices of each row of a picture."""
+    """The devices of each row: neighbours with the same spans."""
     work: dict[int, set[tuple[str, float, float, int]]] = defaultdict(set)
     for span in timeline.spans:
         work[span.device].add((span.call, span.start, span.end, span.step))
@@ -188,17 +187,16 @@ def _rows(timeline: Timeline) -> list[list[int]]:
 
 
 def plain(text: str) -> str:
-    """The text as Matplotlib shows it without reading what is between two dollar signs as a formula."""
+    """The text with escaped dollar signs, which Matplotlib would read as formulas."""
     return text.replace("$", r"\$")
 
 
 def _named(devices: Sequence[int]) -> str:
-    """The devices of a row, in words."""
     return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
 
 
 def _number(axes: Axes, lanes: dict[Span, tuple[int, int]], row: Mapping[int, int], zero: float) -> None:
-    """Write the iteration's number on the spans that are long enough."""
+    """Write the iteration's number on spans that are long enough."""
     whole = max((span.end for span in lanes), default=zero) - zero
     for span, (lane, of) in lanes.items():
         if span.seconds > 0.02 * whole:

@@ -1,6 +1,6 @@
-"""`PrefixTree`: samples with the tokens that they have in common at their beginnings, of which one copy is computed.
+"""`PrefixTree`: samples with their common prefixes, each of which is computed once.
 
-How a row of such samples is computed is in `engines.training.packed_row`. How they are divided is in `batching`.
+`engines.training.packed_row` computes such samples, `batching` divides them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from functools import cached_property
 from itertools import pairwise
 
 
-# A shorter common beginning is computed for each sample: a branch costs some calls in every layer.
+# A shorter common prefix is computed for each sample, because a branch costs several calls in every layer.
 MIN_SHARED = 16
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """A trie over the tokens of samples, as a list of its leaves from the left to the right. The longest beginning that
-    a sample has in common with any sample to its left is the one that it has in common with the nearest.
+    """A trie over the tokens of samples, as a list of its leaves from left to right. A sample's longest common prefix
+    with any sample to its left is its common prefix with the nearest one.
 
     Args:
-        lengths: tokens of each sample.
+        lengths: number of tokens of each sample.
         order: the positions of the samples in the order of the leaves.
-        shared: of each sample in `order`, how many of its first tokens the one before it has too; 0 of the first.
+        shared: length of each sample's common prefix with the previous one in `order`, in tokens; 0 for the first.
     """
 
     lengths: tuple[int, ...]
@@ -34,19 +34,19 @@ class PrefixTree:
 
     @staticmethod
     def of(keys: Sequence[bytes], prompts: Sequence[int], width: int, least: int = MIN_SHARED) -> PrefixTree:
-        """The tree of samples. They branch at the end of a prompt, or where other samples branch, unless at least
-        `least` more tokens are in common.
+        """The tree of samples. They branch at the end of a prompt, or where other samples branch, unless they share at
+        least `least` more tokens.
 
         Args:
-            keys: the tokens of each sample, `width` bytes each.
-            prompts: tokens of each prompt.
+            keys: the tokens of each sample, `width` bytes per token.
+            prompts: number of tokens of each prompt.
         """
         order = sorted(range(len(keys)), key=keys.__getitem__)
         shared, branches = [0] * min(1, len(keys)), [0]
-        for before, at in pairwise(order):
-            common = _common_bytes(keys[before], keys[at]) // width
+        for before, current in pairwise(order):
+            common = _common_bytes(keys[before], keys[current]) // width
             branches = [end for end in branches if end <= common]
-            ends = [*branches, *(prompts[one] for one in (before, at) if prompts[one] <= common)]
+            ends = [*branches, *(prompts[position] for position in (before, current) if prompts[position] <= common)]
             end = max(ends)
             if common - end >= least:
                 end = common
@@ -56,54 +56,53 @@ class PrefixTree:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens that are computed."""
+        """Number of computed tokens."""
         return sum(self.lengths) - sum(self.shared)
 
     def select(self, positions: Sequence[int]) -> PrefixTree:
         """The tree of some of the samples, by their new positions."""
-        new = {old: at for at, old in enumerate(positions)}
+        new = {old: position for position, old in enumerate(positions)}
         order, shared, common = list[int](), list[int](), 0
-        for at, first in zip(self.order, self.shared, strict=True):
+        for position, first in zip(self.order, self.shared, strict=True):
             common = min(common, first)
-            if at in new:
-                order.append(new[at])
+            if position in new:
+                order.append(new[position])
                 shared.append(common)
-                common = self.lengths[at]
-        return PrefixTree(tuple(self.lengths[at] for at in positions), tuple(order), tuple(shared))
+                common = self.lengths[position]
+        return PrefixTree(tuple(self.lengths[position] for position in positions), tuple(order), tuple(shared))
 
     def work_of(self, parts: Sequence[Sequence[int]], attention_at: float = math.inf) -> list[float]:
-        """Work of each part of the samples, in tokens of a short one, if each part computes what its samples share
-        once.
+        """Work of each part of the samples (`batching.work`), if each part computes a common prefix once.
 
         Args:
             parts: lists of positions; no position is in two of them.
-            attention_at: as of `batching.work`.
+            attention_at: the argument of `batching.work`.
         """
-        part_of = {at: number for number, part in enumerate(parts) for at in part}
+        part_of = {position: number for number, part in enumerate(parts) for position in part}
         works, latest = [0.0] * len(parts), dict[int, int]()  # the latest leaf of each part
-        # leaves with ascending numbers of shared tokens, of which the last one has the fewest of all from there on
+        # monotonic stack: leaves with ascending numbers of shared tokens
         leaves, fewest = list[int](), list[int]()
-        for leaf, (at, shared) in enumerate(zip(self.order, self.shared, strict=True)):
+        for leaf, (position, shared) in enumerate(zip(self.order, self.shared, strict=True)):
             while fewest and fewest[-1] >= shared:
                 leaves.pop()
                 fewest.pop()
             leaves.append(leaf)
             fewest.append(shared)
-            if (part := part_of.get(at)) is not None:
+            if (part := part_of.get(position)) is not None:
                 again = fewest[bisect.bisect_right(leaves, latest[part])] if part in latest else 0
-                works[part] += _work(self.lengths[at], attention_at) - _work(again, attention_at)
+                works[part] += _work(self.lengths[position], attention_at) - _work(again, attention_at)
                 latest[part] = leaf
         return works
 
     def branches(self, most: float, attention_at: float = math.inf) -> list[tuple[float, list[int]]]:
-        """The samples in groups that have much in common, of at most `most` work. A sample of more has a group to
-        itself.
+        """The samples in groups with long common prefixes, of at most `most` work. A larger sample has a separate
+        group.
 
         Returns:
             The work and the positions of each group, in the order of the leaves.
         """
-        size = [_work(self.lengths[at], attention_at) for at in self.order]  # of each group, at its first leaf
-        first, last = list(range(len(size))), list(range(len(size)))  # of the group of a leaf, at the group's ends
+        size = [_work(self.lengths[i], attention_at) for i in self.order]  # work of each group, at its first leaf
+        first, last = list(range(len(size))), list(range(len(size)))  # ends of a group, valid at its end leaves
         for leaf in sorted(range(1, len(size)), key=lambda leaf: -self.shared[leaf]):
             begin, end = first[leaf - 1], last[leaf]
             joined = size[begin] + size[leaf] - _work(self.shared[leaf], attention_at)
@@ -120,12 +119,11 @@ def _work(tokens: int, attention_at: float) -> float:
     return tokens + tokens * tokens / attention_at
 
 
-def _common_bytes(one: bytes, other: bytes) -> int:
-    """The length of the longest common beginning."""
-    low, high = 0, min(len(one), len(other))
+def _common_bytes(left: bytes, right: bytes) -> int:
+    low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if left[low:middle] == right[low:middle]:
             low = middle
         else:
             high = middle - 1

@@ -1,6 +1,6 @@
-"""The preset plans for any number of devices, and `resolve_plan`, which reads a plan in any form that a user gives.
+"""The preset plans for any number of devices, and `resolve_plan`, which reads a plan in any form of user input.
 
-Plans that are searched for are in `planner`.
+`planner` searches for plans.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def interleave(
 def separate(
     cluster: Cluster, *, generation_engine: str = "vllm", zero_stage: int = 0, graph: DataflowGraph | None = None
 ) -> ExecutionPlan:
-    """Actor and critic train on one half of the devices. Generation and scoring are on the other half, with copies of
-    both that are updated when they change. The actor scores where it trains. On one device this is `flatten`."""
+    """Actor and critic train on one half of the devices. Generation and scoring are on the other half, with copies that
+    are updated after each training. The actor scores where it trains. On one device this is `flatten`."""
     if cluster.size == 1:
         return flatten(cluster, generation_engine=generation_engine, zero_stage=zero_stage, graph=graph)
     training, inference = halves(cluster)
@@ -79,13 +79,13 @@ def separate(
     )
 
 
-AUTO = "auto"  # the planner's choice, for which the cluster's size is not enough
+AUTO = "auto"  # the planner's choice, which needs more than the cluster's size
 
 PRESETS: Mapping[str, Preset] = {"flatten": flatten, "interleave": interleave, "separate": separate}
 
 
 def presets_of(graph: DataflowGraph) -> Mapping[str, Preset]:
-    """The presets that there are for a graph: `interleave` needs a reference and reward models."""
+    """The presets for a graph: `interleave` needs a reference and reward models."""
     frozen = {Role.REFERENCE, Role.REWARD} <= set(graph.roles)
     return {name: preset for name, preset in PRESETS.items() if frozen or name != "interleave"}
 
@@ -103,9 +103,9 @@ def resolve_plan(
     Args:
         plan: a preset's name, the path of a YAML file, a plan as a dictionary, or a plan.
         generation_engine: `vllm` or `transformers`; only for a preset.
-        zero_stage: of the trained roles; only for a preset.
+        zero_stage: ZeRO stage of the trained roles; only for a preset.
         graph: the run's calls, to which the plan is fitted (`plan_of_run`). Without it a preset is for PPO, and another
-            plan for the calls that it has.
+            plan is not fitted.
 
     Raises:
         PlanError: the preset or file does not exist, the plan is invalid, or it is for another number of devices or
@@ -127,7 +127,7 @@ def resolve_plan(
 
 
 def with_sleeping_engines(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan with `drop` for every vLLM engine of which it does not say what happens between its uses."""
+    """The plan with `drop` for every vLLM engine without `offload` or `drop`."""
     assignments = {
         name: replace(a, drop=True) if a.engine == "vllm" and not a.offload else a
         for name, a in plan.assignments.items()
@@ -139,7 +139,7 @@ def load_plan(path: str | Path, graph: DataflowGraph | None = None) -> Execution
     """The plan in a YAML file. Raises `PlanError`, which suggests a preset if there is no such file.
 
     Args:
-        path: of the file, or the name of a packaged plan.
+        path: path of the file, or name of a packaged plan.
         graph: the run's calls, for a file without a graph; by default PPO's.
     """
     file = or_packaged(path)
@@ -172,10 +172,8 @@ def _data_parallel(
     `actor.train`, so that no parameters move for it.
 
     Args:
-        graph: `None` for PPO's.
-        meshes: by role.
-        training, other: the mesh of calls that train, and of other calls, for roles that are not in `meshes`; by
-            default all devices.
+        training, other: mesh of calls that train, and of other calls, for roles that are not in `meshes`; by default
+            all devices.
     """
     graph = graph or ppo_graph()
     assignments = {}

@@ -1,7 +1,7 @@
-"""`StageSpan`: when a stage ran one forward or backward of two calls that train together, and when it was expected to.
+"""`StageSpan`: measured and expected times of one forward or backward on a stage, for two calls that train together.
 
-`MiniBatchStages` has those of one mini-batch: it saves them and makes timelines of them, which can be drawn. The
-measuring is in `engines/training/fused_training`, the expectation in `runtime/fused/mini_batch`.
+`MiniBatchStages` saves the spans of one mini-batch and makes timelines of them. The times are measured in
+`engines/training/fused_training`, the expected ones computed in `runtime/fused/mini_batch`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class StageSpan:
     """One forward or backward of a micro-batch on one stage.
 
     Args:
-        call: that trains, like `actor.train`.
+        call: the training call, such as `actor.train`.
         kind: `forward` or `backward`.
         micro_batch: its number within the call's pipeline, from 0.
-        device: the stage's rank; of a tensor group, the first.
-        start, end: seconds, of one clock for all stages of a host. Waiting for the input is not in between.
+        device: the stage's rank; the first rank of a tensor group.
+        start, end: seconds, of one clock for all stages of a host, without waiting for the input.
         step: the iteration, from 0.
-        expected: start and end by the schedule and the times that it was chosen by, seconds from the schedule's begin;
-            `None` if the stages' times had not been measured.
+        expected: start and end by the schedule, in seconds from the schedule's start; `None` if the stages' times had
+            not been measured before.
 
     Raises:
         ValueError: a time ends before it starts.
@@ -68,19 +68,19 @@ class MiniBatchStages:
 
     @cached_property
     def measured(self) -> Timeline:
-        """With a call for each kind of task, like `actor.train, forward`."""
+        """Measured timeline with a call for each kind of task, such as `actor.train, forward`."""
         return Timeline(Span(task_name(s.call, s.kind), s.device, s.start, s.end, s.step) for s in self.spans)
 
     @cached_property
     def expected(self) -> Timeline | None:
-        """As `measured`, by the schedule. `None` if it is not known of every task."""
+        """The schedule's timeline, in the form of `measured`; `None` if any task has no expected time."""
         spans = [
             Span(task_name(s.call, s.kind), s.device, *s.expected, s.step) for s in self.spans if s.expected is not None
         ]
         return Timeline(spans) if len(spans) == len(self.spans) else None
 
     def save(self, path: str | Path) -> None:
-        """Write JSON with a line for each span and all digits of the times."""
+        """Write JSON with a line for each span, with full precision."""
         lines = ",\n".join(json.dumps(asdict(span)) for span in self.spans)
         Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 

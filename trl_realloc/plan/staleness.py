@@ -1,8 +1,9 @@
-"""`Staleness`: how far generation and scoring run ahead of the training, and the rules for which calls can.
+"""`Staleness`: the number of updates that generation and scoring run ahead of the training, and the rules for the calls
+that can.
 
-With a staleness of k, the samples of the next k iterations are generated and scored while this one trains, on devices
-of their own (the separation of the adaptive placement framework, arXiv 2312.11819, section 3, with a bound that the
-user sets). Which call is run when is decided by `planner.iteration.ahead_order`.
+With a staleness of k, the samples of the next k iterations are generated and scored while this one trains, on separate
+devices (the separation of the adaptive placement framework, arXiv 2312.11819, section 3, with a bound that the user
+sets). `planner.iteration.ahead_order` decides when each call runs.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class Staleness:
     """Number of updates that generation may run ahead of the training, and the treatment of its caches.
 
     Args:
-        versions: a token is trained at most this many updates after the policy that drew it; 0 for none.
-        kv_cache: what becomes of the keys and values of samples that are being generated when the engine takes new
-            parameters: `keep` them, or `recompute` them under the new parameters.
+        versions: maximum number of updates between the policy that sampled a token and the training on it; 0 for a
+            synchronous run.
+        kv_cache: treatment of the keys and values of unfinished samples when the engine takes new parameters: `keep`
+            them, or `recompute` them under the new parameters.
 
     Raises:
         PlanError: a value has the wrong type or is out of its range.
@@ -48,15 +50,15 @@ class Staleness:
         problems.refuse()
 
     def in_words(self, graph: DataflowGraph) -> str:
-        """Sentence part that names the calls that run ahead of the training in a plan of this graph, and how far."""
+        """A phrase for the calls that run ahead of the training, and how far."""
         in_turn = has_host_loop(graph)
         unit, what = ("generation", "generation runs") if in_turn else ("update", "generation and scoring run")
         far = f"1 {unit}" if self.versions == 1 else f"{self.versions} {unit}s"
-        kept = "" if self.kv_cache == KV_CACHE[0] else "; new parameters recompute the caches"
-        return f"{what} up to {far} ahead of the training{kept}"
+        caches = "" if self.kv_cache == KV_CACHE[0] else "; new parameters recompute the caches"
+        return f"{what} up to {far} ahead of the training{caches}"
 
     def to_dict(self) -> int | dict[str, object]:
-        """The number alone where the rest is the default."""
+        """The number alone if the rest is the default."""
         if self.kv_cache == KV_CACHE[0]:
             return self.versions
         return {"versions": self.versions, "kv_cache": self.kv_cache}
@@ -65,13 +67,13 @@ class Staleness:
     def from_dict(value: object) -> Staleness:
         """The inverse of `to_dict`. Raises `PlanError`."""
         if not isinstance(value, Mapping):
-            return Staleness(value)  # type: ignore[arg-type]  # it refuses what is no number
+            return Staleness(value)  # type: ignore[arg-type]  # the constructor refuses other types
         Problems(unknown_keys(value, [part.name for part in fields(Staleness)], "staleness has no key")).refuse()
         return Staleness(**value)
 
 
 def uncorrected(versions: int, corrects: bool) -> str:
-    """Why GRPO or RLOO cannot have a staleness, in a sentence; an empty text where they can.
+    """The reason why GRPO or RLOO cannot have this staleness, as a sentence; an empty text if they can.
 
     Args:
         corrects: `vllm_importance_sampling_correction`.
@@ -87,10 +89,10 @@ def uncorrected(versions: int, corrects: bool) -> str:
 
 def calls_ahead(graph: DataflowGraph) -> tuple[str, ...]:
     """The calls that can run ahead of the training, in the graph's order: the call that generates from the data set
-    alone, and the scoring calls of roles that no call trains, if they read only columns of the data set and of calls
-    that run ahead. Calls of trained roles use the parameters of the iteration that trains on the samples, so that
-    advantages come from the current critic and the proximal policy is the current one. Where another library's loop
-    asks for the calls, scoring is done when it asks for it."""
+    alone, and the scoring calls of frozen roles, if they read only columns of the data set and of calls that run ahead.
+    Calls of trained roles use the parameters of the iteration that trains on the samples, so that advantages come from
+    the current critic and the proximal policy is the current one. With another library's loop, only generation runs
+    ahead."""
     ahead: list[str] = []
     in_turn = has_host_loop(graph)
     for name in graph.order:
@@ -118,7 +120,7 @@ def staleness_problems(
     streams: Streams | None,
     barrier: bool,
 ) -> Iterator[str]:
-    """Sentences about what is wrong with a plan's staleness."""
+    """Sentences about problems with a plan's staleness."""
     if not staleness.versions:
         return
     ahead = calls_ahead(graph)

@@ -1,7 +1,7 @@
-"""`Streams`: how samples travel between the calls of an iteration before all of them have been generated.
+"""`Streams`: settings for scoring samples before the whole batch has been generated.
 
-These are a plan's fields and the rules for which calls can take part. Which sample is scored where is decided during
-the iteration, by `planner.iteration.stream_dispatcher`.
+These are a plan's fields and the rules for the calls that can take part. During the iteration,
+`planner.iteration.stream_dispatcher` decides which sample is scored where.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .dataflow import CallKind, DataflowGraph
 
 @dataclass(frozen=True)
 class Migration:
-    """When unfinished samples move to few generation engines, so that the devices of the other engines can score
+    """Moves unfinished samples to a few generation engines, so that the devices of the other engines can score
     (RLHFuse, arXiv 2409.13221, section 4).
 
     Args:
         threshold: samples move when fewer than this share of the batch's samples are unfinished; between 0 and 1.
-        engines: the number of engines that go on generating, those with the most unfinished samples.
-        least_tokens: a sample moves only if this many tokens or more are left until its limit.
+        engines: number of engines that continue generating: the ones with the most unfinished samples.
+        least_tokens: a sample moves only if at least this many tokens are left until its limit.
 
     Raises:
         PlanError: a value has the wrong type or is out of its range.
@@ -64,13 +64,13 @@ class Streams:
     """Scoring begins while other samples are still being generated, on devices that do not generate.
 
     Args:
-        calls: the scoring calls that begin so; `None` for all that can (`streamed_calls`).
-        migration: `None` if samples stay in the engine that began them.
-        deterministic: the samples of one forward do not depend on when they were finished, so that two runs give the
-            same bits. Forwards are smaller then.
+        calls: the streamed scoring calls; `None` for all possible ones (`streamed_calls`).
+        migration: rules for moving samples between engines; `None` if samples stay in their first engine.
+        deterministic: the samples of a forward do not depend on the times at which they were finished, so that two runs
+            give the same bits. Forwards are then smaller.
 
     Raises:
-        PlanError: a value has the wrong type, or migration is asked for in a deterministic plan.
+        PlanError: a value has the wrong type, or a deterministic plan has a migration.
     """
 
     calls: tuple[str, ...] | None = None
@@ -131,11 +131,10 @@ class Streams:
 def streamed_calls(
     graph: DataflowGraph, assignments: Mapping[str, Assignment], streams: Streams | None
 ) -> tuple[str, ...]:
-    """The calls that take part in the streams, in the graph's order; empty if the plan has none. These are the first
-    call that generates, if it reads columns of the data set alone, and the scoring calls that read what it makes, or
-    what other streamed calls make, and nothing else that a call makes. A second call that generates waits for its turn
-    on the engines, so it runs after the streams, as a whole batch. So does training, because a mini-batch is drawn from
-    all samples.
+    """The streamed calls, in the graph's order; empty without streams. These are the first call that generates, if it
+    reads only columns of the data set, and the scoring calls that read its outputs or other streamed calls' outputs,
+    and no others. A second call that generates waits for the engines, so it runs after the streams, as a whole batch.
+    So does training, because mini-batches are drawn from all samples.
     """
     if streams is None:
         return ()
@@ -156,7 +155,7 @@ def streamed_calls(
 
 
 def why_not_streamed(graph: DataflowGraph, assignments: Mapping[str, Assignment], name: str) -> str:
-    """Why a call cannot be streamed whatever the plan's `streams` are, in words; an empty text if it can be."""
+    """The reason why a call can never be streamed, as a phrase; an empty text if it can be."""
     if graph.call(name).kind is not CallKind.FORWARD:
         return "it does not score"
     if name in assignments and assignments[name].drop:
@@ -167,7 +166,7 @@ def why_not_streamed(graph: DataflowGraph, assignments: Mapping[str, Assignment]
 def stream_problems(
     graph: DataflowGraph, assignments: Mapping[str, Assignment], streams: Streams | None
 ) -> Iterator[str]:
-    """Sentences about what is wrong with a plan's streams."""
+    """Sentences about problems with a plan's streams."""
     if streams is None:
         return
     streamed = streamed_calls(graph, assignments, streams)
@@ -195,9 +194,9 @@ def stream_problems(
 
 
 def early_call(graph: DataflowGraph, assignments: Mapping[str, Assignment]) -> str | None:
-    """The call that may begin before the iteration before has ended: the first one that generates, if a vLLM engine
-    does it from the data set alone. `None` if there is none, and if its engine sleeps between its uses: its memory may
-    be needed at the end of an iteration, for saving for example."""
+    """The call that may begin before the previous iteration has ended: the first one that generates, if it runs in a
+    vLLM engine and reads only the data set. `None` otherwise, and if its engine sleeps between its uses, because its
+    memory may be needed at the end of an iteration, such as for saving."""
     name = next(iter(graph.calls_of(CallKind.GENERATE)), None)
     if name is None or assignments[name].engine != "vllm" or sleeps(assignments[name]):
         return None

@@ -1,7 +1,6 @@
-"""`Timeline`: when each device ran which call, measured by the executor or estimated by the planner.
+"""`Timeline`: the times of calls on devices, measured by the executor or estimated by the planner.
 
-It compares both, and writes a browser trace. The measuring is in `runtime/executor`, the estimate in
-`planner/iteration/simulate`, the drawing in `picture`.
+It compares both, and writes a browser trace. `runtime/executor` measures, `planner/iteration/simulate` estimates.
 """
 
 from __future__ import annotations
@@ -25,28 +24,27 @@ from .cluster import MAX_DEVICES
 from .fused import Fused, joined
 
 
-Seconds = Annotated[float, Ge(-1e12), Le(1e12)]  # finite; 30,000 years, which is more than any clock shows
+Seconds = Annotated[float, Ge(-1e12), Le(1e12)]  # finite; 30,000 years, more than any clock shows
 Count = Annotated[int, Ge(0), Lt(2**63)]
-MAX_CALLS_OF_RUN = 1000  # different calls of a run; a plan has some ten, including reallocations
-REWARD_FUNCTION, TOOL = "reward: ", "tool: "  # begin the names of spans of functions that run on the host
-LOOP = "training loop"  # name of the spans of an update in which no device runs a call or a function
+MAX_CALLS_OF_RUN = 1000  # maximum number of different calls of a run; a plan has about ten, including reallocations
+REWARD_FUNCTION, TOOL = "reward: ", "tool: "  # prefixes of span names of functions on the host
+LOOP = "training loop"  # name of spans in which no device runs a call or a function
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A time in which one device ran one call.
+    """An interval in which one device ran one call.
 
     Args:
-        call: the call's name, like `actor.generate`, or a reallocation's; of work on the host the name of a reward
-            function or a tool (`REWARD_FUNCTION`, `TOOL`), or `LOOP`.
+        call: name of the call, such as `actor.generate`, or of a reallocation; for work on the host the name of a
+            reward function or a tool (`REWARD_FUNCTION`, `TOOL`), or `LOOP`.
         device: the rank.
         start, end: seconds, of one clock for the whole timeline.
         step: the iteration, from 0.
-        tokens: tokens that this device processed; 0 where they are not counted.
-        bytes: of a reallocation, bytes that all devices sent together.
-        samples: samples that this device generated or scored until `end`; 0 where they are not counted.
-        shared_tokens: tokens that this device would have scored or trained on besides, if samples that begin alike had
-            not shared them.
+        tokens: number of tokens that this device processed; 0 if not counted.
+        bytes: bytes sent by all devices, for a reallocation.
+        samples: number of samples that this device generated or scored until `end`; 0 if not counted.
+        shared_tokens: number of tokens of common prefixes that this device did not score or train on again.
 
     Raises:
         ValueError: the span ends before it starts.
@@ -76,34 +74,33 @@ class Span:
 
     @property
     def is_host_work(self) -> bool:
-        """True for a reward function, a tool and the training loop, which are no calls of the plan."""
+        """True for a reward function, a tool and the training loop, which are not calls of the plan."""
         return is_host_work(self.call)
 
 
 def is_host_work(name: str) -> bool:
-    """True for the name of a reward function's spans, of a tool's, or of the training loop's."""
+    """True for the span names of reward functions, tools and the training loop."""
     return name == LOOP or name.startswith((REWARD_FUNCTION, TOOL))
 
 
 def loop_spans(spans: Iterable[Span], start: float, end: float, step: int) -> tuple[Span, ...]:
     """The times of an update in which no device runs a call or a function, as spans of device 0. The first begins with
-    the update and the last ends with it; these may have no length.
+    the update and the last ends with it; both may have zero length.
 
     Args:
-        spans: of the update, on all devices.
-        start, end: of the update, seconds of the spans' clock.
+        spans: the update's spans on all devices.
+        start, end: times of the update, in seconds of the spans' clock.
     """
-    found, reached, end = list[Span](), start, max(start, end)
+    idle, reached, end = list[Span](), start, max(start, end)
     for span in sorted(spans, key=lambda span: span.start):
-        if span.start > reached or not found:
-            found.append(Span(LOOP, 0, reached, max(reached, min(span.start, end)), step))
+        if span.start > reached or not idle:
+            idle.append(Span(LOOP, 0, reached, max(reached, min(span.start, end)), step))
         reached = min(max(reached, span.end), end)
-    return (*found, Span(LOOP, 0, reached, end, step))
+    return (*idle, Span(LOOP, 0, reached, end, step))
 
 
 class Comparison(NamedTuple):
-    """Mean seconds per step of one call, estimated and measured; `None` where there are none. `error` is their ratio
-    minus 1."""
+    """Mean seconds per step of one call, estimated and measured, or `None`. `error` is their ratio minus 1."""
 
     call: str
     estimated: float | None
@@ -134,12 +131,11 @@ class Timeline:
         return tuple(sorted({span.step for span in self.spans}))
 
     def __add__(self, other: Timeline) -> Timeline:
-        """The spans of both timelines, such as those of two devices of a job."""
+        """The spans of both timelines, such as of two devices of a job."""
         return Timeline(self.spans + other.spans)
 
     def joined(self, fused: Fused) -> Timeline:
-        """Timeline with one span, named by both, in place of the spans of two calls that train together. The others
-        stay as they are, also those of a step in which a device ran the two calls one after the other.
+        """Timeline with one joint span in place of the overlapping spans of two calls that train together.
 
         Args:
             fused: the two calls; empty for none.
@@ -156,17 +152,16 @@ class Timeline:
         return Timeline(span for span in self.spans if span.step == step)
 
     def repeated(self, period: float, times: int) -> Timeline:
-        """Timeline of several iterations, each the spans of this one, `period` seconds after those of the one
-        before."""
+        """Timeline of several iterations with this timeline's spans, each `period` seconds after the previous one."""
         return Timeline(
-            replace(span, start=span.start + at * period, end=span.end + at * period, step=at)
-            for at in range(times)
+            replace(span, start=span.start + iteration * period, end=span.end + iteration * period, step=iteration)
+            for iteration in range(times)
             for span in self.spans
         )
 
     def between(self, start: float, end: float) -> Timeline:
-        """Timeline from `start` to `end`, seconds of this timeline's clock. A span that reaches beyond is cut there;
-        without its end it has ended no samples."""
+        """Timeline from `start` to `end`, in seconds of this timeline's clock. Longer spans are cut; a span without its
+        end has no samples."""
         return Timeline(
             replace(
                 span,
@@ -179,12 +174,12 @@ class Timeline:
         )
 
     def by_call(self) -> dict[str, float]:
-        """Mean seconds per step of each call, over the steps that have the call. A step counts the device that spent
-        most time in the call; several spans of a device in a step are added."""
+        """Mean seconds per step of each call, over the steps with the call. A step counts the device that spent most
+        time in the call, as the sum of its spans."""
         return {call: sum(longest.values()) / len(longest) for call, longest in self._longest().items()}
 
     def _longest(self) -> dict[str, dict[int, float]]:
-        """By call and step, the seconds of the device that spent most time in the call."""
+        """call -> step -> seconds of the device that spent most time in the call."""
         busy: dict[tuple[str, int, int], float] = defaultdict(float)
         for span in self.spans:
             busy[span.call, span.step, span.device] += span.seconds
@@ -227,7 +222,7 @@ class Timeline:
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
-        """Write JSON with a line for each span and all digits of the times."""
+        """Write JSON with a line for each span, with full precision."""
         lines = ",\n".join(json.dumps(astuple(span)) for span in self.spans)
         Path(path).write_text(f'{{"columns": {json.dumps(_COLUMNS)},\n"spans": [\n{lines}\n]}}\n', encoding="utf-8")
 
@@ -238,7 +233,7 @@ class Timeline:
             saved = read_json_mapping(path, "the timeline", MAX_RECORD_BYTES)
             columns = checked(list[str], saved.get("columns"), str(path), key="columns")
             rows = checked(list[list[object]], saved.get("spans"), str(path), key="spans")
-            short = next((at for at, row in enumerate(rows) if len(row) != len(columns)), None)
+            short = next((index for index, row in enumerate(rows) if len(row) != len(columns)), None)
             if short is not None:
                 raise PlanError(f"{path}: spans[{short}] has {len(rows[short])} values for {len(columns)} columns.")
             named = [dict(zip(columns, row, strict=True)) for row in rows]
@@ -251,15 +246,15 @@ class Timeline:
 
     @property
     def warm(self) -> Timeline:
-        """The timeline without its first update, in which kernels are compiled and caches are filled; the whole of one
-        with fewer than three updates. All seconds per update in reports are means over it."""
+        """The timeline without its first update, in which kernels are compiled and caches are filled; unchanged if it
+        has fewer than three updates. All seconds per update in reports are means over it."""
         if len(self.steps) < 3:
             return self
         return Timeline(span for span in self.spans if span.step != self.steps[0])
 
     @cached_property
     def updates(self) -> dict[int, tuple[float, float]]:
-        """(start, end) of each update: of its loop where that was recorded (`loop_spans`), otherwise of its spans."""
+        """(start, end) of each update: of its loop spans if recorded (`loop_spans`), otherwise of all spans."""
         loop = [span for span in self.spans if span.call == LOOP]
         has_loop = {span.step for span in loop} == set(self.steps)
         times: dict[int, tuple[float, float]] = {}
@@ -270,8 +265,8 @@ class Timeline:
 
     @property
     def seconds_per_update(self) -> float:
-        """Mean seconds of an update, without what is between two updates, such as logging and evaluation; 0 without
-        spans. Where batches are generated ahead and no loop was recorded, from an update's end to the next one's."""
+        """Mean seconds of an update, without the time between updates (logging, evaluation); 0 without spans. If
+        batches are generated ahead and no loop was recorded, from an update's end to the next one's end."""
         if not self.spans:
             return 0.0
         if self.runs_ahead and not any(span.call == LOOP for span in self.spans):
@@ -280,7 +275,7 @@ class Timeline:
 
     @property
     def seconds_between_updates(self) -> float:
-        """Mean seconds from an update's end to the next one's start, where the loop was recorded; otherwise 0."""
+        """Mean seconds from an update's end to the next one's start; 0 if the loop was not recorded."""
         times = list(self.updates.items())
         if len(times) < 2 or not any(span.call == LOOP for span in self.spans):
             return 0.0
@@ -288,13 +283,12 @@ class Timeline:
         return max(0.0, sum(gaps) / len(gaps))
 
     def seconds_by_call(self) -> dict[str, float]:
-        """Mean seconds per update of each call, over all updates, also those without the call. Otherwise as
-        `by_call`."""
+        """Mean seconds per update of each call, as in `by_call` but over all updates, with and without the call."""
         return {call: sum(longest.values()) / len(self.steps) for call, longest in self._longest().items()}
 
     @property
     def runs_ahead(self) -> bool:
-        """True if a device generates for an iteration while it generates for another."""
+        """True if a device runs a call for two iterations at the same time."""
         latest: dict[tuple[str, int], Span] = {}
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
             before = latest.get((span.call, span.device))
@@ -306,7 +300,7 @@ class Timeline:
 
     @property
     def overlaps(self) -> bool:
-        """True if a device does two things at the same time for more than a hundredth of the timeline."""
+        """True if two spans of a device overlap for more than a hundredth of the timeline."""
         start = min((span.start for span in self.spans), default=0.0)
         end = max((span.end for span in self.spans), default=0.0)
         hundredth = 0.01 * (end - start)
@@ -319,32 +313,31 @@ class Timeline:
 
     @property
     def seconds_between_ends(self) -> float:
-        """Mean seconds from the end of a step to that of the next; of one step from its start to its end."""
+        """Mean seconds from the end of a step to the end of the next; for a single step from its start to its end."""
         if len(self.steps) < 2:
             return self.seconds_per_step
         ends = [max(span.end for span in self.spans if span.step == step) for step in (self.steps[0], self.steps[-1])]
         return (ends[1] - ends[0]) / (len(self.steps) - 1)
 
     def lanes(self) -> dict[Span, tuple[int, int]]:
-        """Assigns each span a lane among the spans at the same time on its device: (lane, number of the device's
-        lanes)."""
-        ends: dict[int, list[float]] = defaultdict(list)  # by device and place
+        """(lane, number of the device's lanes) for each span. Concurrent spans of a device have different lanes."""
+        ends: dict[int, list[float]] = defaultdict(list)  # device -> end of each lane
         places: dict[Span, int] = {}
         for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
-            of_device = ends[span.device]
-            at = next((at for at, end in enumerate(of_device) if end <= span.start + 1e-9), len(of_device))
-            of_device[at : at + 1] = [span.end]
-            places[span] = at
-        return {span: (at, len(ends[span.device])) for span, at in places.items()}
+            lane_ends = ends[span.device]
+            lane = next((lane for lane, end in enumerate(lane_ends) if end <= span.start + 1e-9), len(lane_ends))
+            lane_ends[lane : lane + 1] = [span.end]
+            places[span] = lane
+        return {span: (lane, len(ends[span.device])) for span, lane in places.items()}
 
     def streamed_calls(self) -> set[str]:
-        """The calls whose samples are counted, if some device runs one of them in several spans in a step."""
+        """The calls with sample counts, if some device runs one of them in several spans in a step."""
         counted = [span for span in self.spans if span.samples]
         spans = Counter((span.call, span.device, span.step) for span in counted)
         return {span.call for span in counted} if any(count > 1 for count in spans.values()) else set()
 
     def samples_ended(self, call: str) -> tuple[list[float], list[int]]:
-        """(times, samples that the call has ended until then), from its first start on. Counted anew in each step."""
+        """(times, number of samples finished until then) from the call's first start on; restarts in each step."""
         times, samples = list[float](), list[int]()
         for step in self.steps:
             spans = sorted((s for s in self.spans if s.call == call and s.step == step), key=lambda span: span.end)
@@ -354,7 +347,7 @@ class Timeline:
 
 
 def _joined(spans: list[Span], fused: Fused) -> list[Span]:
-    """One span for those of both calls on a device in a step, if they overlap."""
+    """One span in place of both calls' spans on a device in a step, if they overlap."""
     latest, earliest = max(span.start for span in spans), min(span.end for span in spans)
     if len(spans) != 2 or spans[0].call == spans[1].call or latest >= earliest:
         return spans

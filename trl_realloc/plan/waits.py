@@ -1,7 +1,4 @@
-"""Idle time of a timeline: for which share of an iteration each device waits, and for which call.
-
-The timeline is measured by the executor or estimated by the planner.
-"""
+"""Idle time of a timeline: the share of an iteration that each device waits, by the call that it waits for."""
 
 from __future__ import annotations
 
@@ -14,17 +11,17 @@ from .dataflow import DataflowGraph
 from .timeline import LOOP, Span, Timeline
 
 
-MIN_WAIT = 0.005  # least share of an iteration that a wait has
-SAME_TIME = 1e-6  # of a window: starts and ends that differ by less are at the same time
+MIN_WAIT = 0.005  # minimum share of an iteration of a reported wait
+SAME_TIME = 1e-6  # share of a window: starts and ends that differ by less count as simultaneous
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Devices that wait alike.
+    """Devices with the same waits.
 
     Args:
-        devices: their numbers, ascending.
-        calls: share of an iteration in which each of them waits, by the call that it waits for; the longest first.
+        devices: device numbers, ascending.
+        calls: share of an iteration in which each device waits, by the call that it waits for; the longest first.
     """
 
     devices: tuple[int, ...]
@@ -37,7 +34,7 @@ class Wait:
 
     @property
     def sentence(self) -> str:
-        """The wait in words, without a full stop: `devices 4-7 wait 31 % for actor.generate`."""
+        """A phrase such as `devices 4-7 wait 31% of an iteration for actor.generate`."""
         first, *others = self.calls.items()
         rest = f" and {sum(share for _, share in others):.0%} for others" if others else ""
         verb = "waits" if len(self.devices) == 1 else "wait"
@@ -45,7 +42,7 @@ class Wait:
 
 
 def ranges(devices: Sequence[int]) -> str:
-    """Numbers of devices in words: `device 3`, `devices 0-3, 8-11`."""
+    """Device numbers as text: `device 3`, `devices 0-3, 8-11`."""
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][-1] + 1:
@@ -57,7 +54,7 @@ def ranges(devices: Sequence[int]) -> str:
 
 
 def waits_of_iteration(timeline: Timeline, period: float, graph: DataflowGraph, size: int) -> tuple[Wait, ...]:
-    """`waits` of a timeline of one iteration that repeats itself.
+    """`waits` in a repetition of one iteration's timeline.
 
     Args:
         period: seconds from an iteration's start to the next one's; the calls of an iteration may end later.
@@ -71,15 +68,15 @@ def waits_of_iteration(timeline: Timeline, period: float, graph: DataflowGraph, 
 
 
 def waits(timeline: Timeline, graph: DataflowGraph, start: float, end: float, size: int) -> tuple[Wait, ...]:
-    """The waits of all devices from `start` to `end`, seconds of the timeline's clock. Devices that wait alike are
-    together; those that wait longest are first.
+    """The waits of all devices from `start` to `end`, in seconds of the timeline's clock. Devices with the same waits
+    are grouped; the longest waits are first.
 
-    A device that has no span waits for the call that it runs next. That call waits for another that it reads from, that
-    trains its parameters, or that runs on one of its devices: the one of them that ends last before it starts. A wait
-    whose cause does not show is for the next call itself.
+    A device without a span waits for its next call. That call waits for calls that it reads from, that train its
+    parameters, or that run on one of its devices: the cause is the one that ends last before the call starts. A wait
+    without a visible cause counts for the next call itself.
 
     Args:
-        size: number of devices of the cluster; those without spans wait all the time, for "no call".
+        size: number of devices of the cluster; devices without spans wait all the time, for "no call".
     """
     if end <= start:
         return ()
@@ -94,15 +91,15 @@ def waits(timeline: Timeline, graph: DataflowGraph, start: float, end: float, si
         for gap_start, gap_end, following in _gaps(by_device[device], start, end):
             name = "no call" if following is None else causes.of(following, gap_start)
             shares[name] += (gap_end - gap_start) / (end - start)
-        kept = sorted(((name, share) for name, share in shares.items() if share >= MIN_WAIT), key=lambda each: -each[1])
-        if kept:
-            alike[tuple((name, round(share, 3)) for name, share in kept)].append(device)
-    found = (Wait(tuple(devices), dict(calls)) for calls, devices in alike.items())
-    return tuple(sorted(found, key=lambda wait: -wait.share * len(wait.devices)))
+        longest = sorted(((name, share) for name, share in shares.items() if share >= MIN_WAIT), key=lambda i: -i[1])
+        if longest:
+            alike[tuple((name, round(share, 3)) for name, share in longest)].append(device)
+    result = (Wait(tuple(devices), dict(calls)) for calls, devices in alike.items())
+    return tuple(sorted(result, key=lambda wait: -wait.share * len(wait.devices)))
 
 
 def _gaps(spans: Sequence[Span], start: float, end: float) -> Iterator[tuple[float, float, Span | None]]:
-    """(start, end, the span that follows) of each time in the window in which a device has no span."""
+    """(start, end, following span) of each gap between a device's spans in the window."""
     reached = start
     for span in spans:
         if span.start > reached and reached < end:
@@ -129,25 +126,25 @@ class _Causes:
         self.devices[LOOP] = set(timeline.devices)  # it begins when all have ended their calls
 
     def of(self, following: Span, since: float) -> str:
-        """The call that ended last before `following` started, of those that it waits for; none that ended before
-        `since`, where its device had nothing left to do."""
+        """The call that ended last before `following` started, among those that it waits for and that ended after
+        `since`, the start of the gap."""
         call, latest = following.call, following.start + self.at_once
         ended: dict[str, float] = {}
         for name, ends in self._ends_before(call).items():
-            at = bisect_right(ends, latest) - 1
-            if name == call and at >= 0 and ends[at] == following.end:
-                at -= 1  # a span without duration does not wait for itself
-            if at >= 0 and ends[at] > since + self.at_once:
-                ended[name] = ends[at]
+            index = bisect_right(ends, latest) - 1
+            if name == call and index >= 0 and ends[index] == following.end:
+                index -= 1  # a span without duration does not wait for itself
+            if index >= 0 and ends[index] > since + self.at_once:
+                ended[name] = ends[index]
         return max(ended, key=lambda name: ended[name]) if ended else call
 
     def _ends_before(self, call: str) -> Mapping[str, Sequence[float]]:
-        """When the calls that a call may wait for end, ascending: sorted once, because thousands of devices ask."""
+        """Sorted end times of the calls that a call may wait for. Cached, because thousands of devices ask."""
         if call not in self._ends:
             ends: dict[str, list[float]] = defaultdict(list)
             for span in self.timeline.spans:
                 is_needed = span.call in self.needs[call] or span.device in self.devices[call]
                 if is_needed and span.call != LOOP:
                     ends[span.call].append(span.end)
-            self._ends[call] = {name: sorted(of_name) for name, of_name in ends.items()}
+            self._ends[call] = {name: sorted(times) for name, times in ends.items()}
         return self._ends[call]

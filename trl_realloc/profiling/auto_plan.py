@@ -1,6 +1,6 @@
 """Makes the plan of a job (`plan: auto`): reads the machine's profile or specification, chooses, prints the decision.
 
-Rank 0 searches and all ranks receive the same plan. `planner.search.choose` decides; `profile_cache` measures.
+Rank 0 searches, and all ranks receive the same plan.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A job's plan with what is known about it.
+    """A job's plan with its estimate.
 
     Args:
-        priced: the plan with its estimate; `None` where nothing was measured.
-        decision: the planner's decision; `None` where the user named the plan.
-        profile: the measurements that the estimate comes from.
-        refused: measurements by which no plan fits. The plan was then chosen by specification.
+        priced: the plan with its estimate; `None` if nothing was measured.
+        decision: the planner's decision; `None` if the user named the plan.
+        profile: measurements on which the estimate is based.
+        refused: measurements with which no plan fits. The plan was then chosen by specification.
     """
 
     plan: ExecutionPlan
@@ -53,10 +53,10 @@ class JobPlan:
     refused: Profile | None = None
 
     def allowed(self, check: Callable[[ExecutionPlan], None]) -> JobPlan:
-        """This plan, or the fastest of the alternatives that `check` does not refuse.
+        """This plan or, if `check` refuses it, the fastest alternative that `check` accepts.
 
         Raises:
-            PlanError, ValueError: what `check` raised for this plan, if it refuses all.
+            PlanError, ValueError: `check` refuses all plans; its error for this plan.
         """
         try:
             check(self.plan)
@@ -79,13 +79,12 @@ class JobPlan:
 
 
 def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0) -> JobPlan:
-    """The plan with the shortest estimated iteration of those that the run can have (`Job.check`). All ranks call this
-    together.
+    """The plan with the shortest estimated iteration that the run can have (`Job.check`). All ranks call this together.
 
     Args:
-        measure_first: measure the machine and the models now, where they have no profile. Otherwise the plan is chosen
-            by specification, and measuring waits until it pays (`late_measuring`). So it is where no plan fits by the
-            profile, because a run that measures between updates goes on where it finds none.
+        measure_first: whether a machine without a profile is measured now. Otherwise the plan is chosen by
+            specification, and measuring waits until it pays off (`late_measuring`). A plan by specification is also
+            used if no plan fits by the profile.
 
     Raises:
         PlanError, ValueError: the models fit on no plan, or on none that the run can have.
@@ -105,11 +104,8 @@ def plan_job(job: Job, *, measure_first: bool = False, time_limit_s: float = 5.0
 
 
 def _plan_by_specification(job: Job, refused: Profile, error: Exception, time_limit_s: float) -> JobPlan:
-    """The plan by specification, where measurements leave none. All ranks call this together.
-
-    Raises:
-        `error`: there is no plan by specification either.
-    """
+    """The plan by specification, if no plan fits by the measurements. Raises `error` if there is none either. All ranks
+    call this together."""
     links = refused.links or tuple(row for row in refused.observations if row.far)
     profile = replace(unmeasured_profile(job), links=links)
     try:
@@ -125,11 +121,11 @@ def _plan_by_specification(job: Job, refused: Profile, error: Exception, time_li
 
 
 def chosen_plan(job: Job, profile: Profile, *, is_new: bool, time_limit_s: float = 5.0) -> JobPlan:
-    """The plan with the shortest iteration, as a profile estimates it, of those that the run can have. All ranks call
-    this together, and all or none of them raise.
+    """The plan with the shortest iteration by a profile's estimate that the run can have. All ranks call this together,
+    and all or none of them raise.
 
     Args:
-        is_new: the profile was measured in this run.
+        is_new: whether the profile was measured in this run.
 
     Raises:
         PlanError, ValueError: the models fit on no plan, or on none that the run can have.
@@ -149,11 +145,11 @@ def chosen_plan(job: Job, profile: Profile, *, is_new: bool, time_limit_s: float
 
 
 def measured_plan(job: Job, budget_s: float, current: JobPlan) -> JobPlan:
-    """The plan for the machine as it is measured now, within some seconds. All ranks call this together.
+    """Measures the machine within `budget_s` seconds and chooses a plan. All ranks call this together.
 
     Args:
-        current: the run's plan. It is returned where nothing was measured, where no plan fits by the measurements, and
-            where the run can have none of the plans that fit.
+        current: the run's plan. It is returned if nothing was measured, if no plan fits by the measurements, or if the
+            run can have none of the plans that fit.
     """
     with working("measuring this machine for the planner"):
         profile = measure_between_updates(job, budget_s)
@@ -169,8 +165,8 @@ def measured_plan(job: Job, budget_s: float, current: JobPlan) -> JobPlan:
 
 
 def known_estimate(job: Job, plan: ExecutionPlan) -> JobPlan:
-    """A plan that the user named. Rank 0 adds an estimate where the machine, the models and the network have been
-    measured before."""
+    """A plan that the user named. Rank 0 adds an estimate if the machine, the models and the network were measured
+    before."""
     if job.rank != 0:
         return JobPlan(plan)
     try:
@@ -178,13 +174,13 @@ def known_estimate(job: Job, plan: ExecutionPlan) -> JobPlan:
         if profile is None:
             return JobPlan(plan)
         return JobPlan(plan, estimate_plan(plan, job.models.specs, job.pricing(profile)), profile=profile)
-    except PlanError:  # the plan splits a model as was not measured
+    except PlanError:  # a split of the plan was not measured
         return JobPlan(plan)
 
 
 def estimate_at_lengths(job: Job, job_plan: JobPlan, lengths: Sequence[int]) -> PricedPlan | None:
-    """The plan's estimate for measured response lengths (tokens), to compare with a run's times; `None` where nothing
-    was measured."""
+    """The plan's estimate for measured response lengths (tokens), to compare with a run's times; `None` if nothing was
+    measured."""
     if job_plan.priced is None or job_plan.profile is None or not lengths:
         return job_plan.priced
     pricing = job.pricing(job_plan.profile, job.workload.of_lengths(lengths))
@@ -195,7 +191,7 @@ def print_decision(decision: Decision, profile: Profile, *, is_new: bool) -> Non
     """Prints the chosen plan and its alternatives on stderr.
 
     Args:
-        is_new: the profile was measured for this run.
+        is_new: whether the profile was measured in this run.
     """
     console = Console(stderr=True)
     source = "measured just now" if is_new else "measured before" if profile.observations else "by specification"

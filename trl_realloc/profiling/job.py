@@ -1,6 +1,6 @@
-"""Description of a job before a model is loaded: devices, models, engine options and the size of an iteration.
+"""`Job`: description of a job before a model is loaded: devices, models, engine options and the size of an iteration.
 
-Planning and measuring are handed a `Job`. `trainer.run.job_builder` builds it from a trainer's config.
+`trainer.run.job_builder` builds it from a trainer's config, for planning and measuring.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .job_models import JobModels
 
 
 def any_plan(plan: ExecutionPlan) -> None:
-    """The check of a job that can have every plan."""
+    """The default of `Job.check`: accepts every plan."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,17 @@ class Job:
 
     Args:
         engine: name of the engine that generates.
-        vllm_share, vllm_sleeps: as of `planner.cost.pricing.Pricing`.
+        vllm_share, vllm_sleeps: fields of `planner.cost.pricing.Pricing`.
         headroom: share of a device's memory that a plan leaves free.
-        engines: that may score and train.
-        deterministic: two runs are to give the same bits.
-        max_staleness: the largest staleness of a plan.
+        engines: names of the engines that may score and train.
+        deterministic: whether two runs must give the same bits.
+        max_staleness: largest staleness of a plan.
         fused_training: whether two calls may train in fused pipelines.
         streams: whether samples may stream.
-        graph: of the run.
-        splits: how the run's optimizer and adapters allow training calls to be split. The same on all ranks.
-        check: raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all ranks.
+        graph: calls of the run.
+        splits: splits of training calls that the run's optimizer and adapters allow. The same on all ranks.
+        check: function that raises `PlanError` or `ValueError` for a plan that the run cannot have. The same on all
+            ranks.
     """
 
     cluster: Cluster
@@ -73,10 +74,7 @@ class Job:
     check: Callable[[ExecutionPlan], None] = any_plan
 
     def choose(self, profile: Profile, workload: Workload | None = None, *, time_limit_s: float) -> Decision:
-        """The planner's decision for this job on a machine.
-
-        Args:
-            workload: in place of the job's.
+        """The planner's decision for this job on a machine, for the job's workload or another one.
 
         Raises:
             PlanError: the models fit on no plan.
@@ -100,21 +98,20 @@ class Job:
 
     @property
     def measured_graph(self) -> DataflowGraph:
-        """The calls of the short runs, which measure: those of the run. With a critic they are PPO's without
-        `actor.forward`, whose rate is that of the reference's forward."""
+        """The calls of the short runs. In a run with a critic `actor.forward` is left out, because the reference's
+        forward has the same rate."""
         return self.graph.without([PROXIMAL_CALL]) if Role.CRITIC in self.graph.roles else self.graph
 
     @property
     def zero_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that the planner considers and measures: 0 alone where DeepSpeed is not installed, where it
-        does not scale losses that have to be, and where the memory of a device, which the other stages save, is not
-        known."""
+        """The ZeRO stages that the planner considers and measures. Only 0 if DeepSpeed is not installed, if it does not
+        scale losses in float16, or if the memory of a device is unknown, because the other stages save memory."""
         scaled = self.options.compute_dtype is not torch.float16 or scales_losses(self.options.deepspeed)
         return (0, 1, 2, 3) if deepspeed_compat.is_installed() and scaled and self.memory is not None else (0,)
 
     @property
     def memory(self) -> DeviceMemory | None:
-        """The memory of this rank's device; `None` if it is not known, as on a CPU."""
+        """The memory of this rank's device; `None` if unknown, as on a CPU."""
         size = memory_bytes(self.options.device)
         total = None if size is None else float(size)
         if self.cluster.memory_gb is not None:
@@ -124,11 +121,7 @@ class Job:
         return DeviceMemory(total) if size is None else gpu_memory(total, self.headroom)
 
     def pricing(self, profile: Profile, workload: Workload | None = None) -> Pricing:
-        """The cost model of this job on a machine.
-
-        Args:
-            workload: in place of the job's.
-        """
+        """The cost model of this job on a machine, for the job's workload or another one."""
         return Pricing(
             self.cluster,
             workload or self.workload,

@@ -33,18 +33,18 @@ class JobModels:
     Args:
         configs: Transformers configs of each role's models.
         specs: parameter specs of each call's models, by the call's name.
-        peft_config: PEFT config of an adapter like the one that the actor trains, if any.
-        processing_class: the tokenizer, for engines that need one.
+        peft_config: PEFT config of a new adapter like the one that the actor trains, if any.
+        processing_class: tokenizer, for engines that need one.
         mixed: dtype of mixed precision, if any.
-        adapts_head: the actor trains an adapter that changes the language head.
-        trained_share: share of the actor's elements that it trains; below 1 with adapters.
-        own_reference: the reference is a model of its own, also where the actor trains adapters.
+        adapts_head: whether the actor trains an adapter that changes the language head.
+        trained_share: share of the actor's elements that are trained; below 1 with adapters.
+        own_reference: whether the reference is a separate model even if the actor trains adapters.
         generation_engine: "vllm" or "transformers".
-        own_head: the actor has a head of its own in a generation engine (`engines.models.generated_config`), against
-            its config.
+        own_head: whether the actor has an untied head in a generation engine although its config ties it
+            (`engines.models.generated_config`).
 
     Attributes:
-        attentions: the attention implementations of the models, each once.
+        attentions: attention implementations of the models, without duplicates.
     """
 
     configs: Mapping[Role, Sequence[PretrainedConfig]]
@@ -60,7 +60,7 @@ class JobModels:
     attentions: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Read now: once its model is loaded, a config that named none has the one that Transformers has chosen.
+        # read now, because loading a model sets the attention implementation in its config
         names = {attention_name(config) or "sdpa" for configs in self.configs.values() for config in configs}
         object.__setattr__(self, "attentions", tuple(sorted(names)))
 
@@ -79,9 +79,9 @@ class JobModels:
         """The models of a run, before they are loaded.
 
         Args:
-            policy: as the user gave it: a model, with adapters or without, or its name.
-            peft_config: of the adapter that is added to it, if any.
-            own_reference: the user gave a reference model.
+            policy: the user's model, with or without adapters, or its name.
+            peft_config: PEFT config of the adapter that is added to it, if any.
+            own_reference: whether the user gave a reference model.
         """
         config = configs[Role.ACTOR][0]
         in_head = adapts_head(policy, config, peft_config)
@@ -109,10 +109,10 @@ class JobModels:
         return {graph.call(name).role: specs[0].attention_at for name, specs in self.specs.items() if specs}
 
     def shallow(self, most: int, graph: DataflowGraph | None = None) -> JobModels:
-        """The same models with fewer layers, at least two, so that each has at most `most` elements where it can.
+        """The same models with fewer layers, but at least two, so that each has at most `most` elements if possible.
 
         Args:
-            graph: whose calls get specs; PPO's by default.
+            graph: graph whose calls get specs; *optional*, defaults to PPO's.
         """
         configs = {
             role: [_shallow(config, spec_of(config, role in POLICIES), most) for config in role_configs]
@@ -143,17 +143,7 @@ def specs_of(
     own_head: bool = False,
 ) -> dict[str, list[ModelSpec]]:
     """The parameter specs of the models that each call runs, by the call's name. A vLLM engine holds its weights in the
-    dtype that it computes in, that of mixed precision.
-
-    Args:
-        graph: PPO's by default.
-        mixed: dtype of mixed precision, if any.
-        adapts_head: an adapter changes the language head of the actor, and of a reference that is computed by it.
-        trained_share: share of the actor's elements that it trains.
-        own_reference: the reference is a model of its own, also where the actor trains adapters.
-        generation_engine: "vllm" or "transformers".
-        own_head: the actor has a head of its own in a vLLM engine, against its config.
-    """
+    dtype of mixed precision. The other arguments are the fields of `JobModels`; `graph` defaults to PPO's."""
     graph = graph or ppo_graph()
     of_role = {role: [spec_of(config, role in POLICIES) for config in configs.get(role, ())] for role in graph.roles}
     if mixed is not None:
@@ -182,12 +172,12 @@ def specs_of(
 
 
 def trained_share(model: PreTrainedModel | str, config: PretrainedConfig, peft_config: PeftConfig | None) -> float:
-    """The share of a policy's elements that it trains: 1 without adapters.
+    """The share of a policy's elements that are trained: 1 without adapters.
 
     Args:
-        model: the policy as the user gave it, with adapters or without, or its name.
-        config: its Transformers config.
-        peft_config: of the adapter that is added to it; `None` for none.
+        model: the user's policy, with or without adapters, or its name.
+        config: Transformers config of the policy.
+        peft_config: PEFT config of the adapter that is added to it, if any.
     """
     if has_adapters(model):
         adapted = model
@@ -196,22 +186,22 @@ def trained_share(model: PreTrainedModel | str, config: PretrainedConfig, peft_c
     else:
         try:
             adapted = adapted_shell(config, peft_config)
-        except (NotImplementedError, RuntimeError):  # adapters that read the weights: priced as if all were trained
+        except (NotImplementedError, RuntimeError):  # adapters that read the weights: assume that all are trained
             return 1.0
     sizes = [(p.numel(), p.requires_grad) for p in adapted.parameters()]
     return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
 
 
 def _as_new(peft_config: PeftConfig) -> PeftConfig:
-    """The config of a new adapter that trains, in models of any depth. Initial values that depend on the weights, which
-    may take long to compute, are left out."""
+    """The config of a new trainable adapter for models of any depth, without an initialization that depends on the
+    weights, which may take long."""
     return _changed(
         peft_config, inference_mode=False, init_lora_weights=True, layers_to_transform=None, layers_pattern=None
     )
 
 
 def _changed(peft_config: PeftConfig, **changes: object) -> PeftConfig:
-    """A copy of a PEFT config with other values of those settings that its kind of adapter has."""
+    """A copy of a PEFT config with these changes, except for settings that it does not have."""
     peft_config = copy.copy(peft_config)
     for name, value in changes.items():
         if hasattr(peft_config, name):
@@ -220,13 +210,13 @@ def _changed(peft_config: PeftConfig, **changes: object) -> PeftConfig:
 
 
 def element_bytes(config: PretrainedConfig) -> int:
-    """Bytes of one parameter element in the config's dtype; float32 where the config has none."""
+    """Bytes of one parameter element in the config's dtype; float32 if the config has none."""
     dtype = getattr(config, "dtype", None) or torch.float32
     return int((getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize)
 
 
 def spec_of(config: PretrainedConfig, is_policy: bool) -> ModelSpec:
-    """A model's parameter spec; of a family without a table, from the parameters' names and shapes alone."""
+    """A model's parameter spec; for a family without a table, from the parameters' names and shapes alone."""
     size = element_bytes(config)
     if config.model_type in FAMILIES:
         return ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=size)

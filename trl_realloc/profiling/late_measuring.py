@@ -1,7 +1,7 @@
 """Decides whether a run whose first plan came from data sheets measures its machine between two updates.
 
-Measuring has to pay: in the updates that are left a better plan has to save more than measuring costs. And it takes no
-longer than the run has trained. The measuring itself is in `profile_cache`.
+Measuring must pay off: in the remaining updates a better plan must save more time than measuring takes. It must also
+take no longer than the run has trained. `profile_cache` measures.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .run_observer import RunObserver
 # Share of an update that a measured plan is expected to save (assumed). In the runs of docs/planner.md the planner's
 # plan took from 6 % more to 23 % less time than the best other preset.
 GAIN = 0.1
-OVERHEAD_S = 5.0  # seconds of measuring beside the short runs and the engines' starts: links, copies, shared processors
+OVERHEAD_S = 5.0  # seconds of measuring links, copies and shared processors
 
 
 class MeasuringDecision(NamedTuple):
-    """Rank 0's decision. Measuring begins now, and takes `budget_s` seconds at most, if these are not `None`. It is not
-    asked again if `is_last`."""
+    """Rank 0's decision: measuring begins now and takes at most `budget_s` seconds, or does not begin if that is
+    `None`. With `is_last` the decision is final."""
 
     budget_s: float | None
     is_last: bool
@@ -39,10 +39,10 @@ class LateMeasuring:
     """Decides whether a run measures its machine, when, and for how long.
 
     Args:
-        unit: what an iteration is called in messages.
+        unit: name of an iteration in messages.
 
     Attributes:
-        is_over: it has measured, or measuring cannot pay any more. The same on all ranks.
+        is_over: whether the run has measured, or measuring cannot pay off any more. The same on all ranks.
     """
 
     def __init__(self, job: Job, observer: RunObserver, unit: str = "update") -> None:
@@ -50,7 +50,7 @@ class LateMeasuring:
         profile = observer.job_plan.profile
         measured = observer.job_plan.refused or profile
         is_measured = measured is None or bool(measured.observations and measured.complete)
-        # the plans of one device differ in memory, which is counted and not measured
+        # plans of one device differ in memory, which is computed and not measured
         self.is_over = is_measured or job.cluster.size == 1
         self._seconds: list[float] = []
 
@@ -59,10 +59,11 @@ class LateMeasuring:
         self._seconds.append(seconds)
 
     def budget(self, updates_left: int, start_s: float) -> float | None:
-        """The most seconds that measuring may take if it begins now; else `None`. All ranks call this together.
+        """The largest number of seconds that measuring may take if it should begin now, else `None`. All ranks call
+        this together.
 
         Args:
-            start_s: seconds that starting the engines takes.
+            start_s: seconds to start the engines.
         """
         if self.is_over or len(self._seconds) <= WARM_UP + LEAST:
             return None
@@ -91,14 +92,14 @@ class LateMeasuring:
             f"{self.unit} {len(self._seconds)}: measuring this machine for a better plan, for {budget_s:.0f} s at "
             f"most; in the {left} left a better plan might save {saved_s:.0f} s"
         )
-        return MeasuringDecision(budget_s - start_s, True)  # the run's engines are started again after it
+        return MeasuringDecision(budget_s - start_s, True)  # the run's engines are started again after measuring
 
     def cost(self, start_s: float) -> float:
-        """Expected seconds of the first short runs, which every plan's estimate needs, and of starting the run's
-        engines again. If measuring has been cut short before, expected seconds of all short runs."""
+        """Expected seconds of the first short runs, which every plan's estimate needs, and of restarting the run's
+        engines. If measuring was cut short before, of all short runs."""
         job, profile = self.job, self.observer.job_plan.profile
         assert profile is not None, "the planner chose the plan"
-        # short runs have no reward functions, and smaller batches to hand over
+        # short runs have no reward functions, and send smaller batches
         profile = replace(profile, corrections=profile.corrections.without_seconds())
         runs = short_runs(job, elements_of_short_runs(job))
         plans = plans_of(job, runs)
@@ -109,7 +110,7 @@ class LateMeasuring:
             work = job.workload.once(episodes, response)
             try:
                 seconds += estimate_plan(plans[0], runs.models.specs, job.pricing(profile, work), exact=False).seconds
-            except PlanError:  # cannot be estimated: as long as an update
+            except PlanError:  # no estimate: assume the time of an update
                 seconds += median(self._seconds)
         rounds = len(plans) if profile.observations else 1
         return OVERHEAD_S + start_s + rounds * (start_s + seconds)

@@ -1,4 +1,4 @@
-"""Measures a machine: the name of a device, how devices slow each other down, copies, messages and all-reduces."""
+"""Measures a machine: name of the devices, slowdown of devices that share processors, copies, messages, all-reduces."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def hardware(device: torch.device) -> str:
 def sharing(
     make: Callable[[], Callable[[], None]], cluster: Cluster, rank: int, device: torch.device
 ) -> Sharing | None:
-    """Measures the slowdown of a node's devices when they compute at the same time, as CPU ranks do that share cores
-    and memory bandwidth. `None` where each device has its own. All ranks call this together.
+    """Measures the slowdown of a node's devices that compute at the same time, such as CPU ranks that share cores and
+    memory bandwidth. `None` for accelerators and for one device per node. All ranks call this together.
 
-    Measured is processor time, which grows where caches and memory bandwidth are shared and does not depend on what
-    else runs on the node; ranks for which there are too few cores take turns.
+    It measures processor time, which grows with shared caches and memory bandwidth and does not depend on other
+    programs on the node. If ranks outnumber cores, the factor of taking turns is included.
 
     Args:
-        make: makes a function that computes something like the job does.
+        make: function that returns a function with a computation like the job's.
     """
     per_node = cluster.devices_per_node
     if is_accelerator(device) or per_node == 1:
         return None
     work = make()
-    counts = [1, *(n for n in (1 << at for at in range(1, per_node.bit_length())) if n < per_node), per_node]
+    counts = [1, *(n for n in (1 << power for power in range(1, per_node.bit_length())) if n < per_node), per_node]
     once = min(_timed(work, clock=time.process_time) for _ in range(2))
     repeats = int(_largest(max(1, round(WORK_S / max(1e-4, once)))))
     best = dict.fromkeys(counts, math.inf)
@@ -75,8 +75,7 @@ def sharing(
 
 
 def shared_cores(cluster: Cluster, device: torch.device) -> Sharing | None:
-    """Slowdown of a node's CPU ranks computed from the number of its cores alone, without measuring; `None` if there is
-    none."""
+    """Slowdown of a node's CPU ranks, computed from the number of cores without measuring; `None` if there is none."""
     if is_accelerator(device) or cluster.devices_per_node == 1:
         return None
     ranks_at_once = _ranks_at_once()
@@ -89,7 +88,7 @@ def _ranks_at_once() -> float:
 
 
 def copies(device: torch.device) -> list[Observation]:
-    """Times of copies from host memory to the device; on a CPU, within host memory."""
+    """Times of copies from host memory to the device, or within host memory on a CPU."""
     observations = []
     for size in SIZES:
         host = torch.zeros(size, dtype=torch.uint8)
@@ -101,13 +100,13 @@ def copies(device: torch.device) -> list[Observation]:
 
 
 def links(cluster: Cluster, device: torch.device) -> list[Observation]:
-    """Times of messages and all-reduces of several sizes: inside a node, and between nodes where there are several. All
+    """Times of messages and all-reduces of several sizes inside a node, and between nodes if there are several. All
     ranks call this together."""
     rank, per_node = dist.get_rank() if dist.is_initialized() else 0, cluster.devices_per_node
     observations: list[Observation] = []
     if per_node > 1:
         node = rank // per_node
-        nodes = [tuple(range(at * per_node, (at + 1) * per_node)) for at in range(cluster.nodes)]
+        nodes = [tuple(range(n * per_node, (n + 1) * per_node)) for n in range(cluster.nodes)]
         groups = [new_group(list(ranks)) for ranks in nodes]
         peer = rank % per_node ^ 1
         mesh = MeshGroup(nodes[node], rank, groups[node], device)
@@ -122,9 +121,7 @@ def links(cluster: Cluster, device: torch.device) -> list[Observation]:
 
 
 def _link(mesh: MeshGroup, peer: int | None, *, far: bool) -> list[Observation]:
-    """Args:
-    peer: the index in the mesh of the rank that this one exchanges messages with; `None` if it has none.
-    """
+    """`peer`: index in the mesh of the rank with which this one exchanges messages; `None` without one."""
     exchange = mesh.send if peer is not None and mesh.index < peer else mesh.receive
     observations = []
     for size in SIZES:
@@ -153,7 +150,7 @@ def _link(mesh: MeshGroup, peer: int | None, *, far: bool) -> list[Observation]:
 def _timed(
     act: Callable[[], object], device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds that `act` takes, on an accelerator until the device has finished."""
+    """Seconds of `act`; on an accelerator until the device has finished."""
     start = clock()
     act()
     if device is not None and is_accelerator(device):

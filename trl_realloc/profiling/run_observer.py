@@ -1,6 +1,6 @@
-"""`RunObserver`: compares the updates of a run with its plan's estimate, and keeps the corrections for the next run.
+"""`RunObserver`: compares the updates of a run with its plan's estimate, and saves the corrections for the next run.
 
-The arithmetic is in `planner.search.learning`, the file in `profile_cache`.
+The arithmetic is in `planner.search.learning`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .job import Job
 from .profile_cache import cache_path, keep_corrections
 
 
-CHANGE = 0.1  # of a factor, above which the corrections are written again
+CHANGE = 0.1  # relative change of a factor above which the corrections are saved again
 
 
 class RunObserver:
-    """Observes the updates of one run. Rank 0 has their times. On the other ranks, and for a plan without an estimate,
-    it does nothing.
+    """Observes the updates of one run on rank 0. On the other ranks, and for a plan without an estimate, it does
+    nothing.
 
     Attributes:
-        job_plan: the run's plan, with the profile as it was corrected last.
+        job_plan: the run's plan, with the latest corrections in its profile.
     """
 
     def __init__(self, job: Job, job_plan: JobPlan) -> None:
@@ -48,15 +48,15 @@ class RunObserver:
             self._kept = self._kept or profile
             try:
                 self._evidence = PlanEvidence(job_plan.plan, self.job.models.specs, self.job.pricing(profile))
-            except PlanError:  # the plan splits a model as was not measured
+            except PlanError:  # a split of the plan was not measured
                 return
 
     def note_decoding(self, steps: Mapping[str, Sequence[DecodeStep]]) -> None:
-        """Add to the profile of GPUs that were not measured what the host takes in decode steps, and keep it, the first
-        time that a run shows it. Factors of calls that generate, which were learned without it, are dropped.
+        """Adds the host time of decode steps to the profile of GPUs that were not measured, once, and saves it. Factors
+        of generation calls are dropped, because they were learned without it.
 
         Args:
-            steps: by call, of this rank's engine (`BackgroundEngine.decode_steps`).
+            steps: decode steps of this rank's engine, by call (`BackgroundEngine.decode_steps`).
         """
         profile, plan = self.job_plan.profile, self.job_plan.plan
         if self._evidence is None or profile is None or not profile.is_accelerator or profile.observations:
@@ -75,11 +75,11 @@ class RunObserver:
                 return
 
     def note(self, spans: Sequence[Span], lengths: Sequence[int], iterations: int = 1) -> None:
-        """Add the mean of so many iterations, and correct the profile.
+        """Adds the mean of `iterations` iterations, and corrects the profile.
 
         Args:
-            spans: of all devices in them; on rank 0.
-            lengths: of the responses, tokens.
+            spans: spans of all devices in these iterations, on rank 0.
+            lengths: tokens of the responses.
         """
         profile = self.job_plan.profile
         if self._evidence is None or profile is None or not spans:
@@ -91,13 +91,13 @@ class RunObserver:
             self._keep()
 
     def end(self, lengths: Sequence[int]) -> PricedPlan | None:
-        """Keep the corrections for the next run, and print them.
+        """Saves the corrections for the next run, and prints them.
 
         Args:
-            lengths: of the run's responses, tokens.
+            lengths: tokens of the run's responses.
 
         Returns:
-            The plan's estimate for these lengths, to compare with the run's times; `None` where nothing was measured.
+            The plan's estimate for these lengths, to compare with the run's times; `None` if nothing was measured.
         """
         profile = self.job_plan.profile
         if self._evidence is not None and profile is not None and profile.corrections != self._evidence.before:
@@ -110,8 +110,8 @@ class RunObserver:
         return estimate_at_lengths(self.job, self.job_plan, lengths)
 
     def when_chosen(self, lengths: Sequence[int]) -> PricedPlan | None:
-        """The estimate by which the plan was chosen, for these lengths (tokens): without what was learned under the
-        plan. `None` where nothing was learned."""
+        """The estimate for these lengths (tokens) without the corrections learned under the plan. `None` if there are
+        none."""
         before, now = self._chosen.profile, self.job_plan.profile
         if before is None or now is None or before == now:
             return None
@@ -123,9 +123,9 @@ class RunObserver:
             keep_corrections(self._kept, self.job)
 
 
-def _differ(one: Profile, other: Profile) -> bool:
+def _differ(profile: Profile, other: Profile) -> bool:
     """True if a factor of one profile differs from that of the other by more than `CHANGE`."""
-    new, old = one.corrections, other.corrections
+    new, old = profile.corrections, other.corrections
     pairs = [(factor, old.calls.get(name, 1.0)) for name, factor in new.calls.items()]
     pairs += [(factor, old.moves.get(name, 1.0)) for name, factor in new.moves.items()]
     return any(abs(factor / before - 1) > CHANGE for factor, before in pairs)

@@ -1,7 +1,7 @@
-"""Short runs of the executor, which measure what the calls of a job take. Their plans are in `measured_plans`.
+"""Short runs of the executor, which measure the seconds of a job's calls. Their plans are in `measured_plans`.
 
-The models have random weights, the prompts random tokens and the data's mean length; the job's own models and data are
-not used. `planner.cost.measured_rates` fits unit costs to the observations.
+The models have random weights. The prompts have random tokens and the mean length of the data. `measured_rates` fits
+unit costs to the observations.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .job_models import POLICIES
 from .policy_training import PolicyTraining
 
 
-EPISODES = 64  # most samples of a device in a run
-RESPONSE = 128  # most tokens of a response in a run
+EPISODES = 64  # largest number of samples of a device in a run
+RESPONSE = 128  # largest number of tokens of a response in a run
 
 
 class Runs:
@@ -64,14 +64,14 @@ class Runs:
         share = max(2, min(EPISODES, workload.episodes // self.cluster.size))
         self.episodes = share * self.cluster.size
         length = max(options.context_length, self.prompt + self.response)
-        # random models are sampled from at temperature 1, whatever the job's
+        # random models are sampled at temperature 1, not at the job's
         self.options = replace(options, context_length=length, temperature=1.0)
         self.slots = max(workload.episodes, self.episodes)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(episodes, response tokens) of the runs. The first one warms up; the others run twice
-        (`MeasuredRates` says which of the two counts)."""
+        """(episodes, response tokens) of the runs. The first one warms up; the others run twice, and the faster of the
+        two counts (`MeasuredRates`)."""
         n, r = self.episodes, self.response
         half, short = max(self.cluster.size, n // 2), max(1, r // 4)
         return [(n, r), *2 * [(n, r), (half, r), (n, short), (n, max(1, r // 2)), (half, short)]]
@@ -85,12 +85,12 @@ class Runs:
         """Runs a plan a few times. Returns its observations, on rank 0, and samples for later plans.
 
         Args:
-            samples: of an earlier plan. Scoring and training run on them; generation runs only where the plan splits
-            it.
+            samples: samples of an earlier plan for scoring and training. Generation then runs only if the plan splits
+                it.
 
         Raises:
-            JobFailed, NonFiniteError: a call failed. If every rank knows it (`is_known_everywhere`), nothing of the
-                short runs is left on any rank.
+            JobFailed, NonFiniteError: a call failed. If every rank knows it (`is_known_everywhere`), all engines and
+                groups of the short runs have been discarded.
         """
         observations: list[Observation] = []
         splits_generation = plan["actor.generate"].strategy.tp > 1
@@ -103,16 +103,16 @@ class Runs:
             rates = dict.fromkeys(Role, 0.0)
             half = max(self.cluster.size, self.episodes // 2)
             sizes = [(n, 0) for n in (self.episodes, *2 * (self.episodes, half))] if reuses_samples else self.sizes
-            for at, (episodes, response) in enumerate(sizes):
+            for step, (episodes, response) in enumerate(sizes):
                 batch = self._prompts(episodes)
                 start = time.perf_counter()
                 if reuses_samples:
                     assert samples is not None, "the first plan generates them"
                     of_call = {"actor.generate": samples.select(list(range(episodes)))}
-                    iteration = executor.run(batch, at, rates, known=of_call)
+                    iteration = executor.run(batch, step, rates, known=of_call)
                 else:
-                    iteration = executor.run(batch, at, rates, sampling=Sampling(response, 1.0))
-                if at and "responses" in iteration.samples:
+                    iteration = executor.run(batch, step, rates, sampling=Sampling(response, 1.0))
+                if step and "responses" in iteration.samples:
                     observations += self._observations(plan, iteration, time.perf_counter() - start)
             generated = from_first_rank(iteration.samples, options.collective_timeout_s) if samples is None else samples
             executor.exchange.flush()
@@ -127,7 +127,7 @@ class Runs:
         finally:
             placement.close()
         placement.discard()
-        if samples is None:  # as many as the largest run has, for the plans that do not generate
+        if samples is None:  # as many as in the largest run, for the plans that do not generate
             generated = generated.only(("index", "responses", "logprobs", "has_eos"))
             twice = [generated, generated.plus(index=generated.tensor("index") + len(generated))]
             generated = Rollouts.cat(twice).select(list(range(self.episodes)))
@@ -174,7 +174,7 @@ class Runs:
                 )
         for name in (name for name in busy if " -> " in name and not is_zero):
             spans = [span for span in iteration.spans if span.call == name]
-            # ranks that arrive early wait for the others; what a rank receives is all that is sent, divided
+            # ranks that arrive early wait for the others; a rank receives its share of all bytes
             took, size = statistics.median(span.seconds for span in spans), spans[0].bytes / len(spans)
             yield Observation("move", "", took, plan.cluster.size, bytes=size)
         if "actor.generate" in busy and plan["actor.generate"].strategy.tp == 1:
@@ -192,16 +192,16 @@ class Runs:
         return work
 
     def activations(self) -> list[Observation]:
-        """Bytes that forwards of two lengths save for their backwards, for each trained role. They are counted from the
-        saved tensors, which needs no memory statistics of a GPU."""
+        """Bytes that forwards of two lengths save for their backwards, for each trained role, counted from the saved
+        tensors and not from the device's memory statistics."""
         observations = []
         for role in self.graph.trained_roles:
             spec = self.models.specs[f"{role}.train"][0]
             model = self._model(self.models.configs[role][0], is_policy=role in POLICIES).to(self.options.device)
             backbone = getattr(model, "base_model", model)
             for length in (max(2, self.prompt // 2), self.prompt + self.response):
-                kept = _saved_bytes(backbone, length, self.options)
-                counts: dict[str, Any] = {"tokens": float(length), "squared": float(length**2), "bytes": kept}
+                saved = _saved_bytes(backbone, length, self.options)
+                counts: dict[str, Any] = {"tokens": float(length), "squared": float(length**2), "bytes": saved}
                 observations.append(
                     Observation(
                         "activations", model_key(spec), 0.0, 1, layers=spec.layers, elements=spec.elements, **counts
@@ -236,7 +236,7 @@ class Runs:
             models[Role.REWARD] = RoleModels(
                 "score",
                 [partial(self._model, config, is_policy=False) for config in scorers],
-                [f"model {at}" for at in range(len(scorers))],
+                [f"model {index}" for index in range(len(scorers))],
                 [None] * len(scorers),
             )
         return Roles(models)
@@ -252,14 +252,13 @@ class Runs:
     def _call_settings(self) -> CallSettings:
         scorers = self.models.configs.get(Role.REWARD, ())
         functions = [] if scorers else [FunctionReward(_nothing, "nothing")]
-        names = [f"model {at}" for at in range(len(scorers))] or ["nothing"]
+        names = [f"model {index}" for index in range(len(scorers))] or ["nothing"]
         weights = dict.fromkeys(names, 1.0)
         sampling = Sampling(self.response, 1.0)
         return CallSettings(sampling, 0, None, self.models.processing_class, functions, weights)
 
     def _algorithm(self) -> Algorithm:
-        """An algorithm with one optimizer step in an iteration, so that a training is measured once: PPO, or without a
-        critic a training of the policy alone."""
+        """An algorithm with one optimizer step per iteration: PPO, or training of the policy alone without a critic."""
         if Role.CRITIC in self.graph.roles:
             return PPO(PPOSettings(self.response, num_ppo_epochs=1, num_mini_batches=1))
         return PolicyTraining(self.graph)
@@ -272,7 +271,7 @@ class Runs:
 
 
 def _meet() -> None:
-    """Wait for all ranks. One that destroys its groups closes them for ranks that still read."""
+    """Wait for all ranks, because a rank that destroys its groups closes them for ranks that still read."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -282,8 +281,8 @@ def _nothing(completions: Sequence[object]) -> list[float]:
 
 
 def _saved_bytes(model: torch.nn.Module, length: int, options: EngineOptions) -> float:
-    """Bytes of the tensors that a forward of one sample of `length` tokens saves for its backward; without parameters,
-    and without their casts, whose bytes do not depend on the tokens (`activation_memory` counts them)."""
+    """Bytes of the tensors that a forward of one sample of `length` tokens saves for its backward, without parameters
+    and their casts, which do not depend on the tokens (`activation_memory` counts the casts)."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     matrices = {tuple(sorted(parameter.shape)) for parameter in model.parameters() if parameter.dim() == 2}
     saved: dict[int, int] = {}
@@ -298,6 +297,6 @@ def _saved_bytes(model: torch.nn.Module, length: int, options: EngineOptions) ->
     tokens = torch.zeros((1, length), dtype=torch.long, device=options.device)
     mixed = autocast(options.device, options.compute_dtype)
     with mixed, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = model(input_ids=tokens, use_cache=False)  # as long as it is referenced, no storage is used again
+        output = model(input_ids=tokens, use_cache=False)  # the reference keeps storages from being reused
     del output
     return float(sum(saved.values()))

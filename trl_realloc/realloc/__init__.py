@@ -1,2 +1,1 @@
-"""Layouts, which say what part of a parameter each device holds (`layout`), and the movement of parts between
-layouts."""
+"""Layouts of parameters over devices (`layout`), and the movement of parameters between layouts."""

@@ -1,8 +1,7 @@
-"""The parts of a message that lie one after the other, in its buffer and in the tensors that they are parts of, so that
-each such run is copied at once.
+"""Runs of a message's parts that are contiguous both in its buffer and in a tensor, so that each run is one copy.
 
-Of a model of 70 billion parameters under ZeRO-3 on 88 ranks, a rank that needs all of it gets 160,000 parts: a range of
-a flattened parameter is up to three boxes. `transfer` has the messages.
+For a model of 70 billion parameters under ZeRO-3 on 88 ranks, a rank that needs the whole model gets 160,000 parts,
+because a range of a flattened parameter is up to three boxes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _Parts = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
 @dataclass(frozen=True)
 class Run:
-    """A range of a contiguous tensor, and where it is in a buffer.
+    """A range of a contiguous tensor, and its place in a buffer.
 
     Args:
         outer: the tensor's box of its parameter.
@@ -38,8 +37,8 @@ class Run:
 
 
 def flat_range(outer: Box, box: Box) -> tuple[int, int] | None:
-    """(first element, elements) of a box in a contiguous tensor that has the box `outer`, if it is one range there. A
-    rank may also send on what it has received, which is not in the tensor that it holds."""
+    """(first element, number of elements) of a box in a contiguous tensor with the box `outer`; `None` if it is not one
+    range there. The box of a forwarded part may be outside the tensor."""
     stride, first, count, is_whole = 1, 0, 1, True
     for (low, high), (start, stop) in zip(reversed(outer), reversed(box), strict=True):
         size = stop - start
@@ -54,19 +53,19 @@ def flat_range(outer: Box, box: Box) -> tuple[int, int] | None:
 def runs_of(
     placed: Sequence[tuple[ParameterBox, int, int]], parts: _Parts, sizes: Mapping[str, int]
 ) -> tuple[Run, ...] | None:
-    """The runs of a message's parts; `None` if a part is no range of the only tensor that a rank has of its parameter.
+    """The runs of a message's parts; `None` if a part is not a range of the rank's only tensor of its parameter.
 
     Args:
-        placed: each part with its first byte in the buffer and the byte after its last.
+        placed: (part, first byte, end byte) in the buffer, for each part.
         sizes: bytes of an element of each parameter.
     """
     runs: list[Run] = []
     for piece, start, _ in placed:
         held = parts.get(piece.parameter, ())
-        found = flat_range(held[0][0], piece.box) if len(held) == 1 else None
-        if found is None or not held[0][1].is_contiguous():
+        flat = flat_range(held[0][0], piece.box) if len(held) == 1 else None
+        if flat is None or not held[0][1].is_contiguous():
             return None
-        first, count = found
+        first, count = flat
         last, size = runs[-1] if runs else None, sizes[piece.parameter]
         here = (piece.parameter, first, start)
         if last is not None and here == (last.parameter, last.first + last.count, last.start + last.count * size):
@@ -79,8 +78,8 @@ def runs_of(
 def views_of(
     runs: Sequence[Run], buffer: Tensor, parts: _Parts, dtypes: Mapping[str, torch.dtype]
 ) -> tuple[list[Tensor], list[Tensor]] | None:
-    """The runs as views of a buffer, in the dtypes of the message, and of the tensors; `None` if the tensors are no
-    longer as they were."""
+    """The runs as views of a buffer, in the message's dtypes, and as views of the tensors; `None` if the tensors' boxes
+    have changed."""
     in_buffer, in_tensors = [], []
     for run in runs:
         held = parts.get(run.parameter, ())
@@ -96,12 +95,12 @@ class MessageViews:
     """The parts of messages as views of buffers and tensors.
 
     Args:
-        dtypes: of every parameter, in which it is sent.
+        dtypes: dtype in which each parameter is sent.
     """
 
     def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
         self._dtypes = dtypes
-        self._runs: dict[tuple[int, int], tuple[Run, ...] | None] = {}  # by message and its first part in a buffer
+        self._runs: dict[tuple[int, int], tuple[Run, ...] | None] = {}  # key: ids of a message and of its first part
 
     def of(
         self,
@@ -111,13 +110,13 @@ class MessageViews:
         parts: _Parts,
         tensor_of: Callable[[ParameterBox], Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Some parts of a message in a buffer and in a rank's tensors, those that follow each other in both as one.
+        """Views of some parts of a message in a buffer and in a rank's tensors. A run of parts is one view.
 
         Args:
-            message: is kept as long as this object.
-            placed: as of `runs_of`.
-            parts: the tensors.
-            tensor_of: one part of them.
+            message: the message, which must live as long as this object.
+            placed: (part, first byte, end byte) in the buffer, for each part.
+            parts: the rank's tensors.
+            tensor_of: returns the tensor of one part.
         """
         key = id(message), id(placed[0][0])
         if key not in self._runs:
@@ -136,6 +135,6 @@ class MessageViews:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors in one call: a device with thousands of small parts would wait for Python between them."""
+    """Copy tensors in one call, because with thousands of small parts a device would wait for Python between copies."""
     with torch.no_grad():
         torch._foreach_copy_(list(targets), list(sources))

@@ -1,6 +1,6 @@
 """Parts of parameters on every device, as boxes, computed from a model's spec and a parallel strategy.
 
-Pure: no process group, so a layout of 1,024 devices can be made on a laptop. What moves between two layouts is in
+Pure: no process group, so a layout of 1,024 devices can be made on a laptop. Transfers between layouts are in
 `schedule`.
 """
 
@@ -35,8 +35,8 @@ class Layout:
     """The parts of every parameter of a model and the devices that hold them.
 
     Args:
-        parameters: for every parameter, boxes that cover it and do not overlap. Parameters with equal placements share
-            one tuple object, by whose identity the schedule groups them.
+        parameters: boxes that cover each parameter without overlap. Parameters with equal placements share one tuple
+            object, because the schedule groups them by its identity.
     """
 
     spec: ModelSpec
@@ -44,7 +44,7 @@ class Layout:
 
     @cached_property
     def devices(self) -> frozenset[int]:
-        """All devices that hold something."""
+        """All devices that hold parts."""
         return frozenset(d for key in set(map(id, self.parameters.values())) for d in self._devices_of[key])
 
     @cached_property
@@ -54,7 +54,7 @@ class Layout:
         return {key: frozenset(d for placed in boxes for d in placed.devices) for key, boxes in by_id.items()}
 
     def parts(self, device: int) -> dict[str, tuple[Box, ...]]:
-        """The boxes that one device holds, by parameter name."""
+        """A device's boxes by parameter name."""
         return {
             name: tuple(placed.box for placed in boxes if device in placed.devices)
             for name, boxes in self.parameters.items()
@@ -62,7 +62,7 @@ class Layout:
         }
 
     def bytes(self, device: int) -> int:
-        """Bytes of the parameters that one device holds."""
+        """Bytes of a device's boxes."""
         elements = sum(volume(box) for boxes in self.parts(device).values() for box in boxes)
         return elements * self.spec.bytes_per_element
 
@@ -86,12 +86,12 @@ class Layout:
 
 
 def volume(box: Box) -> int:
-    """The number of elements in a box."""
+    """Number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is the whole of a parameter."""
+    """The box of a whole parameter."""
     return tuple((0, size) for size in shape)
 
 
@@ -109,12 +109,12 @@ def split_box(box: Box, most: int) -> Iterator[Box]:
         yield from split_box((*box[:dim], (start, min(start + step, high)), *box[dim + 1 :]), most)
 
 
-MAX_KEEPERS = 64  # of a box; each piece is sent to all that hold the box
+MAX_KEEPERS = 64  # maximum number of devices that divide a box; each piece is sent to all holders of the box
 
 
 def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dict[str, list[Box]]]:
-    """The parts that each device keeps so that every element is kept once. A box that several devices hold is divided
-    among them, by elements as evenly as whole rows allow; among some `MAX_KEEPERS` of them if they are more.
+    """The parts that each device keeps so that every element is kept once. A box on several devices is divided among
+    at most `MAX_KEEPERS` of them, as evenly as whole rows allow.
 
     Args:
         parts: device -> parameter name -> boxes. Boxes of a parameter are equal or do not overlap.
@@ -125,8 +125,8 @@ def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dic
             for box in boxes:
                 holders.setdefault((name, box), []).append(device)
     loads = dict.fromkeys(parts, 0)
-    kept: dict[int, dict[str, list[Box]]] = {device: {} for device in parts}
-    # what has one holder first, because the rest can balance the loads afterwards
+    assigned: dict[int, dict[str, list[Box]]] = {device: {} for device in parts}
+    # boxes with one holder first, because the others can balance the loads afterwards
     for (name, box), devices in sorted(holders.items(), key=lambda item: len(item[1])):
         keepers = devices
         if len(devices) > MAX_KEEPERS:
@@ -134,15 +134,15 @@ def held_once(parts: Mapping[int, Mapping[str, Sequence[Box]]]) -> dict[int, dic
         for part in split_box(box, max(1, -(-volume(box) // len(keepers)))):
             device = min(keepers, key=loads.__getitem__)
             loads[device] += volume(part)
-            kept[device].setdefault(name, []).append(part)
-    return kept
+            assigned[device].setdefault(name, []).append(part)
+    return assigned
 
 
 def layout_of(assignment: Assignment, spec: ModelSpec, *, is_reversed: bool = False) -> Layout:
     """The layout of a call's parameters under its assignment.
 
-    The layout of a vLLM engine is the one that it is fed from: full tensors on the first device of each tensor group.
-    What each of its devices computes with is `vllm_layout`.
+    The layout of a vLLM engine is that of its inputs: full tensors on the first device of each tensor group. The slices
+    in the engine are in `vllm_layout`.
 
     Args:
         is_reversed: `ExecutionPlan.is_reversed` of the call.
@@ -163,12 +163,12 @@ def layout_of(assignment: Assignment, spec: ModelSpec, *, is_reversed: bool = Fa
 
 
 def replicated_layout(spec: ModelSpec, mesh: DeviceMesh) -> Layout:
-    """Every parameter whole on every device: data parallelism, and ZeRO stages 0 to 2."""
+    """Full parameters on every device: data parallelism, and ZeRO stages 0 to 2."""
     return _replicate(spec, tuple(mesh.devices))
 
 
 def owners_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
-    """Every parameter whole on the first device of each group of `tp`, where a generation engine takes full tensors."""
+    """Full parameters on the first device of each group of `tp`, which feeds a generation engine."""
     return _replicate(spec, tuple(mesh.devices)[::tp])
 
 
@@ -178,8 +178,8 @@ def _replicate(spec: ModelSpec, devices: tuple[int, ...]) -> Layout:
 
 
 def zero3_layout(spec: ModelSpec, mesh: DeviceMesh) -> Layout:
-    """Each parameter flattened, padded to a multiple of the mesh's size and cut into equal ranges, one per device, as
-    DeepSpeed's stage 3 does. The padding is in no box."""
+    """DeepSpeed's stage 3: each parameter is flattened, padded to a multiple of the mesh's size and cut into equal
+    ranges, one per device. Boxes do not contain the padding."""
 
     @lru_cache(None)
     def partition(shape: tuple[int, ...]) -> tuple[PlacedBox, ...]:
@@ -195,8 +195,8 @@ def zero3_layout(spec: ModelSpec, mesh: DeviceMesh) -> Layout:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """The elements start … stop - 1 of a flattened parameter as boxes, in ascending order. A matrix gives at most three
-    (the end of a row, whole rows, the beginning of a row), d dimensions at most 2d - 1."""
+    """The elements start … stop - 1 of a flattened parameter as boxes, in ascending order: for a matrix at most three
+    (the end of a row, whole rows, the beginning of a row), for d dimensions at most 2d - 1."""
     if start >= stop:
         return ()
     if not shape:
@@ -227,10 +227,10 @@ def megatron_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int, pp: int, *, is_r
     data-parallel replica d.
 
     Args:
-        is_reversed: it has stage `pp - 1 - p` instead.
+        is_reversed: the device has stage `pp - 1 - p` instead.
 
     Raises:
-        PlanError: the model cannot be split by tp or pp, or the mesh's size is no multiple of tp x pp.
+        PlanError: the model cannot be split by tp or pp, or the mesh's size is not a multiple of tp x pp.
     """
     spec.check_strategy(tp, pp)
     if mesh.size % (tp * pp):
@@ -244,8 +244,8 @@ def megatron_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int, pp: int, *, is_r
 
 
 def vllm_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
-    """The slices that vLLM engines of `tp` devices each compute with. Key/value heads are repeated where there are
-    fewer than tp, and the vocabulary is padded before it is cut.
+    """The parameter slices in vLLM engines of `tp` devices each. Key/value heads are repeated if there are fewer than
+    tp, and the vocabulary is padded before it is cut.
 
     Raises:
         PlanError: vLLM cannot divide the model by tp.
@@ -276,12 +276,12 @@ def _cut_layout(
     holders: Callable[[tuple[int, ...], int], list[int]],
     slices: Callable[[ParameterSpec], Callable[[int, int, int], list[tuple[int, int]]]],
 ) -> Layout:
-    """A layout in which each of `tp` tensor ranks has a slice of what is cut, and all of the rest.
+    """A layout in which each of `tp` tensor ranks has a slice of the parameters with a cut, and the others in full.
 
     Args:
-        stages_of: the pipeline stages of a parameter.
-        holders: the devices of a tensor rank in these stages.
-        slices: for a parameter, the function (size, parts, unit) -> intervals that cuts its dimension.
+        stages_of: returns the pipeline stages of a parameter.
+        holders: returns the devices of a tensor rank in these stages.
+        slices: returns the function (size, parts, unit) -> intervals that cuts a parameter's dimension.
     """
 
     @lru_cache(None)
@@ -305,26 +305,26 @@ def _cut_layout(
 
 
 def chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Intervals of equal length, of which the last ones may be shorter or empty, as DTensor's `Shard` and `torch.chunk`
-    make them. In a legal strategy `unit` divides their length."""
+    """Intervals as in DTensor's `Shard` and `torch.chunk`: of equal length, except that the last ones may be shorter or
+    empty. In a valid strategy `unit` divides their length."""
     length = -(-size // parts)
     return [(min(part * length, size), min((part + 1) * length, size)) for part in range(parts)]
 
 
 def even_chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """`chunks` with any `unit`."""
+    """`chunks` without a condition on `unit`."""
     return chunks(size, parts)
 
 
 def padded_chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """vLLM's intervals of a vocabulary: of the padded size, so the last ones are shorter."""
+    """vLLM's intervals of a vocabulary: the padded size is divided, so the last intervals are shorter."""
     length = -(-size // VOCABULARY_PADDING) * VOCABULARY_PADDING // parts
     return [(min(part * length, size), min((part + 1) * length, size)) for part in range(parts)]
 
 
 def repeated_chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """vLLM's intervals of key/value heads of `unit` indices: neighbouring parts have the same head where there are more
-    parts than heads."""
+    """vLLM's intervals of key/value heads of `unit` indices. With more parts than heads, neighbouring parts share a
+    head."""
     heads = size // unit
     if parts <= heads:
         return chunks(size, parts)

@@ -1,4 +1,4 @@
-"""Memory of every device that a plan's parameters need: weights, gradients, optimizer state and copies.
+"""Memory of a plan's parameters on every device: weights, gradients, optimizer state and copies.
 
 Pure. Activations, a generation engine's cache and transfer buffers are not included, because they depend on the run.
 """
@@ -22,11 +22,11 @@ _MASTER = 4  # bytes per element of the float32 master of a weight in 16 bits
 
 @dataclass(frozen=True)
 class CallBytes:
-    """Bytes that a call has on one device.
+    """Bytes of a call on one device.
 
     Args:
-        held: parameters and optimizer state.
-        gradients: which are there from the call's first backward to its step.
+        held: bytes of parameters and optimizer state.
+        gradients: bytes of gradients, from the call's first backward to its step.
     """
 
     held: int = 0
@@ -34,7 +34,7 @@ class CallBytes:
 
     @property
     def most(self) -> int:
-        """While the call runs."""
+        """Bytes while the call runs."""
         return self.held + self.gradients
 
     def __add__(self, other: CallBytes) -> CallBytes:
@@ -44,12 +44,12 @@ class CallBytes:
 def call_bytes(
     plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()
 ) -> dict[int, dict[str, CallBytes]]:
-    """Bytes of parameters, optimizer state and gradients, by device and call. A call that computes on parameters which
-    another one holds there is left out.
+    """Bytes of parameters, optimizer state and gradients, by device and call. Calls that use another call's parameters
+    in place are left out.
 
     Args:
-        specs: by call, the models that it runs. The reward role may have several.
-        adapted: roles of which only adapters are trained. Their gradients and optimizer state are left out.
+        specs: models of each call. The reward role may have several.
+        adapted: roles that train only adapters. Their gradients and optimizer state are left out.
     """
     sizes: dict[int, dict[str, CallBytes]] = {}
     policy = plan.graph.train_call(Role.ACTOR)
@@ -61,7 +61,8 @@ def call_bytes(
         for spec in specs.get(name, ()):
             if spec.is_base and policy is not None and in_place(plan[policy], assignment):
                 continue
-            vllm = assignment.engine == "vllm" and spec.layers > 0  # only vLLM knows how it splits other families
+            # vLLM's slices of a model that is described only by shapes (no layers) are unknown
+            vllm = assignment.engine == "vllm" and spec.layers > 0
             if vllm:
                 layout = vllm_layout(spec, assignment.mesh, assignment.strategy.tp)
             else:
@@ -70,14 +71,13 @@ def call_bytes(
                 size = CallBytes(layout.bytes(device))
                 if call.trains and call.role not in adapted:
                     size += _training_bytes(size.held // spec.bytes_per_element, assignment, spec.bytes_per_element)
-                of_device = sizes.setdefault(device, {})
-                of_device[name] = of_device.get(name, CallBytes()) + size
+                device_sizes = sizes.setdefault(device, {})
+                device_sizes[name] = device_sizes.get(name, CallBytes()) + size
     return sizes
 
 
 def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -> CallBytes:
-    """Optimizer state and gradients of so many elements on a device. Under ZeRO stage 3 the elements are sharded
-    already."""
+    """Optimizer state and gradients of a device's elements. Under ZeRO stage 3, `elements` counts its shard."""
     dp, stage = assignment.strategy.dp, assignment.strategy.zero_stage
     state = elements * state_bytes(element_bytes, assignment)
     gradients = elements * gradient_bytes(element_bytes, assignment)
@@ -85,25 +85,25 @@ def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -
 
 
 def gradient_bytes(element_bytes: int, assignment: Assignment) -> int:
-    """Bytes of a parameter element's gradient. DeepSpeed's have the parameter's dtype. Elsewhere, also where megatron
-    shards its optimizer, those of 16 bits are added up in float32 (`engines.training.master_weights`)."""
+    """Bytes of a parameter element's gradient. DeepSpeed's gradients have the parameter's dtype. The other engines
+    accumulate gradients of 16-bit parameters in float32 (`engines.training.master_weights`)."""
     is_deepspeed = assignment.engine == "zero" and assignment.strategy.zero_stage > 0
     return element_bytes if is_deepspeed else max(element_bytes, _MASTER)
 
 
 def state_bytes(element_bytes: int, assignment: Assignment, moments: int = MOMENTS) -> int:
-    """Bytes of optimizer state per element of a parameter: the moments, and a float32 master of an element of fewer
-    bytes. Stages 1 and 2 of DeepSpeed's ZeRO (0.19.8) have such a copy of float32 parameters too."""
+    """Bytes of optimizer state per element of a parameter: the moments, and a float32 master of a 16-bit element.
+    Stages 1 and 2 of DeepSpeed's ZeRO (0.19.8) have such a copy of float32 parameters too."""
     is_deepspeed = assignment.engine == "zero" and assignment.strategy.zero_stage in (1, 2)
     return moments + (_MASTER if element_bytes < _MASTER or is_deepspeed else 0)
 
 
 def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()) -> None:
-    """Compare the parameters with the cluster's `memory_gb`. Of the calls that the plan offloads or drops only the
-    largest counts. A call's gradients count while it runs, of two calls that train together those of both.
+    """Compare the parameters with the cluster's `memory_gb`. Of the calls that the plan offloads or drops, only the
+    largest counts. A call's gradients count only while it runs.
 
     Raises:
-        PlanError: a device would have to hold more. The message lists the bytes of each call.
+        PlanError: a device's parameters exceed it. The message lists the bytes of each call.
     """
     if plan.cluster.memory_gb is None:
         return
@@ -123,16 +123,12 @@ def check_memory(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], 
 
 
 def _most_at_once(plan: ExecutionPlan, sizes: Mapping[str, CallBytes]) -> int:
-    """The most bytes that a device holds at a time.
-
-    Args:
-        sizes: of its calls.
-    """
+    """Peak bytes of a device."""
     held, adds = 0, [0]
     for names in plan.runs_of([name for name in plan.order if name in sizes]):
         adds.append(0)
         for name in names:
-            of_call, leaves = sizes[name], plan[name].offload or plan[name].drop
-            held += 0 if leaves else of_call.held
-            adds[-1] += of_call.gradients + (of_call.held if leaves else 0)
+            size, leaves = sizes[name], plan[name].offload or plan[name].drop
+            held += 0 if leaves else size.held
+            adds[-1] += size.gradients + (size.held if leaves else 0)
     return held + max(adds)

@@ -1,13 +1,13 @@
-"""`TransferSchedule`: which device sends which parts to which, to get from one layout of parameters to another.
+"""`TransferSchedule`: which device sends which parts to which device, to change a layout of parameters into another.
 
-No device is sent a part that it holds. A part that several devices of a node lack is sent to the node once, and from
-there to the others. The bytes to send are balanced over all devices that can send. A device that has received a part
-may send it on in a later wave. The messages themselves are sent by `transfer`.
+No device receives a part that it holds. A part that several devices of a node lack is sent to the node once, and from
+there to the others. The sent bytes are balanced over all devices that can send. A device that has received a part may
+forward it in a later wave. `transfer` sends the messages.
 
 The method is ReaL's (section 5.2: common layers and slices, one sender per destination node) without its condition
 that one tensor degree divides the other, and with relays. Parameters with equal placements are scheduled together, as
-arrays over (parameter, receiver), so 70 billion parameters on 1,024 devices take about a second, or five from ZeRO 3,
-where each device gets a piece from each other.
+arrays over (parameter, receiver), so 70 billion parameters on 1,024 devices take about a second, or five seconds from
+ZeRO 3, where each device gets a piece from every other one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .layout import Box, Layout, PlacedBox, volume
 from .senders import assign_senders
 
 
-ENTRY_S, BOX_S = 60e-9, 250e-6  # seconds of `make_schedule`, as measured on one core
-MAX_LOAD = 1.02  # senders above this multiple of the mean load give sends to devices that have received the parts
+ENTRY_S, BOX_S = 60e-9, 250e-6  # seconds of `make_schedule` per entry and per box, measured on one core
+MAX_LOAD = 1.02  # senders above this multiple of the mean load hand sends over to relays
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Message:
 
 @dataclass(frozen=True)
 class TransferStep:
-    """One device's messages of one wave of one bucket. A device sends only what it held at the start, or received in an
-    earlier wave of the bucket."""
+    """One device's messages of one wave of one bucket. A device sends only parts that it held at the start, or received
+    in an earlier wave of the bucket."""
 
     bucket: int
     wave: int
@@ -61,11 +61,11 @@ class TransferStep:
 
 @dataclass
 class _CommonBox:
-    """A box that neither layout cuts further, of all parameters with the same placements.
+    """A box that neither layout cuts further, for all parameters with the same placements.
 
     Args:
         indices: (m,) the parameters' positions in the spec.
-        bytes: of the box of one parameter.
+        bytes: bytes of the box of one parameter.
         holders: devices that hold the box at the start.
         receivers: (n,) devices that lack it.
         kept: devices that hold it in both layouts.
@@ -103,33 +103,33 @@ class TransferSchedule:
         return self.target.spec
 
     def sent(self, device: int) -> int:
-        """Bytes that a device sends."""
+        """Bytes sent by a device."""
         return int(self._sent[device])
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that all devices send together."""
+        """Bytes sent by all devices."""
         return int(self._sent.sum())
 
     @property
     def entries(self) -> int:
-        """Pairs of a box of a parameter and its receiver, which `schedule_entries` estimates."""
+        """Number of pairs (box of a parameter, receiver), which `schedule_entries` estimates."""
         return sum(common.sources.size for common in self._boxes)
 
     @property
     def waves(self) -> int:
-        """The largest number of waves of a bucket, over all devices."""
+        """Largest number of waves of a bucket, over all devices."""
         return 1 + max((int(common.waves.max(initial=0)) for common in self._boxes), default=0)
 
     @property
     def max_over_mean_sender(self) -> float:
-        """The most bytes that a device sends, divided by the mean over devices that send; 1 where nothing is sent."""
+        """Largest number of bytes sent by a device, divided by the mean over all senders; 1 without senders."""
         senders = self._sent[self._sent > 0]
         return float(senders.max() / senders.mean()) if len(senders) else 1.0
 
     @cached_property
     def node_bytes(self) -> int:
-        """Bytes that are sent from one node to another."""
+        """Bytes sent between nodes."""
         per_node = self.cluster.devices_per_node
         return sum(
             int((common.sources // per_node != common.receivers // per_node).sum()) * common.bytes
@@ -137,21 +137,21 @@ class TransferSchedule:
         )
 
     def traffic(self) -> tuple[np.ndarray, np.ndarray]:
-        """(inside nodes, between nodes): bytes of every device, each (2, devices) float64 of sent and received."""
+        """(inside nodes, between nodes): each (2, devices) float64, bytes sent and received by every device."""
         per_node, size = self.cluster.devices_per_node, self.cluster.size
         traffic = np.zeros((2, 2, size))
         for common in self._boxes:
             receivers = np.broadcast_to(common.receivers, common.sources.shape)
-            for at, across in enumerate((False, True)):
+            for level, across in enumerate((False, True)):
                 selected = ((common.sources // per_node) != (receivers // per_node)) == across
                 for direction, devices in enumerate((common.sources, receivers)):
-                    traffic[at, direction] += np.bincount(devices[selected], minlength=size) * common.bytes
+                    traffic[level, direction] += np.bincount(devices[selected], minlength=size) * common.bytes
         return traffic[0], traffic[1]
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes that the target's devices lack: each device's part of the target, less what the device holds of it in
-        the source. Computed from the layouts, not from the schedule."""
+        """Bytes that the target's devices lack: each device's target part without its overlap with the device's source
+        part. Computed from the layouts, not from the schedule."""
         total = 0
         for before, after, indices in _by_placement(self.source, self.target):
             missing = 0
@@ -166,10 +166,10 @@ class TransferSchedule:
     def kept(self, device: int) -> tuple[ParameterBox, ...]:
         """The parts that the device holds in both layouts."""
         return tuple(
-            ParameterBox(self._names[at], common.box)
+            ParameterBox(self._names[index], common.box)
             for common in self._boxes
             if device in common.kept
-            for at in common.indices
+            for index in common.indices
         )
 
     def buckets(self, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
@@ -193,19 +193,19 @@ class TransferSchedule:
         return (*buckets, tuple(bucket)) if bucket else tuple(buckets)
 
     def steps(self, device: int, bucket_bytes: int) -> Iterator[TransferStep]:
-        """The device's part of the schedule, in order. Waves in which it neither sends nor receives are left out."""
+        """The device's part of the schedule, in order, without waves in which it neither sends nor receives."""
         buckets = self.buckets(bucket_bytes)
-        bucket_of = np.concatenate([np.full(len(names), at) for at, names in enumerate(buckets)] or [np.zeros(0, int)])
-        # (bucket, wave) -> (source, target) -> pieces, each with its parameter's index and its box's number
+        bucket_of = np.concatenate([np.full(len(names), i) for i, names in enumerate(buckets)] or [np.zeros(0, int)])
+        # (bucket, wave) -> (source, target) -> (parameter index, box number, piece)
         by_wave: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int, ParameterBox]]]] = {}
         for number, common in enumerate(self._boxes):
             involved = (common.sources == device) | (common.receivers == device)[None, :]
             for row, column in zip(*np.nonzero(involved), strict=True):
-                at = int(common.indices[row])
+                index = int(common.indices[row])
                 pair = int(common.sources[row, column]), int(common.receivers[column])
-                when = int(bucket_of[at]), int(common.waves[row, column])
-                piece = ParameterBox(self._names[at], common.box)
-                by_wave.setdefault(when, {}).setdefault(pair, []).append((at, number, piece))
+                when = int(bucket_of[index]), int(common.waves[row, column])
+                piece = ParameterBox(self._names[index], common.box)
+                by_wave.setdefault(when, {}).setdefault(pair, []).append((index, number, piece))
         for bucket, wave in sorted(by_wave):
             messages = [
                 self._message(*pair, wave, [piece for _, _, piece in sorted(pieces, key=lambda entry: entry[:2])])
@@ -221,7 +221,7 @@ class TransferSchedule:
 
 
 def make_schedule(cluster: Cluster, source: Layout, target: Layout) -> TransferSchedule:
-    """The schedule from one layout to another. Their devices may be equal, overlap or be disjoint.
+    """The schedule from one layout to another. The layouts' devices may be equal, overlap or be disjoint.
 
     Raises:
         ValueError: the target has a part that no device of the source holds.
@@ -240,8 +240,8 @@ def make_schedule(cluster: Cluster, source: Layout, target: Layout) -> TransferS
 
 
 def schedule_entries(source: Layout, target: Layout) -> int:
-    """About how many (box of a parameter, receiver) a schedule between the layouts has, of 5 bytes each. It grows with
-    the square of the devices where each gets a piece from each other."""
+    """Estimated number of entries (box of a parameter, receiver) of a schedule, of 5 bytes each. It grows with the
+    square of the number of devices if each gets a piece from every other one."""
     entries = 0
     for before, after, indices in _by_placement(source, target):
         receivers = sum(len(placed.devices) for placed in after)
@@ -250,8 +250,8 @@ def schedule_entries(source: Layout, target: Layout) -> int:
 
 
 def schedule_seconds(source: Layout, target: Layout) -> float:
-    """About how many seconds `make_schedule` takes, for its entries and for the boxes that are assigned one after the
-    other."""
+    """Estimated seconds of `make_schedule`: a part for its entries, and a part for its boxes, which are assigned one
+    after the other."""
     boxes = sum(len(before) + len(after) for before, after, _ in _by_placement(source, target))
     return ENTRY_S * schedule_entries(source, target) + BOX_S * boxes
 
@@ -260,16 +260,15 @@ def _by_placement(
     source: Layout, target: Layout
 ) -> list[tuple[tuple[PlacedBox, ...], tuple[PlacedBox, ...], list[int]]]:
     """Parameters grouped by their placements in both layouts: (source's, target's, positions in the spec). Placements
-    are compared by identity, because comparing those of 1,024 devices would take longer than the schedule."""
+    are compared by identity, because a comparison of 1,024 devices would take longer than the schedule."""
     groups: dict[tuple[int, int], tuple[tuple[PlacedBox, ...], tuple[PlacedBox, ...], list[int]]] = {}
-    for at, parameter in enumerate(target.spec.parameters):
+    for index, parameter in enumerate(target.spec.parameters):
         before, after = source.parameters.get(parameter.name, ()), target.parameters[parameter.name]
-        groups.setdefault((id(before), id(after)), (before, after, []))[2].append(at)
+        groups.setdefault((id(before), id(after)), (before, after, []))[2].append(index)
     return list(groups.values())
 
 
 def _common_boxes(source: Layout, target: Layout) -> Iterator[_CommonBox]:
-    """The common refinement of both layouts' boxes."""
     for before, after, positions in _by_placement(source, target):
         if not after:
             continue
@@ -290,8 +289,8 @@ def _common_boxes(source: Layout, target: Layout) -> Iterator[_CommonBox]:
 def _intersections(
     before: Sequence[PlacedBox], after: Sequence[PlacedBox], name: str
 ) -> list[tuple[PlacedBox, PlacedBox, Box]]:
-    """Each pair of a target box and a source box that intersect, with the intersection. Raises `ValueError` where the
-    source does not cover the target."""
+    """(target box, source box, intersection) for each pair that intersects. Raises `ValueError` if the source does not
+    cover the target."""
     if not after[0].box:  # a scalar
         pairs: list[tuple[PlacedBox, PlacedBox, Box]] = [(target, source, ()) for target in after for source in before]
     else:
@@ -309,13 +308,13 @@ def _intersections(
 
 
 def _overlap(a: Box, b: Box) -> int:
-    """The number of elements that two boxes have in common."""
+    """Number of common elements of two boxes."""
     return volume(tuple((max(p, r), max(max(p, r), min(q, s))) for (p, q), (r, s) in zip(a, b, strict=True)))
 
 
 def _add_relays(boxes: Sequence[_CommonBox], per_node: int, loads: np.ndarray) -> None:
-    """Move sends from devices above the mean load to devices that receive the same part anyway. The mean is over all
-    devices that can send."""
+    """Move sends from devices above the mean load to devices that receive the same part. The mean is over all devices
+    that can send."""
     able = {int(d) for common in boxes if len(common.receivers) for d in (*common.holders, *common.receivers)}
     if not able:
         return
@@ -324,7 +323,7 @@ def _add_relays(boxes: Sequence[_CommonBox], per_node: int, loads: np.ndarray) -
         busy = [int(d) for d in common.holders if loads[d] > most]
         if not busy or len(common.receivers) < 2:
             continue
-        sends = np.zeros((len(common.sources), len(loads)), bool)  # of each parameter, by device
+        sends = np.zeros((len(common.sources), len(loads)), bool)  # (parameter, device)
         sends[np.arange(len(sends))[:, None], common.sources] = True
         passes_on = sends[:, common.receivers]
         receives = np.zeros(len(loads), bool)
@@ -343,7 +342,7 @@ def _add_relays(boxes: Sequence[_CommonBox], per_node: int, loads: np.ndarray) -
                     can_relay &= common.receivers // per_node == device // per_node
                 if not can_relay.any():
                     continue
-                # prefer devices that send the part on already, so that few devices wait for a second wave
+                # prefer devices that forward the part already, so that few devices wait for a second wave
                 preferred = can_relay & passes_on[row] & (loads[common.receivers] + common.bytes <= most)
                 choices = np.nonzero(preferred if preferred.any() else can_relay)[0]
                 choice = choices[np.argmin(loads[common.receivers[choices]])]
@@ -357,7 +356,7 @@ def _add_relays(boxes: Sequence[_CommonBox], per_node: int, loads: np.ndarray) -
 
 
 def _number_waves(common: _CommonBox) -> None:
-    """Set `waves` of a box: holders send in wave 0, a receiver sends on one wave after it has received."""
+    """Set `waves` of a box: holders send in wave 0, a receiver forwards in the wave after its receipt."""
     column_of = np.full(int(max(common.receivers.max(initial=0), common.sources.max(initial=0))) + 1, -1)
     column_of[common.receivers] = np.arange(len(common.receivers))
     sender_column = column_of[common.sources]  # the column of the receiver that sends, -1 for a holder

@@ -1,7 +1,7 @@
-"""Choice of the device that sends a part to each device that lacks it, among those that hold it (`schedule`).
+"""Choice of the sender of a part for each device that lacks it, among the part's holders (`schedule`).
 
-Nodes that lack it alike, with as many holders and as many receivers, are assigned together, as arrays over (node,
-receiver, parameter): a part that thousands of devices lack takes no longer than a few steps of NumPy.
+Nodes with equal numbers of holders and receivers are assigned together, as arrays over (node, receiver, parameter): a
+part that thousands of devices lack takes only a few NumPy operations.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 def assign_senders(
     holders: np.ndarray, receivers: np.ndarray, parameters: int, size: int, per_node: int, loads: np.ndarray
 ) -> np.ndarray:
-    """For every (parameter, receiver) of a box the least loaded device that can send it.
+    """For every (parameter, receiver) of a box, the least loaded device that can send it.
 
     Args:
         holders: devices that hold the box.
         receivers: (n,) devices that lack it.
-        parameters: the number m of parameters with this box.
+        parameters: number m of parameters with this box.
         size: bytes of the box of one parameter.
-        per_node: devices of a node.
-        loads: (devices,) bytes that each device sends. These sends are added.
+        per_node: number of devices of a node.
+        loads: (devices,) bytes sent by each device, updated in place.
 
     Returns:
-        (m, n) int32: a holder of the receiver's node; where there is none, a receiver of the node that gets the
-        parameter from a holder elsewhere, and for this one that holder.
+        (m, n) int32: a holder in the receiver's node. In a node without holders, one receiver gets the parameter from a
+        holder in another node, and sends it to the others.
     """
     sources = np.full((parameters, len(receivers)), -1, np.int32)
     far: list[np.ndarray] = []
@@ -52,11 +52,11 @@ def _send_once_to_each_node(
     another node and sends it to the others.
 
     Args:
-        far: for nodes with equal numbers of receivers, (nodes, receivers of a node) columns of `sources`.
+        far: (nodes, receivers of a node) columns of `sources`, one array per number of receivers of a node.
     """
     parameters = len(sources)
     first_columns = np.concatenate([columns[:, 0] for columns in far])
-    place = np.argsort(np.argsort(receivers[first_columns], kind="stable"))  # of each node among these, by its number
+    place = np.argsort(np.argsort(receivers[first_columns], kind="stable"))  # rank of each node by its number
     from_other_node = _spread(holders[None], parameters, len(place), size, loads)[0][place]
     begin = 0
     for columns in far:
@@ -72,7 +72,7 @@ def _send_once_to_each_node(
 
 
 def _alike_nodes(holder_nodes: np.ndarray, receiver_nodes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The nodes with receivers, those with equal numbers of holders and of receivers together.
+    """The nodes with receivers, grouped by their numbers of holders and receivers.
 
     Yields:
         (positions of the nodes' holders, positions of their receivers), each (nodes, devices of a node).
@@ -91,13 +91,13 @@ def _alike_nodes(holder_nodes: np.ndarray, receiver_nodes: np.ndarray) -> Iterat
 
 
 def _spread(senders: np.ndarray, rows: int, columns: int, size: int, loads: np.ndarray) -> np.ndarray:
-    """Senders that make their loads as even as whole items of `size` bytes allow. A sender serves neighbouring columns,
-    which gives few and large messages.
+    """Senders with loads as even as whole items of `size` bytes allow. A sender serves neighbouring columns, which
+    gives few and large messages.
 
     Args:
         senders: (nodes, senders of a node), all different.
-        rows, columns: items of a node.
-        loads: (devices,) bytes that each device sends. These are added.
+        rows, columns: numbers of items of a node.
+        loads: (devices,) bytes sent by each device, updated in place.
 
     Returns:
         (nodes, columns, rows) the sender of each item.
@@ -108,25 +108,19 @@ def _spread(senders: np.ndarray, rows: int, columns: int, size: int, loads: np.n
 
 
 def _even_counts(loads: np.ndarray, items: int, size: int) -> np.ndarray:
-    """Divides `items` of equal size among the loads of each row, to make the row as even as possible (water filling).
-
-    Args:
-        loads: (rows, n).
-
-    Returns:
-        (rows, n) integers, each row's sum is `items`.
-    """
+    """Water filling: (rows, n) integers, the number of `items` for each of the (rows, n) loads that makes a row as even
+    as possible. Each row's sum is `items`."""
     order = np.argsort(loads, axis=1, kind="stable")
     rising = np.take_along_axis(loads, order, 1).astype(float)
-    at = np.arange(loads.shape[1])
-    levels = (items * size + np.cumsum(rising, 1)) / (at + 1)  # if the lowest 1, 2, … of them took all
+    columns = np.arange(loads.shape[1])
+    levels = (items * size + np.cumsum(rising, 1)) / (columns + 1)  # level if the lowest 1, 2, … loads took all items
     is_level = np.append(levels[:, :-1] <= rising[:, 1:], np.ones((len(loads), 1), bool), 1)
     last = np.argmax(is_level, 1)[:, None]
     exact = np.empty_like(rising)
-    filled = np.where(at <= last, (np.take_along_axis(levels, last, 1) - rising) / size, 0.0)
+    filled = np.where(columns <= last, (np.take_along_axis(levels, last, 1) - rising) / size, 0.0)
     np.put_along_axis(exact, order, filled, 1)
     counts = np.floor(exact).astype(int)
     rest = items - counts.sum(1, keepdims=True)
     more = np.empty_like(counts)
-    np.put_along_axis(more, np.argsort(counts - exact, axis=1, kind="stable"), (at < rest).astype(int), 1)
+    np.put_along_axis(more, np.argsort(counts - exact, axis=1, kind="stable"), (columns < rest).astype(int), 1)
     return np.asarray(counts + more)

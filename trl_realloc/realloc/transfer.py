@@ -1,7 +1,7 @@
-"""`Transfer`: sends and receives the messages of one transfer schedule, bucket by bucket, under a time limit each.
+"""`Transfer`: sends and receives the messages of one transfer schedule, bucket by bucket, with a timeout per message.
 
-Point to point on one process group, from host memory (gloo) or from an accelerator's (NCCL; the tests run it on a
-stand-in). Whose parameters these are and when they are moved is in `runtime.parameters.reallocation`.
+Point to point on one process group, from host memory (gloo) or from an accelerator's memory (NCCL; simulated in the
+tests). `runtime.parameters.reallocation` decides when parameters are moved.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .layout import Box, volume
 from .schedule import Message, ParameterBox, TransferSchedule, TransferStep
 
 
-# The parts of some parameters that a process holds: for each, boxes with live tensors of exactly their shapes.
+# A process's parts of parameters: parameter name -> boxes with live tensors of the boxes' shapes.
 Parts = Mapping[str, Sequence[tuple[Box, Tensor]]]
 _Post = Callable[..., dist.Work | None]  # `isend` or `irecv`
 
 TRANSFER_BUCKET_BYTES = 256 << 20
 MESSAGE_POLL_S = 2e-4
-LARGE_BYTES = 1 << 20  # parts of so many bytes are sent and received in place, without packing
+LARGE_BYTES = 1 << 20  # parts of this size or more are sent and received in place, without packing
 TIMEOUT_S = 120.0
 _CHECKSUM_BYTES = 8
 
@@ -43,10 +43,9 @@ class TransferOptions:
     """Limits and checks of a transfer's messages.
 
     Args:
-        bucket_bytes: most bytes that a rank receives in one bucket, unless a single parameter is larger. Two buckets
+        bucket_bytes: maximum bytes that a rank receives in one bucket, unless a single parameter is larger. Two buckets
             are in flight at a time, each with its buffers.
-        timeout_s: for each message.
-        checksum: send a CRC-32 with every message and compare it, to find a faulty network.
+        checksum: send a CRC-32 with every message and compare it, to detect a faulty network.
     """
 
     bucket_bytes: int = TRANSFER_BUCKET_BYTES
@@ -60,8 +59,8 @@ class _Flight:
 
     Args:
         tensor: (n,) uint8, sent from or received into.
-        unpack: called when the bytes have arrived; copies them to the parameters. `None` where they arrive in place.
-        buffer: the packed bytes' memory, to be used again afterwards; `None` for bytes in place.
+        unpack: copies the received bytes to the parameters; `None` for bytes in place.
+        buffer: reusable memory of packed bytes; `None` for bytes in place.
         work: the handle of the send or receive.
     """
 
@@ -74,8 +73,7 @@ class _Flight:
 
 @dataclass
 class _BucketInFlight:
-    """A bucket in flight: this rank's steps, its parts in both layouts, and the sends and receives that it has
-    posted."""
+    """A bucket in flight: this rank's steps, its parts in both layouts, and its posted sends and receives."""
 
     steps: Sequence[TransferStep]
     source: Parts
@@ -88,13 +86,11 @@ class Transfer:
     """One rank's side of moving parameters between two layouts. Made on all ranks of the schedule together.
 
     Args:
-        name: of the parameter edge, for messages: `actor.train -> actor.generate`.
-        schedule: the same on every rank.
-        rank: this process.
-        group: the process group of all ranks of the schedule. It must not be used by others while a transfer runs.
-        device: of message buffers; the group's backend must be able to send from it.
-        dtypes: of every parameter.
-        options: the same on every rank.
+        name: name of the parameter edge in error messages: `actor.train -> actor.generate`.
+        schedule: the schedule, the same on every rank.
+        group: the process group of all ranks of the schedule. No other code may use it while a transfer runs.
+        device: device of message buffers; the group's backend must be able to send from it.
+        options: message settings, the same on every rank.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class Transfer:
     ) -> None:
         self.name, self.schedule, self.rank, self.group, self.device = name, schedule, rank, group, device
         self.dtypes, self.timeout_s, self.checksum = dtypes, options.timeout_s, options.checksum
-        self.sent_bytes = 0  # by this rank in the latest run
+        self.sent_bytes = 0  # this rank's bytes in the latest run
         self._buckets = schedule.buckets(options.bucket_bytes)
         self._steps: dict[int, list[TransferStep]] = {}
         for step in schedule.steps(rank, options.bucket_bytes):
@@ -119,26 +115,25 @@ class Transfer:
         for piece in schedule.kept(rank):
             self._kept.setdefault(piece.parameter, []).append(piece.box)
         self._views = MessageViews(dtypes)
-        # message buffers, on a CPU kept between runs: allocating memory costs more than copying into it
+        # message buffers; on a CPU reused in later runs, because allocation costs more than copying
         self._free_buffers: list[Tensor] = []
-        # an accelerator's backend, such as NCCL, needs the sends and receives of two ranks posted together, so those of
-        # a wave are one batch
+        # NCCL and similar backends need the sends and receives of two ranks posted together, so a wave is one batch
         self._batched = group is not None and device.type != "cpu"
         self.polls = self._batched and dist.get_backend(group) == "nccl"
-        if self._batched:  # it connects a group in its first operation, in which all of its ranks must take part
+        if self._batched:  # NCCL connects a group in its first operation, which needs all of its ranks
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def run(self, source: Parts, target: Callable[[Sequence[str]], Parts]) -> Iterator[Parts]:
         """Move all parameters once. Every rank of the schedule must iterate to the end; otherwise the others wait until
-        their time limit. While one bucket is sent and received, the next one is packed.
+        their timeout. While one bucket is sent and received, the next one is packed.
 
         Args:
-            source: the parts of the source layout that this rank holds; may be empty.
-            target: parameter names -> this rank's parts of them in the target layout, to be filled. These are live
-                parameters or tensors made for the bucket. Not called on a rank that has no part of the target.
+            source: this rank's parts of the source layout; may be empty.
+            target: parameter names -> this rank's parts of the target layout, to be filled: live parameters, or tensors
+                made for the bucket. Not called on a rank without target parts.
 
         Yields:
-            The filled target parts of one bucket; an empty mapping on a rank that has none.
+            The filled target parts of one bucket; an empty mapping on a rank without target parts.
 
         Raises:
             TransferError: a message was not sent or received within the time limit, a peer is gone, or a checksum
@@ -156,7 +151,7 @@ class Transfer:
                 yield self._finish(in_flight.pop(0))
         while in_flight:
             yield self._finish(in_flight.pop(0))
-        if self.device.type != "cpu":  # torch keeps an accelerator's memory, and what is held here others lack
+        if self.device.type != "cpu":  # returns the memory to torch's caching allocator
             self._free_buffers.clear()
 
     def _copy_kept(self, names: Sequence[str], bucket: _BucketInFlight) -> None:
@@ -173,9 +168,7 @@ class Transfer:
         for step in bucket.steps:
             if step.wave != wave:
                 continue
-            tag = (
-                step.bucket * self._waves + wave
-            )  # several flights of one message arrive in the order in which they were sent
+            tag = step.bucket * self._waves + wave  # shared by the flights of a message, which arrive in order
             for post, messages in ((dist.irecv, step.receives), (dist.isend, step.sends)):
                 for message in messages:
                     is_send = post is dist.isend
@@ -188,7 +181,7 @@ class Transfer:
         self._issue(unposted)
 
     def _issue(self, unposted: list[tuple[_Flight, _Post, int]]) -> None:
-        """Post flights, each given with `irecv` or `isend` and its tag, and clear the list."""
+        """Post (flight, `irecv` or `isend`, tag) items, and clear the list."""
         peers = [f.message.source if post is dist.irecv else f.message.target for f, post, _ in unposted]
         if self._batched and unposted:
             batch = [
@@ -196,8 +189,8 @@ class Transfer:
                 for (flight, post, _), peer in zip(unposted, peers, strict=True)
             ]
             works = dist.batch_isend_irecv(batch)
-            for at, (flight, _, _) in enumerate(unposted):
-                flight.work = works[min(at, len(works) - 1)]  # NCCL returns one handle for the batch
+            for index, (flight, _, _) in enumerate(unposted):
+                flight.work = works[min(index, len(works) - 1)]  # NCCL returns one handle for the batch
         else:
             for (flight, post, tag), peer in zip(unposted, peers, strict=True):
                 with self._error_context(flight.message):
@@ -205,7 +198,7 @@ class Transfer:
         unposted.clear()
 
     def _finish(self, bucket: _BucketInFlight) -> Parts:
-        """Wait for a bucket's messages, and post and wait for its later waves. Returns the filled target parts."""
+        """Finish a bucket's messages, including later waves. Returns the filled target parts."""
         received: list[_Flight] = []
         for wave in range(self._waves):
             if wave:
@@ -226,7 +219,7 @@ class Transfer:
         """Wait until a message is done.
 
         Raises:
-            TransferError: it failed, or was not done within the time limit.
+            TransferError: the message failed, or exceeded the timeout.
         """
         assert flight.work is not None, "posted before it is waited for"
         with self._error_context(flight.message):
@@ -235,11 +228,11 @@ class Transfer:
                 flight.work.wait()
             else:
                 flight.work.wait(timedelta(seconds=self.timeout_s))
-            flight.work = None  # gloo aborts where a handle outlives its group
+            flight.work = None  # gloo aborts if a handle outlives its group
 
     def _poll(self, work: dist.Work) -> None:
-        """Wait on the host until a device has done a message. NCCL would look for it every 10 ms, which is longer than
-        most buckets take, and without a time limit only make the device's stream wait."""
+        """Wait on the host until a device has finished a message. NCCL's wait would poll every 10 ms, longer than most
+        buckets take, and without a timeout would block only the device's stream."""
         deadline = time.monotonic() + self.timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -248,7 +241,7 @@ class Transfer:
 
     @contextlib.contextmanager
     def _error_context(self, message: Message) -> Iterator[None]:
-        """Turn an error in the block into a `TransferError` that names the edge, the ranks and the parameters."""
+        """Convert errors into a `TransferError` that names the edge, the ranks and the parameters."""
         try:
             yield
         except TransferError:
@@ -258,12 +251,12 @@ class Transfer:
             raise TransferError(f"{self._describe(message)} failed{limit}: {error}") from error
 
     def _buffer(self, size: int) -> Tensor:
-        """(size,) uint8 in the smallest free buffer that is large enough. Otherwise a new buffer, and one that is free
-        is given up."""
-        large = [at for at, free in enumerate(self._free_buffers) if free.untyped_storage().nbytes() >= size]
+        """(size,) uint8 in the smallest free buffer that is large enough. Otherwise in a new buffer, which replaces a
+        free one."""
+        large = [index for index, free in enumerate(self._free_buffers) if free.untyped_storage().nbytes() >= size]
         if large:
-            at = min(large, key=lambda at: self._free_buffers[at].untyped_storage().nbytes())
-            storage = self._free_buffers.pop(at).untyped_storage()
+            index = min(large, key=lambda index: self._free_buffers[index].untyped_storage().nbytes())
+            storage = self._free_buffers.pop(index).untyped_storage()
             empty = torch.empty(0, dtype=torch.uint8, device=self.device)
             empty.set_(storage, 0, (size,))  # type: ignore[call-overload]
             return empty
@@ -276,9 +269,9 @@ class Transfer:
     def _split(self, message: Message) -> tuple[list[ParameterBox], list[ParameterBox]]:
         """(large, small) parts of a message. Sender and receiver split it alike.
 
-        Of a batch each message is one operation. A batch is one NCCL group, whose operations NCCL may cut into kernels
-        otherwise on each rank when they are some hundreds, so that ranks wait for each other (pytorch#174288); with one
-        for each large part there were 488 from 32 devices to 32 others.
+        In a batch each message is one operation. A batch is one NCCL group. With hundreds of operations, NCCL may cut
+        it into kernels differently on each rank, and ranks wait for each other (pytorch#174288). One operation per
+        large part would give 488 from 32 devices to 32 others.
         """
         if self.checksum or (self._batched and len(message.pieces) > 1):
             return [], list(message.pieces)
@@ -286,14 +279,14 @@ class Transfer:
         return large, [piece for piece in message.pieces if piece not in large] if large else list(message.pieces)
 
     def _offsets(self, pieces: Sequence[ParameterBox]) -> tuple[list[tuple[ParameterBox, int, int]], int]:
-        """Each part with its first byte in one buffer and the byte after its last, and the buffer's size."""
-        placed, at = [], 0
+        """((part, first byte, end byte) for each part, size of the buffer in bytes)."""
+        placed, offset = [], 0
         for piece in pieces:
             size = self.dtypes[piece.parameter].itemsize
-            at += -at % size  # a tensor's view of bytes must start at a multiple of its element's size
-            placed.append((piece, at, at + volume(piece.box) * size))
-            at = placed[-1][2]
-        return placed, at
+            offset += -offset % size  # a tensor's view of bytes must start at a multiple of its element's size
+            placed.append((piece, offset, offset + volume(piece.box) * size))
+            offset = placed[-1][2]
+        return placed, offset
 
     def _outgoing(self, message: Message, bucket: _BucketInFlight) -> Iterator[_Flight]:
         large, small = self._split(message)
@@ -319,7 +312,7 @@ class Transfer:
     def _source_tensor(self, piece: ParameterBox, bucket: _BucketInFlight) -> Tensor:
         part = find(bucket.source, piece.parameter, piece.box)
         if part is None:
-            part = find(bucket.target, piece.parameter, piece.box)  # it was received in an earlier wave and is sent on
+            part = find(bucket.target, piece.parameter, piece.box)  # a relay: received in an earlier wave
         if part is None:
             raise TransferError(f"{self.name}: rank {self.rank} must send {piece}, which it does not hold.")
         return part
@@ -349,11 +342,7 @@ class Transfer:
         return _Flight(message, buffer, unpack, buffer)
 
     def _is_sent_in_place(self, part: Tensor, dtype: torch.dtype) -> bool:
-        """True if the tensor's memory can be sent from or received into without a buffer.
-
-        Args:
-            dtype: in which its parameter is sent.
-        """
+        """True if the tensor needs no buffer to be sent or received as `dtype`."""
         return part.is_contiguous() and part.device.type == self.device.type and part.dtype == dtype
 
     def _target_tensor(self, piece: ParameterBox, bucket: _BucketInFlight) -> Tensor:
@@ -371,7 +360,7 @@ class Transfer:
 
 
 def find(parts: Parts, name: str, box: Box) -> Tensor | None:
-    """A view of `box` of a parameter, if one of the parts contains all of it; else `None`."""
+    """A view of `box` of a parameter, if one of the parts contains the whole box; else `None`."""
     for outer, tensor in parts.get(name, ()):
         if all(a <= start and stop <= b for (a, b), (start, stop) in zip(outer, box, strict=True)):
             return tensor[tuple(slice(start - a, stop - a) for (a, _), (start, stop) in zip(outer, box, strict=True))]

@@ -1,8 +1,8 @@
-"""`Executor`: runs an iteration on one rank. First the streamed calls, if the plan has streams; then the other calls,
-one after the other. For each of them it waits for the inputs, runs the call and publishes its outputs.
+"""`Executor`: runs an iteration on one rank: the streamed calls first, if the plan has any, then the other calls one
+after the other. For each call it waits for the inputs, runs the call and publishes the outputs.
 
 Every rank runs the loop. A rank runs the calls whose mesh contains it, in plan order, so calls on disjoint meshes
-overlap. What a call does on one rank is in `generate_and_score`, what it reads in `call_inputs`, the streamed calls in
+overlap. The calls themselves are in `generate_and_score`, their inputs in `call_inputs`, the streamed calls in
 `stream_worker`.
 """
 
@@ -46,16 +46,13 @@ class Executor:
     """Runs whole iterations (`run`), or one call at a time in any order that the data allow (`begin`, `perform`).
 
     Args:
-        placement: this rank's engines.
-        exchange: sends and receives samples.
-        algorithm: what is computed between the calls, losses and metrics.
-        settings: sampling and rewards.
-        alarm: reports a failure here to the other ranks, and raises theirs here.
-        runner: of this rank's calls; by default a `CallRunner`.
+        algorithm: computes the columns between the calls, the losses and the metrics.
+        alarm: reports this rank's failures to the other ranks, and raises theirs here.
+        runner: runs this rank's calls; by default a `CallRunner`.
 
     Attributes:
-        orders: of the latest iteration's streams; on rank 0.
-        ahead: runs iterations of a plan with a staleness; `None` for another plan, and for the loop of another library,
+        orders: orders of the latest iteration's streams, on rank 0.
+        ahead: runs iterations of a plan with a staleness; `None` for another plan, and for another library's loop,
             which has a `HostAhead`.
     """
 
@@ -78,7 +75,7 @@ class Executor:
 
     @property
     def settings(self) -> CallSettings:
-        """The settings of this rank's calls. A new value holds from the next iteration on."""
+        """Settings of this rank's calls. A new value applies from the next iteration."""
         return self.runner.settings
 
     @settings.setter
@@ -87,8 +84,7 @@ class Executor:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm, which makes the columns between the calls, the losses and the metrics. A new value holds from
-        the next iteration on."""
+        """The algorithm. A new value applies from the next iteration."""
         return self.runner.algorithm
 
     @algorithm.setter
@@ -111,15 +107,14 @@ class Executor:
 
         Args:
             batch: the global batch's prompts, the same on every rank.
-            step: the number of the iteration, which seeds sampling and mini-batches.
-            learning_rates: of each trained role in this iteration.
-            known: by call name, outputs of calls that are not run (replayed rollouts).
+            step: number of the iteration, which seeds sampling and mini-batches.
+            learning_rates: learning rate of each trained role in this iteration.
+            known: outputs of calls that are not run (replayed rollouts), by call name.
             only: the calls to run; by default all. An evaluation leaves out the training.
             sampling: replaces the run's sampling. Such an iteration is synchronous.
-            first: the place of the batch's first prompt in the data set of an evaluation.
-            following: the next iterations' batches, whose generation may begin before this iteration has ended: one, or
-                with a staleness one more than that. If another iteration is run next, what has been generated is
-                dropped.
+            first: position of the batch's first prompt in the data set of an evaluation.
+            following: the next iterations' batches, whose generation may begin during this iteration: `1 + staleness`
+                batches. If another iteration is run next, their generated samples are dropped.
 
         Raises:
             JobFailed: a call failed here or on another rank. If it was a call before the training, nothing was trained
@@ -141,8 +136,8 @@ class Executor:
         for name, samples in known.items():
             self.exchange.know(name, samples)
         leader = self._run_streamed(batch) if streamed else None
-        of_rank = self.plan.runs_of([name for name in whole if self.placement.takes_part(name)])
-        for now, later in zip_longest(of_rank, of_rank[1:], fillvalue=()):
+        rank_runs = self.plan.runs_of([name for name in whole if self.placement.takes_part(name)])
+        for now, later in zip_longest(rank_runs, rank_runs[1:], fillvalue=()):
             running = [self.plan.graph.call(name) for name in now]
             shares = [self._share(call, batch) for call in running]
             for name in later:
@@ -165,7 +160,7 @@ class Executor:
         return self._finish(batch, self.plan.order, ())
 
     def _run_streamed(self, batch: PromptBatch) -> StreamLeader | None:
-        """Run the streamed calls of this rank, and publish their outputs. Returns the leader, on rank 0."""
+        """Run this rank's streamed calls and publish their outputs. Returns the leader, on rank 0."""
         stream = stream_of_batch(self.placement, self.settings, self._now.step, batch)
         tag, messages = self.exchange.stream_tag, self.exchange.messages
         leader, streams = None, self.plan.streams
@@ -194,7 +189,6 @@ class Executor:
         return leader
 
     def _begin_early(self, batch: PromptBatch) -> None:
-        """Begin the next iteration's generation on this rank, if the plan allows it."""
         if self.plan.barrier or self.plan.cluster.size == 1:  # a single device has nothing else to do meanwhile
             return
         name = early_call(self.plan.graph, self.plan.assignments)
@@ -204,8 +198,8 @@ class Executor:
             self.runner.early = EarlyGeneration(self.placement, self.settings, name, step, batch)
 
     def cancel_early(self) -> None:
-        """Stop what has been begun for later iterations. With a staleness the next iteration goes on with it; otherwise
-        it is dropped."""
+        """Stop the generation for later iterations. With a staleness the next iteration resumes it; otherwise it is
+        dropped."""
         if self.runner.early is not None:
             self.runner.early.close()
             self.runner.early = None
@@ -213,29 +207,25 @@ class Executor:
             self.ahead.stop()
 
     def follow(self, plan: ExecutionPlan) -> None:
-        """Run the next iterations by another plan, which differs in how calls overlap alone. All ranks together."""
+        """Run the next iterations by another plan, which differs only in the overlap of calls. All ranks together."""
         self.cancel_early()
         self.exchange.flush()
         self.plan = self.placement.plan = self.exchange.plan = plan
 
     def samples_under_way(self, step: int) -> DrawnSamples | None:
-        """The samples that have been drawn, in whole or in part, for later iterations, on rank 0; `None` on the others,
-        and under a plan without a staleness. All ranks together, between two iterations.
-
-        Args:
-            step: the number of the next iteration.
-        """
+        """Finished and partial samples of the iterations from `step` on, on rank 0; `None` on the others, and under a
+        plan without a staleness. All ranks together, between two iterations."""
         return None if self.ahead is None else self.ahead.drawn(step)
 
-    def go_on_with(self, drawn: DrawnSamples | None) -> None:
+    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
         """Use samples that were under way in another run or plan. Before the first iteration, all ranks together. A
         plan without a staleness draws them anew.
 
         Args:
-            drawn: on rank 0; `None` if there are none.
+            partial_samples: the samples, on rank 0; `None` if there are none.
         """
-        if self.ahead is not None and (drawn := self.exchange.spread(drawn)) is not None:
-            self.ahead.restore(drawn)
+        if self.ahead is not None and (partial_samples := self.exchange.spread(partial_samples)) is not None:
+            self.ahead.restore(partial_samples)
 
     # --- one call at a time -----------------------------------------------------------------------------------------
 
@@ -243,7 +233,7 @@ class Executor:
         """Begin an iteration. All ranks together, after the messages of the last iteration have been received.
 
         Args:
-            running: the calls that read each other's outputs; none where each is run by `perform`.
+            running: the calls that read each other's outputs; empty if each call is run by `perform`.
         """
         self.exchange.begin(running)
         self._now = self.runner.begin(step, self.exchange)
@@ -253,8 +243,8 @@ class Executor:
         together with the same samples. A call may be performed several times.
 
         Args:
-            samples: with every column that the call reads, and `index`, each sample's number, which seeds its draws.
-                For a call that trains: the global batch.
+            samples: every column that the call reads, and `index`, each sample's number, which seeds its sampling. For
+                a call that trains: the global batch.
 
         Returns:
             The call's outputs in ascending order of `index`. For a call that trains: the statistics of its steps, with
@@ -268,29 +258,28 @@ class Executor:
         call = self.plan.graph.call(name)
         self.exchange.forget(name)
         self._now = self.runner.begin(self._now.step, self.exchange)
-        of_rank = [replica(self.plan, name, self.rank)] if self.placement.has(name) else []
-        shares = self._now.inputs.divide(call, samples, of_rank)
+        replicas = [replica(self.plan, name, self.rank)] if self.placement.has(name) else []
+        shares = self._now.inputs.divide(call, samples, replicas)
         if self.placement.takes_part(name):
             self.runner.run(self._now, call, shares[0] if shares else None)
         return self._of_calls([name])[name]
 
-    def perform_own(self, name: str, own: Rollouts, sizes: Sequence[int]) -> Rollouts:
-        """Run one call of the iteration that has begun on samples of all ranks, of which each has some. A sample goes
-        to the leader of the call's mesh, which divides the samples, and to the ranks that compute its outputs. Rank 0
-        returns the outputs to the rank that owns the sample. All ranks call this together. A call may be performed
-        several times.
+    def perform_own(self, name: str, local_samples: Rollouts, sizes: Sequence[int]) -> Rollouts:
+        """Run one call of the iteration that has begun on all ranks' local samples. A sample goes to the leader of the
+        call's mesh, which divides the samples among the mesh's replicas. Rank 0 returns the outputs to the rank that
+        owns the sample. All ranks call this together. A call may be performed several times.
 
         Args:
-            own: of this rank, with every column that the call reads; may be empty.
-            sizes: how many samples each rank has.
+            local_samples: this rank's samples, with every column that the call reads; may be empty.
 
         Returns:
-            The call's outputs for this rank's samples, in their order; of a call that adds gradients (`Step.loss`), its
-            loss's values of each response token. For a call that trains: a row with the norm of each step's gradient
-            before clipping, on every rank; none for a step that was skipped.
+            The call's outputs for this rank's samples, in their order. For a call that adds gradients (`Step.loss`):
+            the loss's values for each response token. For a call that trains: a row with the norm of each step's
+            gradient before clipping, on every rank; none for a step that was skipped.
 
         Raises:
-            JobFailed, NonFiniteError: as `perform`.
+            JobFailed: the call failed here or on another rank.
+            NonFiniteError: the call trains, and a number of the samples is not finite.
         """
         self.cancel_early()
         call = self.plan.graph.call(name)
@@ -298,7 +287,7 @@ class Executor:
         self.exchange.forget(name)
         self._now = self.runner.begin(self._now.step, self.exchange)
         self._now.inputs.reports = self.rank == self.plan.mesh(name).leader
-        samples = self.exchange.gather(name, own, sizes)
+        samples = self.exchange.gather(name, local_samples, sizes)
         share = self._now.inputs.share_of_gathered(call, samples) if self.placement.has(name) else None
         if self.placement.takes_part(name):
             self.runner.run(self._now, call, share)
@@ -311,8 +300,8 @@ class Executor:
             except CallsFailed as failed:
                 outcome = refusal(failed) if trains else failed.of_job()
         if trains:
-            of_all: Rollouts = self._from_results(outcome)
-            return of_all
+            row: Rollouts = self._from_results(outcome)
+            return row
         self.alarm.at(f"waiting for the results of {self._now.step.name}")
         return self._raised(self.exchange.scatter(name, outcome, sizes))
 
@@ -321,7 +310,7 @@ class Executor:
         call this together with the same prompts. They may be run several times.
 
         Returns:
-            By call, its outputs in ascending order of `index`.
+            Outputs by call, in ascending order of `index`.
 
         Raises:
             JobFailed: a call failed here or on another rank.
@@ -337,7 +326,7 @@ class Executor:
         return outputs
 
     def _of_calls(self, names: Sequence[str]) -> Mapping[str, Rollouts]:
-        """The outputs of calls that were performed, which rank 0 collects and sends to all ranks."""
+        """Rank 0 collects the calls' outputs and broadcasts them."""
         outcome: dict[str, Rollouts] | JobFailed | None = None
         if self.rank == RESULTS:
             try:
@@ -350,18 +339,19 @@ class Executor:
         return outputs
 
     def take_spans(self) -> tuple[Span, ...]:
-        """When each rank ran each call that was performed since this was last asked; on rank 0, empty on the others."""
+        """Times of each performed call on each rank since the last call of this method; on rank 0, empty on the
+        others."""
         taken, self._performed = tuple(self._performed), []
         return taken
 
     # --- the results of an iteration ----------------------------------------------------------------------------------
 
-    def _finish(self, batch: PromptBatch, names: Sequence[str], known: Collection[str]) -> Iteration:
-        """The iteration's results, which rank 0 computes and sends to all ranks."""
+    def _finish(self, batch: PromptBatch, names: Sequence[str], replayed: Collection[str]) -> Iteration:
+        """Rank 0 computes the iteration's results and broadcasts them."""
         outcome: Iteration | JobFailed | NonFiniteError | None = None
         if self.rank == RESULTS:
             try:
-                outcome = iteration_results(self._now, self.algorithm, self.settings, batch, names, known)
+                outcome = iteration_results(self._now, self.algorithm, self.settings, batch, names, replayed)
             except (JobFailed, NonFiniteError) as error:
                 outcome = error
         sent = outcome.for_other_ranks() if isinstance(outcome, Iteration) else outcome
@@ -369,7 +359,7 @@ class Executor:
         return outcome if isinstance(outcome, Iteration) else received
 
     def _from_results(self, outcome: object) -> Any:
-        """Broadcast rank 0's result to all ranks. If it is an exception, every rank raises it."""
+        """Rank 0's result, on every rank. If it is an exception, every rank raises it."""
         self.alarm.at(f"waiting for the results of {self._now.step.name}")
         return self._raised(self.exchange.spread(outcome))
 

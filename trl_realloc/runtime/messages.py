@@ -1,8 +1,7 @@
-"""Messages of bytes between ranks, and two collectives made of them: `spread` from the first rank to all, and
-`combined` from all to all, both along a binary tree.
+"""Messages of bytes between ranks, and two collectives along a binary tree: `spread`, a broadcast, and `combined`, an
+all-reduce.
 
-gloo's own collectives of objects send as many messages per rank as there are ranks. Along the tree a rank sends at most
-three, whatever their number.
+With gloo's object collectives a rank sends as many messages as there are ranks. Along the tree it sends at most three.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ T = TypeVar("T")
 
 
 class Messages(Protocol):
-    """Messages of one process. Those with the same sender, receiver and tag arrive in the order in which they were
-    sent."""
+    """Messages of one process. Messages with the same sender, receiver and tag arrive in the order of sending."""
 
     def send(self, content: bytes, rank: int, tag: int) -> None:
         """Send to a rank. Does not wait."""
@@ -32,10 +30,10 @@ class Messages(Protocol):
         """The next message of any other rank under a tag, and the rank. Waits for it."""
 
     def flush(self) -> None:
-        """Wait until everything that was sent has been received."""
+        """Wait until all sent messages have been received."""
 
     def twin(self) -> Messages:
-        """Another object for the same connections, whose `flush` waits for its own messages alone."""
+        """Another object for the same connections. Its `flush` waits only for messages that it sent."""
 
 
 class GlooMessages:
@@ -48,9 +46,8 @@ class GlooMessages:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self._sends: list[
-            tuple[dist.Work, torch.Tensor]
-        ] = []  # handles, and buffers that must live until these are done
+        # handles, and buffers that must live until these are done
+        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, content: bytes, rank: int, tag: int) -> None:
         parts = [(2 * tag, torch.tensor([len(content)]))]
@@ -89,9 +86,8 @@ def spread(messages: Messages, ranks: Sequence[int], rank: int, value: T, tag: i
     """The first rank's value, on every rank. All ranks call this together; the other ranks' values are ignored.
 
     Args:
-        ranks: that take part; in the same order on each.
-        value: anything that can be pickled.
-        tag: of the messages.
+        ranks: the participating ranks; in the same order on each.
+        value: any picklable object.
     """
     parent, children = _relatives(ranks, rank)
     content = pickle.dumps(value) if parent is None and children else b""
@@ -109,10 +105,10 @@ def combined(
     """The combination of all ranks' values, on every rank. All ranks call this together.
 
     Args:
-        value: anything that can be pickled.
-        combine: makes one value of two; associative. Applied to the values in an order that depends on the number of
-            ranks alone.
-        tag: of the messages; `tag + 1` is used too.
+        ranks: the participating ranks; in the same order on each.
+        value: any picklable object.
+        combine: associative function of two values. The order of its application depends only on the number of ranks.
+        tag: tag of the messages; `tag + 1` is used too.
     """
     parent, children = _relatives(ranks, rank)
     for child in children:
@@ -124,5 +120,6 @@ def combined(
 
 def _relatives(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
     """(parent, children) of a rank in the binary tree over `ranks`."""
-    at = ranks.index(rank)
-    return ranks[(at - 1) // 2] if at else None, [ranks[i] for i in (2 * at + 1, 2 * at + 2) if i < len(ranks)]
+    index = ranks.index(rank)
+    children = [ranks[i] for i in (2 * index + 1, 2 * index + 2) if i < len(ranks)]
+    return ranks[(index - 1) // 2] if index else None, children

@@ -1,7 +1,6 @@
-"""The process groups of a plan: for every mesh, for every reallocation, and one over all ranks for samples.
+"""The process groups of a plan: one for every mesh, for every reallocation, and one over all ranks for samples.
 
-All ranks make them together and in the same order, as torch requires. Which engine uses a group is in
-`engine_builder`.
+All ranks make them together and in the same order, as torch requires. `engine_builder` assigns groups to engines.
 """
 
 from __future__ import annotations
@@ -27,23 +26,22 @@ from .messages import GlooMessages, combined
 T = TypeVar("T")
 
 
-# How long a rank waits for another's samples and messages, unless `ddp_timeout` is longer. A call that the other runs
-# may take longer than any message; a rank that is lost is noticed by its heartbeats.
+# Timeout of samples and messages between ranks, unless `ddp_timeout` is longer: a rank may wait for another rank's
+# whole call. Lost ranks are noticed by their heartbeats.
 LONGEST_CALL = timedelta(days=1)
-MEETING_TAG = 1 << 27  # above the tags of samples in the same group; each mesh has two
+MEETING_TAG = 1 << 27  # above the tags of samples in the same group; each mesh uses two tags
 
 
 def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> dist.ProcessGroup:
-    """`torch.distributed.new_group`, for groups that NCCL connects in their first operations. All ranks call this
-    together.
+    """`torch.distributed.new_group`, with NCCL's lazy connection. All ranks call this together.
 
-    The default group of a job that is launched with a DeepSpeed config on GPUs is bound to a device. Torch then makes
-    every further group at once, as a part of the default group's communicator, for which it needs all ranks. The ranks
-    outside a new gloo group wait for those inside, which do not take part; a group that only its own ranks make waits
-    for all others; and messages between two ranks wait for all other operations of their group.
+    With a DeepSpeed config on GPUs, the default group is bound to a device. Torch then connects every further group
+    eagerly, by a split of the default group's communicator, which needs all ranks. Ranks outside a new gloo group would
+    wait for ranks inside, which do not take part; a group made by its ranks alone would wait for all others; and
+    messages between two ranks would wait for all other operations of their group.
 
     Args:
-        ranks: of the group; `None` for all.
+        ranks: ranks of the group; `None` for all.
         settings: further arguments of `torch.distributed.new_group`.
     """
     world: Any = dist.group.WORLD
@@ -61,8 +59,8 @@ def from_first_rank(value: T, timeout_s: float) -> T:
     """Rank 0's value, on every rank. All ranks call this together; the other ranks' values are ignored.
 
     Args:
-        timeout_s: of the host group that it makes in a job whose default group sends from an accelerator. Pickled
-            objects do not go through an accelerator's memory.
+        timeout_s: timeout of the gloo group that this makes if the default group sends from an accelerator, so that
+            pickled objects stay in host memory.
     """
     values = [value]
     if dist.is_initialized():
@@ -70,13 +68,12 @@ def from_first_rank(value: T, timeout_s: float) -> T:
     return values[0]
 
 
-_host_groups: list[
-    tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
-] = []  # the default group, and the gloo group over the same ranks
+# the default group, and the gloo group over the same ranks
+_host_groups: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = []
 
 
 def _host_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group over all ranks, made by the first call. All ranks call this together."""
+    """A cached gloo group over all ranks, which call this together."""
     world = dist.group.WORLD
     if not is_accelerator(group_device()):
         return world
@@ -86,7 +83,7 @@ def _host_group(timeout_s: float) -> dist.ProcessGroup | None:
 
 
 def from_every_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks in the order of the ranks, on every rank. All ranks of `group` call this together.
+    """All-gather: the values of all ranks in rank order. All ranks of `group` call this together.
 
     Args:
         group: a gloo group, because objects are gathered in host memory; `None` in a job of one process.
@@ -99,7 +96,7 @@ def from_every_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """True if the flag is set on a rank. All ranks of `group` call this together.
+    """True if the flag is set on any rank. All ranks of `group` call this together.
 
     Args:
         group: a gloo group; `None` in a job of one process.
@@ -112,11 +109,11 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
 
 
 def wait_for_all(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Wait until every rank of a job has come here and its device has done what it was asked for.
+    """Barrier of all ranks, after each has synchronized its device.
 
     Args:
-        group: over the job's host memory; `None` in a job of one process. A barrier over the devices would first make a
-            communicator for it, at the end of a run beside all that the run holds.
+        group: a gloo group; `None` in a job of one process. A barrier over NCCL would first make a communicator, which
+            needs memory that a run may lack.
     """
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
@@ -124,21 +121,21 @@ def wait_for_all(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 
 def meet(group: dist.ProcessGroup | None) -> None:
-    """Wait until every rank of a job has come here, whatever its device still does.
+    """Barrier of all ranks, without a wait for their devices.
 
     Args:
-        group: as of `wait_for_all`.
+        group: a gloo group; `None` in a job of one process.
     """
     if group is not None:
         dist.barrier(group=group)
 
 
 def at_first_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks in the order of the ranks, on the first rank; an empty list on the others. All ranks of
+    """Gather: the values of all ranks in rank order, on the first rank; an empty list on the others. All ranks of
     `group` call this together.
 
     Args:
-        group: a gloo group that rank 0 is in; `None` in a job of one process.
+        group: a gloo group with rank 0; `None` in a job of one process.
     """
     if group is None:
         return [value]
@@ -148,11 +145,11 @@ def at_first_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def to_each_rank(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
-    """This rank's item of the first rank's sequence of one item for each rank. All ranks of `group` call this together;
-    the other ranks' sequences are ignored.
+    """Scatter: this rank's item of the first rank's sequence of one item per rank. All ranks of `group` call this
+    together; the other ranks' sequences are ignored.
 
     Args:
-        group: as of `at_first_rank`.
+        group: a gloo group with rank 0; `None` in a job of one process.
     """
     if group is None:
         return values[0]
@@ -162,11 +159,10 @@ def to_each_rank(values: Sequence[T], group: dist.ProcessGroup | None) -> T:
 
 
 def _allow_connections(plan: ExecutionPlan) -> None:
-    """Let this process have a connection to every rank for each group of gloo's over all ranks, which connects all of
-    its ranks with each other when it is made.
+    """Raise the limit of open files: a gloo group connects each of its ranks with all others.
 
     Raises:
-        PlanError: the system's limit is below that.
+        PlanError: the system's limit is too low.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -186,12 +182,12 @@ def make_groups(
     for samples, which are in host memory. `control` is `None` in a job of one process. All ranks call this together.
 
     Args:
-        timeout: of every collective and message of tensors (the config's `ddp_timeout`).
+        timeout: timeout of collectives and messages of tensors (the config's `ddp_timeout`).
     """
     _allow_connections(plan)
     alone = DeviceMesh(rank, 1)
-    of_plan = sorted({assignment.mesh for assignment in plan.assignments.values()})
-    meshes = sorted({*of_plan, alone})
+    plan_meshes = sorted({assignment.mesh for assignment in plan.assignments.values()})
+    meshes = sorted({*plan_meshes, alone})
     if not dist.is_initialized():
         return {mesh: MeshGroup(tuple(mesh.devices), rank) for mesh in meshes}, None
     device, groups = group_device(), dict[DeviceMesh, MeshGroup]()
@@ -200,22 +196,17 @@ def make_groups(
         ranks, group, agree = tuple(mesh.devices), None, None
         if mesh.size > 1:
             group = new_group(list(ranks), timeout=timeout)
-            agree = _agreement(control, ranks, rank, MEETING_TAG + 2 * of_plan.index(mesh))
+            agree = _agreement(control, ranks, rank, MEETING_TAG + 2 * plan_meshes.index(mesh))
         groups[mesh] = MeshGroup(ranks, rank, group, device, agree)
     if any(a.strategy.zero_stage and rank in a.mesh for a in plan.assignments.values()):
-        # DeepSpeed calls collectives also on a rank alone. Only this rank takes part in making the group.
+        # DeepSpeed calls collectives even on a single rank. Only this rank takes part in making the group.
         group = new_group([rank], timeout=timeout, use_local_synchronization=True)
         groups[alone] = MeshGroup((rank,), rank, group, device)
     return groups, control
 
 
 def _agreement(control: dist.ProcessGroup | None, ranks: tuple[int, ...], rank: int, tag: int) -> Callable[[int], int]:
-    """`MeshGroup.agree` of a mesh.
-
-    Args:
-        control: a gloo group that all ranks of the mesh are in.
-        tag: of its messages; `tag + 1` is used too.
-    """
+    """`MeshGroup.agree` of a mesh. It uses the tags `tag` and `tag + 1`."""
     messages = GlooMessages(control)
 
     def agree(number: int) -> int:
@@ -229,26 +220,26 @@ def _agreement(control: dist.ProcessGroup | None, ranks: tuple[int, ...], rank: 
 def make_split_groups(
     plan: ExecutionPlan, rank: int, timeout: timedelta
 ) -> dict[tuple[DeviceMesh, int, int], SplitGroups]:
-    """This rank's tensor, pipeline and data groups, by (mesh, tp, pp) of the calls of the engine `megatron`. All ranks
-    call this together."""
+    """This rank's tensor, pipeline and data groups for the engine `megatron`, by (mesh, tp, pp). All ranks call this
+    together."""
     split_groups: dict[tuple[DeviceMesh, int, int], SplitGroups] = {}
     splits = {(a.mesh, a.strategy.tp, a.strategy.pp) for a in plan.assignments.values() if a.engine == "megatron"}
     for mesh, tp, pp in sorted(splits):
-        of_rank: dict[str, MeshGroup] = {}
+        rank_groups: dict[str, MeshGroup] = {}
         for kind, members in _all_groups(tuple(mesh.devices), tp, pp):
             group = None
             if dist.is_initialized() and len(members) > 1:
                 group = new_group(list(members), timeout=timeout)
             # a pipeline's middle stages need the group of its ends too, although they are not in it
-            if rank in members or (kind == "ends" and rank in mesh and set(members) <= set(of_rank["pp"].ranks)):
-                of_rank[kind] = MeshGroup(members, rank, group, group_device())
+            if rank in members or (kind == "ends" and rank in mesh and set(members) <= set(rank_groups["pp"].ranks)):
+                rank_groups[kind] = MeshGroup(members, rank, group, group_device())
         if rank in mesh:
-            split_groups[mesh, tp, pp] = SplitGroups(**of_rank)
+            split_groups[mesh, tp, pp] = SplitGroups(**rank_groups)
     return split_groups
 
 
 def _all_groups(ranks: tuple[int, ...], tp: int, pp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(kind, ranks) of every group of a mesh, in an order that is the same on every rank."""
+    """(kind, ranks) of every group of a mesh, in the same order on every rank."""
     yield "mesh", ranks
     for kind, groups in split_ranks(ranks, tp, pp).items():
         for members in groups:
@@ -261,10 +252,10 @@ class ReallocationGroups:
 
     Args:
         source, target: the call that trains the parameters, and the call that needs them in another layout.
-        ranks: of both calls' meshes, ascending.
-        control: a gloo group over these ranks, used by this reallocation alone; `None` in a job of one process.
-        tensors: the group that parameters are sent on; `control` where they are sent from host memory.
-        device: of the messages that `tensors` sends.
+        ranks: ranks of both calls' meshes, ascending.
+        control: a gloo group over these ranks for this reallocation alone; `None` in a job of one process.
+        tensors: the group that sends parameters; `control` if they are sent from host memory.
+        device: device of the messages of `tensors`.
     """
 
     source: str
@@ -276,12 +267,12 @@ class ReallocationGroups:
 
 
 def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> dict[str, ReallocationGroups]:
-    """The groups of every reallocation of the plan, by target call. Each has groups of its own, because a transfer's
-    messages must not mix with another group's collectives. All ranks call this together."""
+    """The groups of every reallocation of the plan, by target call. They are not shared, because a transfer's messages
+    must not mix with another group's collectives. All ranks call this together."""
     groups, device = {}, group_device()
     for source, target in plan.reallocations:
         ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
-        # the ranks agree on versions there before a transfer, whose messages have a limit of their own
+        # `control` also waits for calls, so its timeout is longer than that of the transfer's messages
         longest = max(timeout, LONGEST_CALL)
         control = new_group(ranks, backend="gloo", timeout=longest) if dist.is_initialized() else None
         tensors = new_group(ranks, timeout=timeout) if is_accelerator(device) else control
@@ -289,29 +280,29 @@ def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta)
     return groups
 
 
-def destroy_groups(made: object) -> None:
-    """Destroy process groups. On every rank, when it does not use them any more. Tensor-parallel groups stay, because
-    DTensor caches the device meshes of earlier operations, which know their groups by name. A group keeps its
-    connections until nothing refers to it.
+def destroy_groups(owners: object) -> None:
+    """Destroy process groups that this rank no longer uses. Tensor-parallel groups stay, because DTensor caches the
+    device meshes of earlier operations, which refer to their groups by name. A group keeps its connections until
+    nothing refers to it.
 
     Args:
-        made: the results of the functions above, in any nesting.
+        owners: results of the functions above, in any nesting.
     """
-    found: list[dist.ProcessGroup] = []
-    _collect(made, found)
-    for group in found:
+    groups: list[dist.ProcessGroup] = []
+    _collect(owners, groups)
+    for group in groups:
         with contextlib.suppress(ValueError):  # a script may have destroyed the default group, and so all groups
             dist.destroy_process_group(group)
 
 
-def _collect(made: object, found: list[dist.ProcessGroup]) -> None:
-    if isinstance(made, dist.ProcessGroup):
-        if all(made is not other for other in found):
-            found.append(made)
-    elif isinstance(made, Mapping):
-        _collect(tuple(made.values()), found)
-    elif isinstance(made, tuple):
-        for item in made:
-            _collect(item, found)
-    elif isinstance(made, MeshGroup | SplitGroups | ReallocationGroups):
-        _collect(tuple(value for name, value in vars(made).items() if name != "tp"), found)
+def _collect(owner: object, groups: list[dist.ProcessGroup]) -> None:
+    if isinstance(owner, dist.ProcessGroup):
+        if all(owner is not other for other in groups):
+            groups.append(owner)
+    elif isinstance(owner, Mapping):
+        _collect(tuple(owner.values()), groups)
+    elif isinstance(owner, tuple):
+        for item in owner:
+            _collect(item, groups)
+    elif isinstance(owner, MeshGroup | SplitGroups | ReallocationGroups):
+        _collect(tuple(value for name, value in vars(owner).items() if name != "tp"), groups)

@@ -1,4 +1,4 @@
-"""`ReallocationPlugin`: the settings of the plan and of reallocations, in the form of Accelerate's plugin dataclasses.
+"""`ReallocationPlugin`: settings of the plan and of reallocations, as an Accelerate-style plugin dataclass.
 
 Accelerate does not accept plugins of other packages (an unknown handler is a KeyError), so the trainers take this one
 themselves, as `reallocation_plugin`. The settings of PPO are in `ppo_config`.
@@ -34,21 +34,21 @@ class ReallocationPlugin:
             Maximum mebibytes that a device receives in one bucket of a reallocation. Two buckets are in flight at a
             time. Environment: `TRL_REALLOC_BUCKET_MB`.
         transfer_timeout (`float`, *optional*):
-            Seconds that a message of a reallocation may take; by default the config's `ddp_timeout`. Environment:
+            Timeout in seconds of a message of a reallocation; by default the config's `ddp_timeout`. Environment:
             `TRL_REALLOC_TRANSFER_TIMEOUT`.
         checksums (`bool`, *optional*, defaults to `False`):
             Send a checksum with every message of a reallocation, to find a faulty link. Environment:
             `TRL_REALLOC_CHECKSUMS`.
         replan (`float`, *optional*, defaults to `0.1`):
-            With `plan: auto`: the relative change of the plan's estimate, caused by the lengths of responses, above
-            which the planner searches again between two updates; 0 or less for never. Environment:
-            `TRL_REALLOC_REPLAN`.
+            With `plan: auto`: the planner searches again between two updates if the lengths of responses change the
+            plan's estimate by more than this share; 0 or less for never. Environment: `TRL_REALLOC_REPLAN`.
         measure (`str`, *optional*, defaults to `"between"`):
-            With `plan: auto` on a machine that was not measured for these models: `between` begins at once under a plan
-            by specification and measures between two updates, as soon as a better plan can save more than that takes;
-            `first` measures before the first update; `never` does not. Environment: `TRL_REALLOC_MEASURE`.
+            With `plan: auto` on a machine that was not measured for these models: `between` starts at once with a plan
+            from the device's data sheet, and measures between two updates as soon as a better plan can save more time
+            than measuring takes; `first` measures before the first update; `never` does not. Environment:
+            `TRL_REALLOC_MEASURE`.
         heartbeat_timeout (`float`, *optional*, defaults to `30.0`):
-            Seconds after which the job ends because a rank is stopped or sends no heartbeat. Environment:
+            Seconds without a heartbeat of a rank, or with a rank stopped, after which the job ends. Environment:
             `TRL_REALLOC_HEARTBEAT_TIMEOUT`.
 
     Raises:
@@ -96,17 +96,17 @@ class ReallocationPlugin:
             )
 
     def under(self, args: TrainingArguments) -> ReallocationPlugin:
-        """This plugin with what a trainer's configuration sets of its fields.
+        """This plugin with the fields that a trainer's configuration sets replaced.
 
         Args:
-            args: the configuration, with `plan`, `generation_engine` and `heartbeat_timeout`, each of them or `None`.
+            args: configuration with `plan`, `generation_engine` and `heartbeat_timeout`, each set or `None`.
 
         Raises:
             PlanError: a value is not allowed.
         """
         names = ("plan", "generation_engine", "heartbeat_timeout")
-        given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-        return replace(self, **given)
+        set_fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        return replace(self, **set_fields)
 
 
 def _number(variable: str, default: float) -> float:

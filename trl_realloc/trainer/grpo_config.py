@@ -1,6 +1,5 @@
-"""`GRPOConfig` and `RLOOConfig`: the settings of the installed TRL's classes of the same names, and those of plans and
-engines.
-"""
+"""`GRPOConfig` and `RLOOConfig`: the settings of the installed TRL's classes of the same names, plus those of plans and
+engines."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainingArguments
 
 
-# What `model_init_kwargs` may have; the engines place and decode in their own ways, and a model with code of its own is
-# Accelerate's.
+# What `model_init_kwargs` may have. Engines decide placement and decoding; Accelerate trains models with custom code.
 _INIT_KWARGS = {
     "dtype",
     "torch_dtype",
@@ -32,36 +30,36 @@ _INIT_KWARGS = {
     "low_cpu_mem_usage",
     "trust_remote_code",
 }
-_WITHOUT_EFFECT = (None, False, "", "main")  # values by which the others ask for nothing, as TRL's scripts pass them
+_WITHOUT_EFFECT = (None, False, "", "main")  # values of the others that request nothing, as passed by TRL's scripts
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
 class GenerationSettings(PlanSettings):
     """
-    Settings of TRL's that have other defaults here, because the plan decides what generates.
+    TRL's settings with other defaults here, because the plan decides what generates.
 
     Parameters:
         use_vllm (`bool`, *optional*):
             `True`: vLLM engines generate, and GRPO's loss is corrected for their log-probabilities
-            (`vllm_importance_sampling_correction`). `False`: the models that train generate, by Transformers. Default:
-            vLLM where it is installed and serves the model. The plan says on which devices; no server is started.
+            (`vllm_importance_sampling_correction`). `False`: the trained models generate, with Transformers. Default:
+            vLLM if it is installed and serves the model. The plan says on which devices; no server is started.
         vllm_gpu_memory_utilization (`float`, *optional*):
-            Share of a GPU's memory that a vLLM engine takes beside training. Default: the planner's choice on one GPU
+            Share of a GPU's memory for a vLLM engine beside training. Default: the planner's choice on one GPU
             (`memory_share` in a plan), otherwise 0.3.
         vllm_enable_sleep_mode (`bool`, *optional*):
-            Whether vLLM engines give their memory back while others use their GPUs. Default: as the plan says; the
-            planner lets them sleep if no plan fits otherwise.
+            Whether vLLM engines free their memory while others use their GPUs. Default: as in the plan; the planner
+            lets them sleep if no plan fits otherwise.
         max_staleness (`int`, *optional*, defaults to `0`):
-            Most generations by which the next completions may be drawn ahead: they are drawn while the policy is
-            trained, on devices of their own, by a policy that lacks up to so many trainings on a generation. The loss
-            must be corrected for it (`vllm_importance_sampling_correction`). See docs/old_rollouts.md
+            Maximum number of generations that completions may be generated ahead. They are generated on separate
+            devices during training, by a policy that lacks the training on up to this many generations. The loss must
+            be corrected for it (`vllm_importance_sampling_correction`). See docs/old_rollouts.md
         score_groups_early (`bool`, *optional*, defaults to `False`):
             No effect. It will be removed.
         full_vocabulary_logprobs (`bool`, *optional*, defaults to `False`):
-            Compute the log-probabilities and entropies of policy and reference over the whole vocabulary where `top_p`,
-            `top_k` or `min_p` exclude tokens, as TRL does. By default they are over the tokens that these settings
-            keep, as the engine's are, so that the importance ratio is right. See docs/differences.md
+            Compute the log-probabilities and entropies of policy and reference over the whole vocabulary even if
+            `top_p`, `top_k` or `min_p` exclude tokens, as TRL does. By default they are over the tokens that these
+            settings keep, like the engine's, so that the importance ratio is right. See docs/differences.md
     """
 
     full_vocabulary_logprobs: bool = field(
@@ -97,12 +95,12 @@ class GenerationSettings(PlanSettings):
         metadata={"help": "No effect. It will be removed."},
     )
 
-    if TYPE_CHECKING:  # TRL's own
+    if TYPE_CHECKING:  # defined by TRL
         bf16: bool | None = None
 
     @property
     def generation_engine(self) -> str | None:
-        """The engine that `use_vllm` asks for."""
+        """The engine that `use_vllm` requests."""
         return None if self.use_vllm is None else "vllm" if self.use_vllm else "transformers"
 
     def __post_init__(self) -> None:
@@ -129,10 +127,10 @@ class RLOOConfig(GenerationSettings, TRLRLOOConfig):
 
     Parameters:
         vllm_importance_sampling_correction (`bool`, *optional*):
-            Whether the probability ratio of a completion, which the loss clips by `epsilon`, is to the policy that drew
-            it, with the log-probabilities that the vLLM engine has told. `False`: it is to the policy before the first
+            Whether the probability ratio of a completion, which the loss clips by `epsilon`, is relative to the policy
+            that sampled it, with the vLLM engine's log-probabilities. `False`: relative to the policy before the first
             training on it, as in TRL, whose RLOO does not have this setting. Default: `False`, until the mismatch of
-            engine and trainer is above `max_mismatch`.
+            engine and trainer exceeds `max_mismatch`.
     """
 
     vllm_importance_sampling_correction: bool | None = field(
@@ -144,24 +142,24 @@ class RLOOConfig(GenerationSettings, TRLRLOOConfig):
 
 
 def given_dtype(args: PolicyConfig, config: PretrainedConfig) -> torch.dtype:
-    """The dtype of the parameters of a policy that is given by name: float32, or that of `model_init_kwargs`.
+    """The parameter dtype of a policy passed by name: float32, or that of `model_init_kwargs`.
 
     Args:
-        config: the checkpoint's, whose dtype is meant by `auto`.
+        config: config of the checkpoint, whose dtype `auto` means.
     """
     name = dtype_name(init_kwargs(args.model_init_kwargs))
     return (config.dtype or torch.float32) if name == "auto" else _DTYPES[name]
 
 
 def reward_dtype(args: PolicyConfig) -> torch.dtype | None:
-    """The dtype of the parameters of reward models that are given by name; `None` for that of their checkpoints."""
+    """The parameter dtype of reward models passed by name; `None` for their checkpoints' dtype."""
     name = dtype_name(init_kwargs(args.model_init_kwargs), "auto")
     return None if name == "auto" else _DTYPES[name]
 
 
 def given_attention(args: PolicyConfig) -> str | None:
-    """The attention of the policy and of reward models that are given by name, by Transformers' name for it; `None` for
-    that of the model itself."""
+    """The attention implementation of a policy and reward models passed by name, in Transformers' terms; `None` for the
+    model's default."""
     return init_kwargs(args.model_init_kwargs).get("attn_implementation")
 
 
@@ -169,10 +167,10 @@ PolicyConfig = GRPOConfig | RLOOConfig
 
 
 def _check(args: TrainingArguments) -> None:
-    """Refuse settings of TRL's that a plan decides, or that no engine has.
+    """Refuse TRL settings that a plan decides or that no engine supports.
 
     Raises:
-        ConfigError: with all of them.
+        ConfigError: lists all of them.
     """
     if problems := list(_problems(args)):
         raise ConfigError("\n".join(problems))
@@ -186,20 +184,20 @@ def _problems(args: TrainingArguments) -> Iterator[str]:
 
 
 def check_init_kwargs(args: PolicyConfig) -> None:
-    """Check the settings with which a policy and reward models are loaded that are given by name.
+    """Check the loading settings of a policy and reward models passed by name.
 
     Raises:
-        ConfigError: one that the engines that read the model do not know.
+        ConfigError: the engines that read the model do not know a setting.
     """
-    given = init_kwargs(args.model_init_kwargs)
+    kwargs = init_kwargs(args.model_init_kwargs)
     if further := sorted(
-        name for name, value in given.items() if name not in _INIT_KWARGS and value not in _WITHOUT_EFFECT
+        name for name, value in kwargs.items() if name not in _INIT_KWARGS and value not in _WITHOUT_EFFECT
     ):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(further)}, which engines that read in parts do not know; load the "
             f"model yourself, and pass the loaded model."
         )
-    if (name := dtype_name(given)) not in (*_DTYPES, "auto"):
+    if (name := dtype_name(kwargs)) not in (*_DTYPES, "auto"):
         raise ConfigError(f"model_init_kwargs: dtype is one of {', '.join(_DTYPES)} and auto, not {name!r}.")
 
 

@@ -1,9 +1,9 @@
 """`GRPOTrainer` and `RLOOTrainer`: TRL's classes of the same names under a plan.
 
-TRL keeps the host: data, tools, rewards, advantages, the arithmetic of the loss, logs, and Trainer's loop. The devices
-are the plan's: generation, the log-probabilities of policy and reference, and the training. `PlannedPolicyTrainer`
-overrides TRL's and Trainer's methods; the code behind them is in `policy.policy_host`. From inputs to a plan is in
-`policy_setup`, what a failure ends in `planned_run`.
+TRL keeps the host's work: data, tools, rewards, advantages, loss, logs, and Trainer's loop. The plan's devices run
+generation, the log-probabilities of policy and reference, and training. `PlannedPolicyTrainer` overrides TRL's and
+Trainer's methods; the code behind them is in `policy.policy_host`. Checks and planning are in `policy_setup`, failures
+in `planned_run`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ R = TypeVar("R")
 
 
 def under_plan(method: Callable[P, R]) -> Callable[P, R]:
-    """A method of `PlannedPolicyTrainer` for runs under a plan. Where Accelerate trains, TRL's is called."""
+    """A method of `PlannedPolicyTrainer` for planned runs. If Accelerate trains, TRL's method is called instead."""
 
     @functools.wraps(method)
     def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,13 +75,13 @@ def under_plan(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class PlannedPolicyTrainer(Trainer):
-    """A trainer of one policy of TRL's, such as `GRPOTrainer`, with its model calls under a plan. To be inherited from
-    before TRL's class. Its methods replace those of TRL's and Trainer's with the same names.
+    """Runs the model calls of a TRL trainer of one policy, such as `GRPOTrainer`, under a plan. A subclass lists this
+    class before TRL's, so that its methods replace TRL's and Trainer's.
 
     Attributes:
-        run: the run under the plan; `None` where the plan's engines cannot train it (`trainable`). Accelerate trains
-            then, and the methods are TRL's.
-        record: the times of the updates.
+        run: the planned run; `None` if the plan's engines cannot train it (`trainable`). Accelerate then trains, with
+            TRL's methods.
+        record: times of the updates.
     """
 
     run: PlannedRun[PolicyHost] | None = None
@@ -104,8 +104,8 @@ class PlannedPolicyTrainer(Trainer):
         arguments = self._plan(arguments)
         hidden: dict[str, Any] = {}
         if self.run is not None:
-            hidden = {"use_vllm": False, "beta": 0.0}  # TRL makes no engine and no reference
-            if is_by_name:  # nor does it say that it ignores settings of a model that has been loaded by them
+            hidden = {"use_vllm": False, "beta": 0.0}  # TRL then creates no engine and no reference
+            if is_by_name:  # TRL would warn that it ignores these for a loaded model
                 hidden["model_init_kwargs"] = None
         model = arguments["model"] if self.run is not None else None
         with _hidden(config, **hidden), _forward_kept(model):
@@ -114,11 +114,7 @@ class PlannedPolicyTrainer(Trainer):
             self.run.host.take_over()
 
     def _plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Check the inputs and choose the plan. Returns the arguments of the constructor of TRL's class.
-
-        Args:
-            arguments: those of our constructor that TRL's has too, by name.
-        """
+        """Check the inputs and choose the plan. Returns the constructor arguments for TRL's class."""
         args = arguments["args"]
         check_types(arguments)
         check_columns(arguments)
@@ -149,7 +145,7 @@ class PlannedPolicyTrainer(Trainer):
         return {
             **arguments,
             **planned_rewards(arguments, reward_models, lambda *texts: self.calls.score(REWARD, *texts)),
-            # TRL's class would add an adapter to a model that has some
+            # TRL's class would add a second adapter
             "model": base_of(setup.models_before_start[Role.ACTOR]),
             "peft_config": None,
             "optimizers": (setup.rates.scheduled, (arguments.get("optimizers") or (None, None))[1]),
@@ -157,7 +153,7 @@ class PlannedPolicyTrainer(Trainer):
 
     @property
     def plan(self) -> ExecutionPlan:
-        """The execution plan that this run follows.
+        """The execution plan of this run.
 
         Raises:
             ConfigError: there is none, because Accelerate trains and TRL generates.
@@ -168,8 +164,8 @@ class PlannedPolicyTrainer(Trainer):
 
     @property
     def timeline(self) -> Timeline:
-        """The start and the end of the calls of the latest updates; empty before the first. Rank 0 keeps up to
-        `metrics.SPANS` of them, the other ranks none."""
+        """The start and end of the calls of the latest updates; empty before the first. Rank 0 keeps up to
+        `metrics.SPANS` of them, other ranks none."""
         return self.record.timeline
 
     @property
@@ -201,8 +197,8 @@ class PlannedPolicyTrainer(Trainer):
             JobFailed: a call failed, here or on another rank.
         """
         if self.run is None:
-            given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-            folder = checkpoint_of_trainer(given, self.args.output_dir)
+            checkpoint = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+            folder = checkpoint_of_trainer(checkpoint, self.args.output_dir)
             check_resumable(folder, self.args.output_dir)
             check_rows(self.args, self.train_dataset, self.accelerator.num_processes)
             self.record.begin_training()
@@ -219,7 +215,7 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer whose learning rate the scheduler changes. The engines have the real ones."""
+        """The optimizer whose learning rate the scheduler changes. The engines hold the real ones."""
         return self.optimizer
 
     @under_plan
@@ -228,7 +224,7 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Nothing: each engine moves its model to its device."""
+        """Does nothing: each engine moves its model to its device."""
 
     @under_plan
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,8 +234,8 @@ class PlannedPolicyTrainer(Trainer):
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(*args, **kwargs)
         if self.args.enable_jit_checkpoint and loader.num_workers:
-            # a worker that SIGTERM ends would fail the run before its checkpoint
-            base = getattr(loader, "base_dataloader", loader)  # Accelerate's loader reads from another one
+            # a worker ended by SIGTERM would fail the run before its checkpoint
+            base = getattr(loader, "base_dataloader", loader)  # Accelerate's loader wraps another one
             base.worker_init_fn = functools.partial(obey_sigterm_of_parent, base.worker_init_fn)
         return loader
 
@@ -259,11 +255,11 @@ class PlannedPolicyTrainer(Trainer):
     # --- completions and rewards ------------------------------------------------------------------------------------
 
     def _tokenize_prompts(self, prompts: Any) -> Any:
-        made = super()._tokenize_prompts(prompts)
+        tokenized = super()._tokenize_prompts(prompts)
         what = "train_dataset" if self.model.training else "eval_dataset"
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
-        check_tokenized(made[0], prompts, what, config.vocab_size)
-        return made
+        check_tokenized(tokenized[0], prompts, what, config.vocab_size)
+        return tokenized
 
     @under_plan
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -273,13 +269,13 @@ class PlannedPolicyTrainer(Trainer):
     @under_plan
     def _generate(self, prompts: Any) -> Any:
         with self._host.generating(prompts):
-            made = super()._generate(prompts)
+            outputs = super()._generate(prompts)
         by_vllm = self.plan["actor.generate"].engine == "vllm"
-        # of GRPO's, what TRL has joined of several turns
-        told = made[4] if len(made) > 4 else self.vllm_generation.drawn([len(each) for each in made[1]])
-        self._host.forced.begin_generation(told if by_vllm else None)
-        self.record.add_responses(made[1])
-        return made
+        # GRPO returns log-probabilities, joined over turns
+        logprobs = outputs[4] if len(outputs) > 4 else self.vllm_generation.drawn([len(ids) for ids in outputs[1]])
+        self._host.forced.begin_generation(logprobs if by_vllm else None)
+        self.record.add_responses(outputs[1])
+        return outputs
 
     @under_plan
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +294,7 @@ class PlannedPolicyTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss, of a micro-batch of the training on leaf tensors."""
+        """TRL's loss, for a training micro-batch on leaf tensors."""
         with self._host.loss.of_micro_batch(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -339,7 +335,7 @@ class PlannedPolicyTrainer(Trainer):
         """Save the policy (or its adapter) and the tokenizer to `output_dir`. Collective over the job.
 
         Raises:
-            SaveError: on every rank, if one could not write.
+            SaveError: a rank could not write. Raised on every rank.
         """
         self._run.save_model(output_dir, pushes=not _internal_call)
 
@@ -353,7 +349,7 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: `_prepare_for_training` loads the weights with the training state."""
+        """Does nothing: `_prepare_for_training` loads the weights with the training state."""
 
     @under_plan
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -371,8 +367,8 @@ class PlannedPolicyTrainer(Trainer):
     # --- methods that TRL's class does not have ----------------------------------------------------------------------
 
     def generate_completions(self) -> list[CompletionRow]:
-        """Near-greedy completions of the evaluation prompts, one of each, with their scores. A completion is a single
-        turn, without tools or environments. Five are printed as a table. All ranks together.
+        """Near-greedy completions of the evaluation prompts, one per prompt, with their scores. A completion is a
+        single turn, without tools or environments. Five are printed as a table. All ranks together.
 
         Returns:
             `list[dict]`: `query`, `model response` and `score` (the weighted sum of the rewards) of each prompt, in the
@@ -389,16 +385,16 @@ class PlannedPolicyTrainer(Trainer):
         return sampled_completions(self)
 
     def close(self) -> None:
-        """Stop the engines. They are also stopped when the process exits."""
+        """Stop the engines. They also stop when the process exits."""
         if self.run is not None:
             self.run.placed.placement.close()
 
 
 class GRPOTrainer(PlannedPolicyTrainer, TRLGRPOTrainer):
-    """TRL's `GRPOTrainer` with every model call on the devices that the execution plan gives it.
+    """TRL's `GRPOTrainer` with every model call on the devices of the execution plan.
 
     Takes the arguments of the installed TRL's class, in its order, and a `ReallocationPlugin` as `reallocation_plugin`.
-    Data, tools, environments, reward functions, advantages, losses and logs are TRL's own code.
+    Data, tools, environments, reward functions, advantages, losses and logs are TRL's code.
     """
 
     _tag_names = ["trl", "grpo", "trl-realloc"]
@@ -406,46 +402,45 @@ class GRPOTrainer(PlannedPolicyTrainer, TRLGRPOTrainer):
 
 
 class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
-    """TRL's `RLOOTrainer` with every model call on the devices that the execution plan gives it.
+    """TRL's `RLOOTrainer` with every model call on the devices of the execution plan.
 
     Takes the arguments of the installed TRL's class, in its order, and a `ReallocationPlugin` as `reallocation_plugin`.
-    Data, reward functions, advantages, losses and logs are TRL's own code. With `vllm_importance_sampling_correction`
-    the loss gets, as the log-probabilities of the policy before the update, those of the policies that drew the
-    completions.
+    Data, reward functions, advantages, losses and logs are TRL's code. With `vllm_importance_sampling_correction` the
+    loss gets the log-probabilities of the policies that sampled the completions as those of the policy before the
+    update.
     """
 
     _tag_names = ["trl", "rloo", "trl-realloc"]
     _config, _trl = RLOOConfig, TRLRLOOTrainer
-    vllm_importance_sampling_correction = False  # of a run that the plan's engines train
+    vllm_importance_sampling_correction = False  # set for planned runs
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        made: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         corrects = self.vllm_importance_sampling_correction or (self.run is not None and self._host.mismatch.corrects)
         if corrects and self.model.training:
-            mask = made["completion_mask"]
-            made["old_logps"] = drawn_logps(self.vllm_generation.drawn(mask.sum(1).tolist()), mask, made["old_logps"])
-        return made
+            mask = batch["completion_mask"]
+            batch["old_logps"] = drawn_logps(self.vllm_generation.drawn(mask.sum(1).tolist()), mask, batch["old_logps"])
+        return batch
 
 
 def drawn_logps(logprobs: Sequence[torch.Tensor], mask: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The log-probabilities (rows,) of completions by the policies that drew them.
+    """The log-probabilities (rows,) of completions under the policies that sampled them.
 
     Args:
-        logprobs: the engine's log-probabilities of each completion's tokens; NaN where the engine gave none; empty if a
+        logprobs: sampling log-probabilities of each completion's tokens; NaN if the engine gave none; empty if a
             subclass generated the completions.
-        mask: (rows, tokens), of the tokens that the loss reads; on the right it may be padded.
-        before: (rows,) the same by another policy, taken for completions of which something is not known.
+        mask: (rows, tokens) mask of the tokens that the loss reads; may be padded on the right.
+        before: (rows,) log-probabilities under another policy, used for completions with a missing value.
     """
     if not logprobs:
         return before
     sums = [(row * of_row[: len(row)].to(row)).sum() for row, of_row in zip(logprobs, mask, strict=True)]
-    drawn = torch.stack(sums).to(before)
-    return torch.where(drawn.isnan(), before, drawn)
+    sampling_logps = torch.stack(sums).to(before)
+    return torch.where(sampling_logps.isnan(), before, sampling_logps)
 
 
 def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor by name, with models' paths as text, and with a default configuration where there
-    is none.
+    """Constructor arguments by name, with model paths as text, and a default configuration if none is passed.
 
     Raises:
         TypeError: the installed TRL's class has no such argument, or one is missing.
@@ -456,17 +451,17 @@ def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any
     except TypeError as error:
         raise TypeError(f"{trl.__name__}: {error}; its arguments are those of TRL's {trl.__name__}") from None
     for argument in {"model", "reward_funcs"} & named.keys():
-        given = named[argument]
-        named[argument] = [path_as_text(one) for one in given] if isinstance(given, list) else path_as_text(given)
+        value = named[argument]
+        named[argument] = [path_as_text(item) for item in value] if isinstance(value, list) else path_as_text(value)
     if named.get("args") is None:
         model = named["model"]
         name = model if isinstance(model, str) else model.config._name_or_path
         kind = config.__name__.removesuffix("Config")
         named["args"] = config(f"{name.split('/')[-1]}-{kind}")
     if not isinstance(named["args"], config):
-        given = type(named["args"])
+        value = type(named["args"])
         raise ConfigError(
-            f"args must be a trl_realloc.{config.__name__}, not a {given.__module__}.{given.__name__}; import "
+            f"args must be a trl_realloc.{config.__name__}, not a {value.__module__}.{value.__name__}; import "
             f"{config.__name__} from trl_realloc."
         )
     return named
@@ -474,22 +469,21 @@ def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextlib.contextmanager
 def _hidden(args: Any, **values: Any) -> Iterator[None]:
-    """Inside, the settings have these values, so that TRL's constructor makes no engine and no reference of its own."""
-    kept = {name: getattr(args, name) for name in values if hasattr(args, name)}
-    for name in kept:
+    """Context in which the settings have these values, so that TRL's constructor creates no engine and no reference."""
+    original = {name: getattr(args, name) for name in values if hasattr(args, name)}
+    for name in original:
         setattr(args, name, values[name])
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in original.items():
             setattr(args, name, value)
 
 
 @contextlib.contextmanager
 def _forward_kept(model: Any) -> Iterator[None]:
-    """Around TRL's constructor, whose newer releases replace the model's forward by a closure over this model, which
-    its copies would run. Afterwards the model has the one that it had, which may be the user's. Does nothing for
-    `None`."""
+    """Context of TRL's constructor, whose newer releases replace the model's forward by a closure over this model,
+    which copies of the model would run. Restores the forward, which may be the user's. Does nothing for `None`."""
     before = vars(model).get("forward") if model is not None else None
     yield
     if model is not None:

@@ -1,6 +1,5 @@
-"""`PlanSettings`: the settings of plans, engines and failures that the configurations of all trainers have, and what
-happens before `TrainingArguments` computes values from a configuration.
-"""
+"""`PlanSettings`: settings of plans, engines and failures in the configurations of all trainers, and the preparation
+before `TrainingArguments` computes values from a configuration."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-# a field of type `bool | None` may be given on a command line without a value, as one of type `bool`
+# on a command line, a field of type `bool | None` may have no value, like one of type `bool`
 FLAG: dict[str, Any] = {"nargs": "?", "const": True}
-# TrlParser reads fields of type dict from YAML only where they are named in `_VALID_DICT_FIELDS`
+# TrlParser reads dict fields from YAML only if `_VALID_DICT_FIELDS` names them
 DICT_FIELDS = ("plan", "vllm_engine_kwargs")
 
 
@@ -42,38 +41,39 @@ class PlanSettings:
             The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, `separate`), a
             YAML file or a dict. Default: `auto`.
         vllm_repeatable_sampling (`bool`, *optional*, defaults to `False`):
-            Draw tokens on a GPU as on a CPU, by this package's sampler: the tokens of a sample depend on its seed and
-            its probabilities alone, and are those that generation by Transformers draws. Slower, and with vLLM's older
-            model runner. By default vLLM's own sampler draws, by a seed for each sample. Of no effect on a CPU.
+            Use this package's sampler on a GPU too, as on a CPU: the tokens of a sample depend only on its seed and its
+            probabilities, and are the same as with generation by Transformers. Slower, and with vLLM's older model
+            runner. By default vLLM's sampler is used, with a seed per sample. No effect on a CPU.
         vllm_engine_kwargs (`dict[str, Any]`, *optional*):
-            Further arguments of vLLM's engine, by vLLM's names, such as `max_num_batched_tokens`, `kv_cache_dtype` or
+            Extra arguments of vLLM's engine, by vLLM's names, such as `max_num_batched_tokens`, `kv_cache_dtype` or
             `enforce_eager`. Arguments that the plan or another setting decides are refused.
         vllm_start_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds in which a vLLM engine must have started.
+            Timeout in seconds for the start of a vLLM engine.
         vllm_step_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds that a vLLM engine may take for one step, that is for a token of each sample, before it counts as
-            lost. The first steps may compile kernels.
+            Timeout in seconds for one step of a vLLM engine, one token of each sample, after which it counts as lost.
+            The first steps may compile kernels.
         vllm_load_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds that a vLLM engine may take for one bucket of new weights before it counts as lost.
+            Timeout in seconds for a vLLM engine to load one bucket of new weights, after which it counts as lost.
         memory_headroom (`float`, *optional*, defaults to `0.1`):
-            Share of a GPU's memory that a plan of `plan: auto` leaves free: for fragments of the allocator, and for
-            what the estimate of a plan's memory does not count.
+            Share of a GPU's memory that a plan of `plan: auto` leaves free, for allocator fragmentation and for what
+            the memory estimate does not count.
         skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
-            Leave out an update whose samples, losses or gradients are not finite, and count it in
-            `skipped_updates/*`. By default it is refused and the run ends, the state before it saved.
+            Skip an update whose samples, losses or gradients are not finite, and count it in `skipped_updates/*`. By
+            default such an update ends the run, and the state before it is saved.
         max_mismatch (`float`, *optional*, defaults to `1.1`):
-            The most by which the probabilities of vLLM engine and trainer may differ: the mean of exp |difference of
-            log-probabilities| over the tokens of an update (`sampling/token_mult_prob_error`). From 1.05 on the log
-            warns. `None`: no limit. See docs/mismatch.md.
+            Maximum mismatch between the probabilities of vLLM engine and trainer: the mean of exp |difference of
+            log-probabilities| over the tokens of an update (`sampling/token_mult_prob_error`). Above 1.05 a warning is
+            logged. `None`: no limit. See docs/mismatch.md.
         mismatch_action (`str`, *optional*, defaults to `"correct"`):
-            What happens above `max_mismatch`. `correct`: the loss is weighted by trainer over engine, where it is not
-            already. `end`: the run ends.
+            Action above `max_mismatch`. `correct`: weight the loss by the ratio trainer / engine, unless it already is.
+            `end`: end the run.
         async_save (`bool`, *optional*, defaults to `False`):
-            Write the training state of a checkpoint in the background while training goes on. Each process copies its
-            part to host memory first. The checkpoint gets its name when all processes have written theirs.
+            Write the training state of a checkpoint in the background while training continues. Each process first
+            copies its part to host memory. The checkpoint gets its final name when all processes have written their
+            parts.
         heartbeat_timeout (`float`, *optional*):
-            Seconds after which the job ends on all ranks because a rank is stopped or sends no heartbeat (its host or
-            the network is down). A rank sends heartbeats during long computations too. Default: 30.
+            Seconds without a heartbeat of a rank (its host or the network is down), or with a rank stopped, after which
+            the job ends on all ranks. Ranks send heartbeats during long computations too. Default: 30.
     """
 
     plan: dict | str | None = field(  # type: ignore[type-arg]  # a parser reads it as `dict`
@@ -129,9 +129,9 @@ class PlanSettings:
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings, with the plan as JSON has it: reporters such as TensorBoard log the settings as JSON."""
+        """The settings, with the plan in JSON form, because reporters such as TensorBoard log settings as JSON."""
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # of `TrainingArguments`
-        plan: Any = self.plan  # more than the field's type, which is for command lines
+        plan: Any = self.plan  # the field's type is for command lines; other values are possible
         if isinstance(plan, ExecutionPlan):
             values["plan"] = plan.to_dict()
         elif isinstance(plan, os.PathLike):
@@ -139,7 +139,7 @@ class PlanSettings:
         return values
 
 
-# Arguments of `VLLMEngine`, and the settings that give them.
+# Arguments of `VLLMEngine`, and their settings.
 _VLLM_SETTINGS = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "repeatable_sampling": "vllm_repeatable_sampling",
@@ -151,16 +151,16 @@ _VLLM_SETTINGS = {
 
 
 def vllm_settings(args: TrainingArguments) -> dict[str, Any]:
-    """The arguments of `VLLMEngine` that a configuration sets, of this package or of TRL."""
-    given = {argument: getattr(args, setting, None) for argument, setting in _VLLM_SETTINGS.items()}
-    assert not isinstance(given["engine_kwargs"], str), "TrainingArguments reads JSON"
-    return {argument: value for argument, value in given.items() if value is not None}
+    """The arguments of `VLLMEngine` that a configuration of this package or of TRL sets."""
+    arguments = {argument: getattr(args, setting, None) for argument, setting in _VLLM_SETTINGS.items()}
+    assert not isinstance(arguments["engine_kwargs"], str), "TrainingArguments reads JSON"
+    return {argument: value for argument, value in arguments.items() if value is not None}
 
 
 def use_one_device(args: TrainingArguments) -> None:
-    """Make the job's process group, so that the number of its processes can be asked, and have each process use one
-    device. Trainer would take a process without a launcher that sees n GPUs for one that uses all of them
-    (DataParallel), and make its batches n times as large."""
+    """Create the job's process group, so that its size is known, and bind each process to one device. Without this,
+    Trainer in a process without a launcher that sees n GPUs would use all of them (DataParallel), and make its batches
+    n times as large."""
     args.device  # noqa: B018 - makes the process group
     if args.n_gpu > 1:
         args._n_gpu = 1
@@ -168,19 +168,19 @@ def use_one_device(args: TrainingArguments) -> None:
 
 @contextmanager
 def before_training_arguments(args: TrainingArguments) -> Iterator[None]:
-    """Around `TrainingArguments.__post_init__` of a configuration: checks its settings first, and what the job was
-    launched with, and sets what Transformers and Accelerate would get wrong without an accelerator.
+    """Context of a configuration's `TrainingArguments.__post_init__`. First checks the settings and the launch, then
+    sets what Transformers and Accelerate would get wrong without an accelerator.
 
     Raises:
-        ConfigError: with all settings that are not allowed.
-        LaunchError, NetworkError: the job cannot be run as it was launched, or its hosts cannot reach each other.
+        ConfigError: lists all settings that are not allowed.
+        LaunchError, NetworkError: the job cannot run as it was launched, or its hosts cannot reach each other.
     """
     connect_streams()  # before anything asks for CUDA
     no_accelerator = not torch.accelerator.is_available()
     if no_accelerator and not args.use_cpu and args.bf16 is None:
-        args.bf16 = False  # TRL's default, True, is refused by Transformers on such a machine
+        args.bf16 = False  # Transformers refuses TRL's default, True, on such a machine
     if no_accelerator:
-        args.dataloader_pin_memory = False  # its default, True, has no effect there but a warning
+        args.dataloader_pin_memory = False  # the default, True, only warns there
     if no_accelerator and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         args.use_cpu = True  # without these two Accelerate takes CPU processes for unrelated ones
         args.ddp_backend = args.ddp_backend or "gloo"
@@ -190,9 +190,9 @@ def before_training_arguments(args: TrainingArguments) -> Iterator[None]:
     separate_attempts()
     wait_on_own_device()
     if not dist.is_initialized() and has_rendezvous():
-        meet()  # before a process group is made, which would wait for a host that cannot be reached
+        meet()  # a process group would wait for a host that cannot be reached
     if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        leave_out_shared_memory_op()  # which `TrainingArguments` would compile
-    # Trainer's and TRL's own uses of the older name, here and in every generation
+        leave_out_shared_memory_op()  # otherwise `TrainingArguments` compiles it
+    # Trainer and TRL use the older name, here and in every generation
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
     yield

@@ -1,6 +1,6 @@
-"""`PPOConfig`: the settings of a run, which are TRL's (`trl_ppo_config`) and those of plans and engines.
+"""`PPOConfig`: TRL's settings of PPO (`trl_ppo_config`) and those of plans and engines.
 
-What a setting may be is checked in `config_checks`; data and models in `ppo_setup`.
+Settings are checked in `config_checks`; data and models in `ppo_setup`.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
 
     Parameters:
         generation_engine (`str`, *optional*):
-            `vllm` or `transformers`. Default: vllm where it is installed.
+            `vllm` or `transformers`. Default: vllm if it is installed.
         value_learning_rate (`float`, *optional*):
             Learning rate of the critic. Default: the policy's.
         reward_weights (`list[float]`, *optional*):
-            A weight for each reward, where there are several. Default: 1 each.
+            Weight of each reward, if there are several. Default: 1 each.
         match_trl (`bool`, *optional*, defaults to `False`):
-            Reproduce what in TRL 1.12's arithmetic depends on how a batch is laid out; see
-            docs/differences.md.
+            Reproduce the parts of TRL 1.12's arithmetic that depend on the layout of a batch; see docs/differences.md.
         max_staleness (`int`, *optional*, defaults to `0`):
-            The most updates that a token may be older than the policy that is trained on it; 0 is synchronous. Above 0
+            Maximum age of a token, in updates, relative to the policy that is trained on it; 0 is synchronous. Above 0
             `vllm_importance_sampling_correction` must be set.
         fused_training (`bool`, *optional*):
-            Whether a plan of `plan: auto` may train policy and critic at the same time in fused pipelines. Default: on
-            CPUs; not on GPUs, on which this has never run. See docs/fused_pipelines.md.
+            Whether a plan of `plan: auto` may train policy and critic at the same time in fused pipelines. Default:
+            true on CPUs, false on GPUs, where this has never run. See docs/fused_pipelines.md.
         vllm_importance_sampling_correction (`bool`, *optional*):
-            Whether to weight the loss by how likely the trained policy would have drawn what the generation engine
-            drew, as TRL's GRPO does: for rollouts of an older policy, and for engines that compute in another
-            precision. The plan then has the call `actor.forward`. `False`: PPO's ratio is to the policy that drew the
-            tokens. Default: `False` if `max_staleness` is 0; otherwise to be chosen. See docs/old_rollouts.md.
+            Whether to weight the loss by the probability ratio of the trained policy to the policy that sampled the
+            tokens, as TRL's GRPO does, for rollouts of an older policy and for engines that compute in another
+            precision. The plan then has the call `actor.forward`. `False`: PPO's ratio is to the policy that sampled
+            the tokens. Default: `False` if `max_staleness` is 0; otherwise the setting is required. See
+            docs/old_rollouts.md.
         vllm_importance_sampling_mode (`str`, *optional*, defaults to `"sequence_mask"`):
-            `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`: a weight for each token or one for
-            each response; weights outside the bounds are set to the bound or to 0.
+            `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`: one weight per token or per
+            response; weights outside the bounds are set to the bound (`truncate`) or to 0 (`mask`).
         vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
             Upper bound of a weight. `None`: no bound.
         vllm_importance_sampling_clip_min (`float`, *optional*):
             Lower bound of a weight. `None`: no bound.
         vllm_gpu_memory_utilization (`float`, *optional*):
-            Share of a GPU's memory that a vLLM engine takes beside training. Default: the planner's choice on one GPU
+            Share of a GPU's memory for a vLLM engine beside training. Default: the planner's choice on one GPU
             (`memory_share` in a plan), otherwise 0.3.
         vllm_enable_sleep_mode (`bool`, *optional*):
-            Whether vLLM engines give their memory back while others use their GPUs (`drop` in a plan): `True` for all
-            engines without `offload` in the plan, `False` for none of a plan that the planner chooses. Default: as the
-            plan says; the planner lets them sleep if no plan fits otherwise.
+            Whether vLLM engines free their memory while others use their GPUs (`drop` in a plan): `True` for all
+            engines without `offload` in the plan, `False` for no engine of a plan that the planner chooses. Default: as
+            in the plan; the planner lets them sleep if no plan fits otherwise.
     """
 
     _VALID_DICT_FIELDS = [*getattr(ConfigBase, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
@@ -126,7 +126,7 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
         metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG},
     )
 
-    if TYPE_CHECKING:  # TrainingArguments' own
+    if TYPE_CHECKING:  # defined by TrainingArguments
         ddp_backend: str | None = None
         metric_for_best_model: str | None = None
         bf16: bool | None = None
@@ -134,7 +134,7 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
     def __post_init__(self) -> None:
         with before_training_arguments(self):
             super().__post_init__()
-        if str(self.metric_for_best_model).removeprefix("eval_") == "loss":  # which the line above may have set
+        if str(self.metric_for_best_model).removeprefix("eval_") == "loss":  # may be set by the line above
             raise ConfigError(
                 "metric_for_best_model is 'loss' (the default), which no evaluation of PPO has; set one that it has, "
                 "e.g. 'eval_objective/scores' (with greater_is_better=True)."
@@ -144,7 +144,7 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
         """Fill in the computed fields, as TRL does.
 
         Raises:
-            ConfigError: a batch that `num_mini_batches` does not divide, or larger than the dataset.
+            ConfigError: the batch is larger than the dataset, or `num_mini_batches` does not divide it.
         """
         self.world_size = processes
         self.local_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
@@ -172,7 +172,7 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
             self.total_episodes = self.max_steps * self.batch_size
 
     def ppo_settings(self) -> PPOSettings:
-        """The settings that PPO's arithmetic needs."""
+        """The settings of PPO's arithmetic."""
         names: dict[str, Any] = {name: getattr(self, name) for name in PPOSettings.__dataclass_fields__}
         return PPOSettings(**names)
 

@@ -1,8 +1,7 @@
 """`PPOTrainer`: the constructor and the training loop, with the arguments, logs and callbacks of TRL's class.
 
-One update is done by `runtime.executor`. Saving and resuming are in `checkpoint`, the calls of an evaluation in
-`evaluation`, the change of a plan during the run and what a failure ends in `planned_run`, TRL's other attributes and
-methods in `trl_surface`.
+`runtime.executor` runs one update. Checkpoints are in `checkpoint`, the calls of an evaluation in `evaluation`, plan
+changes and failures in `planned_run`, TRL's other attributes and methods in `trl_surface`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ logger = logging.get_logger(__name__)
 
 
 class PPOTrainer(TrlSurface):
-    """Proximal Policy Optimization that runs every model function call on the devices that the execution plan gives it.
+    """Proximal Policy Optimization with every model call on the devices of the execution plan.
 
     Takes the arguments of TRL 1.12's `PPOTrainer` in the same order; several of them accept more kinds of values.
 
@@ -74,32 +73,33 @@ class PPOTrainer(TrlSurface):
         processing_class ([`~transformers.PreTrainedTokenizerBase`]):
             The policy's tokenizer; it needs a pad token.
         model ([`~transformers.PreTrainedModel`] or `str`):
-            The policy. If it is given by name or path, only the ranks that the plan gives a part of it load it.
+            The policy. If it is a name or path, only the ranks that hold a part of it in the plan load it.
         ref_model ([`~transformers.PreTrainedModel`] or `str`, *optional*):
             The reference model; by default a copy of the policy, or the policy without its adapters.
         reward_model ([`~transformers.PreTrainedModel`], `str`, function, or a list of these):
             A sequence classifier with one output, or `(prompts, completions, **columns) -> scores`, sync or async.
         train_dataset ([`~datasets.Dataset`]):
-            Prompts: a column `prompt` (text or conversations) or `input_ids`. Other columns go to reward functions.
+            Prompts: a column `prompt` (text or conversations) or `input_ids`. Other columns are passed to reward
+            functions.
         value_model ([`~transformers.PreTrainedModel`] or `str`):
             The critic: a sequence classifier with one output.
         data_collator (`callable`, *optional*):
-            Makes `input_ids` from rows. Padding that it adds is removed again.
+            Creates `input_ids` from rows. Its padding is removed again.
         eval_dataset ([`~datasets.Dataset`] or `dict[str, Dataset]`, *optional*):
             Prompts to evaluate on.
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
-            An optimizer over the parameters of policy and critic, and a scheduler; by default those that `args` name.
+            An optimizer over the parameters of policy and critic, and a scheduler; by default those of `args`.
         callbacks (`list` of [`~transformers.TrainerCallback`], *optional*):
             Callbacks to add to the default ones.
         peft_config ([`~peft.PeftConfig`], *optional*):
-            Adds an adapter to the policy, and trains the adapter alone.
+            Adds an adapter to the policy; only the adapter is trained.
         reward_processing_classes (tokenizer or list of them, *optional*):
             The tokenizer of each reward model; `None` for the policy's tokenizer.
         reallocation_plugin ([`ReallocationPlugin`], *optional*):
             Settings of reallocations and of the planner that `args` does not have; by default the environment's.
     """
 
-    _data_begins = 0  # the update at which this run started to read its data
+    _data_begins = 0  # update at which this run started to read its data
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class PPOTrainer(TrlSurface):
 
     @property
     def timeline(self) -> Timeline:
-        """The start and the end of the calls of the latest updates. Rank 0 keeps up to `metrics.SPANS` of them, the
-        other ranks none."""
+        """The start and end of the calls of the latest updates. Rank 0 keeps up to `metrics.SPANS` of them, other ranks
+        none."""
         return self.metrics.timeline
 
     def get_train_dataloader(self) -> DataLoader[PromptBatch]:
@@ -289,7 +289,7 @@ class PPOTrainer(TrlSurface):
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 
     def _judge_mismatch(self, mismatch: float | None) -> None:
-        """Warn of a mismatch between engine and trainer, or end the run, the state after this update saved."""
+        """Warn of a mismatch between engine and trainer, or end the run after saving the state after this update."""
         how = "the loss is weighted by trainer over engine"
         if not self.args.vllm_importance_sampling_correction:
             how = (
@@ -300,9 +300,8 @@ class PPOTrainer(TrlSurface):
             self._gate.must_correct(mismatch, self.state.global_step, how)
 
     def _may_begin_early(self, is_last: bool) -> bool:
-        """True if generation for later updates may begin before this update has ended. With a staleness it always may.
-        Otherwise it may not if an evaluation or the printing of completions, which need the engines, comes first, and
-        not at the end of a pass over the data."""
+        """True if generation for later updates may begin during this update: always with a staleness; otherwise not at
+        the end of a pass over the data, nor before an evaluation or printed completions, which need the engines."""
         if self.plan.staleness.versions:
             return True
         args, done = self.args, self.state.global_step + 1
@@ -310,7 +309,7 @@ class PPOTrainer(TrlSurface):
         return not is_last and not evaluates and not self._shows_completions(done)
 
     def _working(self, done: int) -> contextlib.AbstractContextManager[None]:
-        """Print notices while an update runs: soon in the first, which compiles kernels, each minute in later ones."""
+        """Print notices while an update runs: soon in the first, which compiles kernels, and once a minute later."""
         if not done:
             return working("the first update", "kernels are compiled and caches filled, later ones are faster")
         return working(f"update {self.state.global_step + 1}", after_s=60.0, every_s=60.0)
@@ -318,12 +317,11 @@ class PPOTrainer(TrlSurface):
     # --- state, learning rates, settings and logs ---------------------------------------------------------------------
 
     def _make_scheduler(self) -> None:
-        """Make the schedule of the arguments, as it begins."""
         self.callback_handler.lr_scheduler = self.create_scheduler(self.args.num_total_batches, self.optimizer)
 
     def _renew_scheduler(self) -> None:
-        """Begin the schedule of the arguments anew for a second training, as Trainer does. A scheduler of the user's
-        goes on."""
+        """Restart the schedule of the arguments for a second training, as Trainer does. A user's scheduler
+        continues."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
             self.run.placed.setup.rates.restore()
@@ -355,11 +353,11 @@ class PPOTrainer(TrlSurface):
         )
 
     def _follow_settings(self) -> None:
-        """Use the settings of PPO's arithmetic that `args` has now, as TRL does: a callback may have changed them.
-        Those of the first process hold on all processes. All ranks together.
+        """Use the current PPO settings of `args`, as TRL does, because a callback may have changed them. The first
+        process's values hold on all processes. All ranks together.
 
         Raises:
-            ConfigError: a setting is not allowed, or the plan, the engines or the data were made from it.
+            ConfigError: a setting is not allowed, or has already determined the plan, the engines or the data.
         """
         refuse_changed(self._fixed, fixed_settings(self.args, self._fixed))
         placed = self.run.placed
@@ -379,8 +377,7 @@ class PPOTrainer(TrlSurface):
             self.log({**metrics, "eps": eps, "lr": self._rate, "episode": self.state.episode})
 
     def _log_evaluate_save(self) -> None:
-        """Log, evaluate and save where the callbacks asked for it. Called after an update and after a pass over the
-        data."""
+        """Log, evaluate and save as the callbacks requested, after an update or a pass over the data."""
         self.run.checkpoints.finish(wait=False)
         if self.control.should_log:
             self._log_metrics()
@@ -457,7 +454,7 @@ class PPOTrainer(TrlSurface):
         return table
 
     def _shows_completions(self, done: int) -> bool:
-        """True if completions are shown after this many updates."""
+        """True if completions are shown after `done` updates."""
         is_due = self.args.num_sample_generations > 0 and (done - 1) % self.sample_generations_freq == 0
         return is_due and self.eval_dataset is not None
 

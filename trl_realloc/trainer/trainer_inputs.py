@@ -26,11 +26,12 @@ class TrainerInputs:
     """The constructor's arguments under the names that `PPOTrainer` documents.
 
     Args:
-        reward_model: a model, a name, a function, or a list of these. Of GRPO and RLOO the models among `reward_funcs`:
-            TRL calls their functions.
-        reward_argument: the constructor's name of `reward_model`, for messages.
-        attention: of the policy and of reward models that are given by name; `None` for their own.
-        reward_dtype: of reward models that are given by name; `None` for their checkpoints'.
+        reward_model: a model, a name, a function, or a list of these. For GRPO and RLOO, only the models among
+            `reward_funcs`; TRL calls the functions.
+        reward_argument: name of `reward_model` in the constructor, for messages.
+        attention: attention implementation of a policy and reward models passed by name; `None` for the model's
+            default.
+        reward_dtype: dtype of reward models passed by name; `None` for their checkpoints' dtype.
     """
 
     model: PreTrainedModel | str
@@ -68,8 +69,8 @@ class TrainerInputs:
         return self.optimizers[1]
 
     def gathered(self) -> TrainerInputs:
-        """The same inputs with model paths as text, and with loaded models whose parameters `zero.Init` had
-        partitioned gathered again, in place."""
+        """The same inputs with model paths as text. Parameters of loaded models that `zero.Init` had partitioned are
+        gathered in place."""
         model, ref_model, value_model = map(path_as_text, (self.model, self.ref_model, self.value_model))
         for loaded in (model, ref_model, value_model, *self.rewards):
             gathered(loaded)
@@ -77,5 +78,5 @@ class TrainerInputs:
 
 
 def path_as_text(model: Any) -> Any:
-    """A model's path as text. Anything else is returned unchanged."""
+    """A model's path as text; anything else unchanged."""
     return os.fspath(model) if isinstance(model, os.PathLike) else model

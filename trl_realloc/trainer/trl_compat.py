@@ -1,9 +1,9 @@
-"""The base classes of our trainers and configurations in the installed release of TRL, how its loss is scaled, and its
-table for Comet. No other file depends on the release.
+"""Adapts to the installed release of TRL: the base classes of trainers and configurations, the scaling of its loss, and
+its Comet table. No other file depends on the release.
 
-The trainers of GRPO and RLOO, which are TRL's own in every release, are in `trl_policy_trainers`.
+The trainers of GRPO and RLOO, which exist in every release, are in `trl_policy_trainers`.
 
-TRL 1.12 is the last release with `trl.experimental.ppo`. There our classes are subclasses of TRL's, so `isinstance`
+TRL 1.12 is the last release with `trl.experimental.ppo`. With it our classes are subclasses of TRL's, so `isinstance`
 works. On newer releases they are subclasses of TRL's `_BaseTrainer` and `_BaseConfig`.
 """
 
@@ -52,15 +52,15 @@ class PPOTrainerBase(TrainerBase):
 
 
 def is_scaled_for_accumulation(trainer: Any) -> bool:
-    """True if a trainer's loss of a micro-batch is already a part of the mean over an optimizer step, so that it is not
-    divided by the number of micro-batches. TRL 1.16 says so by an attribute that Transformers 5.19 reads, older ones
-    by a `compute_loss_func` that nobody calls."""
+    """True if a micro-batch's loss is already scaled as a part of the optimizer step's mean, and is not divided by the
+    number of micro-batches. TRL 1.16 sets an attribute that Transformers 5.19 reads; older releases set a
+    `compute_loss_func` that nobody calls."""
     scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
     return trainer.compute_loss_func is not None if scaled is None else scaled
 
 
 def log_table_to_comet(name: str, table: DataFrame) -> None:
-    """Log a DataFrame to the Comet experiment that is running, if one is."""
+    """Log a DataFrame to the running Comet experiment, if any."""
     from trl.trainer.utils import log_table_to_comet_experiment
 
     log_table_to_comet_experiment(name=name, table=table)

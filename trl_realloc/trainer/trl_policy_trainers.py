@@ -1,6 +1,6 @@
-"""The installed TRL's `GRPOTrainer` and `RLOOTrainer`, which ours are subclasses of.
+"""The installed TRL's `GRPOTrainer` and `RLOOTrainer`, the base classes of ours.
 
-Importing them imports vLLM, if it is installed, so a run of PPO does without this file.
+Importing them imports vLLM, if it is installed, so PPO does not import this file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ else:
     from trl import GRPOTrainer as TRLGRPOTrainer
     from trl import RLOOTrainer as TRLRLOOTrainer
 
-# from the token ids of a response to a message; not in every release
+# converts a response's token ids to a message; not in every release
 parse_response: Callable[..., Any] | None = getattr(trl.chat_template_utils, "parse_response", None)
 
 

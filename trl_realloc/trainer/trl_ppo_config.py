@@ -1,6 +1,6 @@
-"""`TRLPPOConfig`: the fields of TRL 1.12's `PPOConfig` in its order, with its defaults and meanings.
+"""`TRLPPOConfig`: the fields of TRL 1.12's `PPOConfig`, with its order, defaults and meanings.
 
-The class that a user makes is `ppo_config.PPOConfig`, which has some more.
+Users create `ppo_config.PPOConfig`, which adds fields.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .trl_compat import ConfigBase
 @dataclass
 class TRLPPOConfig(ConfigBase):
     r"""
-    TRL's configuration of PPO. Only what is particular to PPO is listed; the rest is
+    TRL's configuration of PPO. Only the fields specific to PPO are listed; the others are those of
     [`~transformers.TrainingArguments`], with `logging_steps` 10, `gradient_checkpointing` True and `bf16` True (unless
     `fp16`) by default, as in TRL.
 
@@ -22,22 +22,22 @@ class TRLPPOConfig(ConfigBase):
         learning_rate (`float`, *optional*, defaults to `3e-6`):
             Initial learning rate of the policy (and of the critic, unless `value_learning_rate`).
         dataset_num_proc (`int`, *optional*):
-            Processes that tokenize the dataset.
+            Number of processes that tokenize the dataset.
         num_mini_batches (`int`, *optional*, defaults to `1`):
             Mini-batches, and so optimizer steps, per PPO epoch.
         total_episodes (`int`, *optional*):
-            Episodes to train on; by default `num_train_epochs` passes over the dataset. `max_steps`
-            overrides it.
+            Number of training episodes; by default `num_train_epochs` passes over the dataset. `max_steps` overrides
+            it.
         local_rollout_forward_batch_size (`int`, *optional*, defaults to `64`):
-            Samples of one forward without gradients on one rank, where the plan gives no token budget.
+            Samples per forward without gradients on one rank, if the plan sets no token budget.
         num_sample_generations (`int`, *optional*, defaults to `10`):
-            How often in the run a few completions are shown; 0 for never. Needs an `eval_dataset`.
+            Number of times in the run that a few completions are shown; 0 for never. Needs an `eval_dataset`.
         response_length (`int`, *optional*, defaults to `53`):
-            Most tokens of a response.
+            Maximum tokens of a response.
         stop_token (`Literal["eos"]`, *optional*):
-            `eos` ends a response at the tokenizer's eos token. Excludes `stop_token_id`.
+            `eos`: the tokenizer's eos token ends a response. Excludes `stop_token_id`.
         stop_token_id (`int`, *optional*):
-            The token id that ends a response. With neither, every response has `response_length` tokens.
+            The token id that ends a response. Without it and `stop_token`, every response has `response_length` tokens.
         temperature (`float`, *optional*, defaults to `0.7`):
             Sampling temperature.
         missing_eos_penalty (`float`, *optional*):
@@ -63,9 +63,9 @@ class TRLPPOConfig(ConfigBase):
         reward_model_path (`str`, *optional*, defaults to `"EleutherAI/pythia-160m"`):
             For scripts: the reward model.
         model_adapter_name (`str`, *optional*):
-            The PEFT adapter to train, of a model with several.
+            The PEFT adapter to train, if the model has several.
         ref_adapter_name (`str`, *optional*):
-            The PEFT adapter that is the reference, of a model with several.
+            The PEFT adapter that is the reference, if the model has several.
         num_ppo_epochs (`int`, *optional*, defaults to `4`):
             Passes over a batch of rollouts.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
@@ -86,7 +86,7 @@ class TRLPPOConfig(ConfigBase):
         lam (`float`, *optional*, defaults to `0.95`):
             Lambda of GAE.
         ds3_gather_for_generation (`bool`, *optional*, defaults to `True`):
-            Of no effect here: a generation engine is filled bucket by bucket, and holds whole parameters.
+            No effect here: a generation engine is filled bucket by bucket, and holds whole parameters.
     """
 
     learning_rate: float = field(

@@ -22,7 +22,7 @@ def let_tests_hold_the_decoding(limit: Path) -> None:
             most = int(limit.read_text())
         except FileNotFoundError:
             return step(requests)
-        if most > max((count_drawn(requests._engine, name) for name in requests._given), default=0):
+        if most > max((count_drawn(requests._engine, name) for name in requests._submitted), default=0):
             return step(requests)
         time.sleep(0.002)
         return requests._finished([])

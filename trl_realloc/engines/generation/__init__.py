@@ -1,1 +1,1 @@
-"""Engines that generate: vLLM in a process of its own, and Transformers in place."""
+"""Generation engines: vLLM in a separate process, and Transformers in place."""

@@ -1,7 +1,4 @@
-"""`BackgroundGeneration`: a generation in a vLLM engine's process, as the engine's owner sees it.
-
-The process's side of it is in `vllm_generation`.
-"""
+"""A generation in a vLLM engine's process, seen from the trainer's process. The other side is in `vllm_generation`."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ from .sample_versions import Run, versions_of
 
 
 class BackgroundGeneration:
-    """Keeps `base.Generation`. The engine generates without waiting for this process. It sends every sample as soon as
-    it has finished, so this object counts by itself what is unfinished.
+    """Implements `base.Generation`. The engine generates without waiting for this process and sends every sample when
+    it finishes, so this object counts the unfinished samples itself.
 
     Args:
-        process: of an engine that has started and has no other generation.
-        requests: have been checked by `checks`.
-        version: of the engine's parameters.
+        process: a started engine without another generation.
+        requests: requests that `checks` has accepted.
+        version: version of the engine's parameters.
 
     Attributes:
-        decode_steps: how long its decode steps took, once it has been closed.
+        decode_steps: durations of the decode steps, once the generation has been closed.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class BackgroundGeneration:
         version: int,
     ) -> None:
         self._process, self._checks, self._sampling, self._updates = process, checks, sampling, updates
-        self._begun: dict[int, Unfinished] = {}  # what each unfinished request has begun with, by its index
+        self._begun: dict[int, Unfinished] = {}  # tokens that each unfinished request began with, by index
         self._finished: list[Completion] = []  # not yet returned by `poll`
         self._closed: str | None = None  # how the generation ended
         self._ended_at = time.time()
@@ -51,12 +48,10 @@ class BackgroundGeneration:
 
     @property
     def unfinished(self) -> int:
-        """See `base.Generation`."""
         return len(self._begun)
 
     @property
     def ended_at(self) -> float:
-        """See `base.Generation`."""
         return self._ended_at
 
     @property
@@ -65,11 +60,10 @@ class BackgroundGeneration:
         return self._closed is None and self._updates is not Updates.END
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """See `base.Generation`."""
         self._refuse_closed()
         deadline = time.monotonic() + timeout_s
         while True:
-            # after the first sample only what has arrived
+            # after the first sample, return only those that have arrived
             wait_s = 0.0 if self._finished or self._is_idle else deadline - time.monotonic()
             limit_s = math.inf if self._is_idle else self._process.limits.step  # an idle engine sends nothing
             message = self._process.receive_within(max(0.0, wait_s), "generating", limit_s)
@@ -82,13 +76,12 @@ class BackgroundGeneration:
         return finished
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `base.Generation`."""
         self._refuse_closed()
         self._checks.check(requests, self._sampling, self._begun.keys())
         self._send(requests)
 
     def withdraw(self, indices: Collection[int], least_tokens: int = 1) -> list[Unfinished]:
-        """See `base.Generation`. Waits for the end of the decode step that is under way."""
+        """Waits for the end of the current decode step."""
         self._refuse_closed()
         asked = [index for index in dict.fromkeys(indices) if index in self._begun]
         if not asked:
@@ -99,16 +92,15 @@ class BackgroundGeneration:
         return withdrawn
 
     def peek(self) -> list[Unfinished]:
-        """See `base.Generation`. Waits for the end of the decode step that is under way."""
+        """Waits for the end of the current decode step."""
         self._refuse_closed()
         return [] if self._is_idle else self._ask("peeked", "looking at samples", "peek")
 
     def close(self) -> None:
-        """See `base.Generation`."""
         self.end("was closed")
 
     def end(self, how: str) -> None:
-        """Close the generation. `how`, as a predicate, is in the messages of later calls."""
+        """Close the generation. `how` is a predicate for the messages of later calls."""
         if self._closed is not None:
             return
         self.was_ended(how)
@@ -119,24 +111,23 @@ class BackgroundGeneration:
             (self.decode_steps,) = self._process.expect("generated", "ending a generation", limit_s, passing)
 
     def was_ended(self, how: str) -> None:
-        """The engine's process has ended the generation, or is about to."""
+        """Note that the engine's process has ended the generation, or is about to."""
         self._closed = how
 
     def take(self, message: Message) -> bool:
-        """Take the samples of a message; a message of progress has none. Returns whether it is one of the two."""
+        """Take the samples of a message. Returns True if the message has samples or reports progress."""
         if message[0] == "samples":
             _, samples, self._ended_at = message
-            at = self._ended_at
-            for *drawn, stopped, cached in samples:
-                whole = self._with_begun(*drawn)
+            ended_at = self._ended_at
+            for *partial, stopped, cached in samples:
+                whole = self._with_begun(*partial)
                 self._finished.append(
-                    Completion(whole.index, whole.token_ids, whole.logprobs, stopped, whole.versions, cached, at)
+                    Completion(whole.index, whole.token_ids, whole.logprobs, stopped, whole.versions, cached, ended_at)
                 )
         return message[0] in ("samples", "progress")
 
     def _ask(self, word: str, doing: str, *message: object) -> list[Unfinished]:
-        """Sends a message to the engine's process and returns the unfinished samples of its answer, which begins with
-        `word`."""
+        """Send a message and return the unfinished samples of the answer, which begins with `word`."""
         self._process.send(*message)
         (samples,) = self._process.expect(word, doing, self._process.limits.step, take=self.take)
         return [self._with_begun(*sample) for sample in samples]
@@ -144,7 +135,7 @@ class BackgroundGeneration:
     def _with_begun(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], runs: Sequence[Run]
     ) -> Unfinished:
-        """A sample with the tokens that it has begun with. The arguments are of those drawn here."""
+        """A sample with the tokens that it began with, before the given ones of this generation."""
         begun = self._begun[index]
         return Unfinished(
             index,
@@ -155,7 +146,6 @@ class BackgroundGeneration:
 
     @property
     def _is_idle(self) -> bool:
-        """True if every sample that was begun has finished."""
         return len(self._begun) == len(self._finished)
 
     def _refuse_closed(self) -> None:
@@ -183,5 +173,5 @@ class BackgroundGeneration:
         self._begun |= begun
 
 
-if TYPE_CHECKING:  # the type checker proves that the protocol is kept
+if TYPE_CHECKING:  # the type checker verifies that the protocol is implemented
     _GENERATION: type[Generation] = BackgroundGeneration

@@ -1,6 +1,6 @@
-"""`EngineProcess`: the process of a vLLM engine as its owner sees it: start, messages, time limits and end.
+"""The process of a vLLM engine, seen from its owner: start, messages, time limits and end.
 
-What is sent is in `vllm`, and what the process does with it in `vllm_host`. `child_process` starts and ends any child.
+The contents of the messages are in `vllm`; `vllm_host` handles them in the process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ..base import EngineDied, EngineError
 from ..child_process import Message, end, how_it_ended, spawn, stopped, tail, without_launcher
 
 
-CHECK_S = 0.5  # time between two looks at the processes of an engine that sends nothing
+CHECK_S = 0.5  # seconds between two checks of the processes of a silent engine
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Time limits of an engine's owner, in seconds.
+    """Time limits of an engine, in seconds.
 
     Args:
-        start: from the constructor until the engine is ready.
-        step: for a message while tokens are generated. The engine reports at least once for a step of all samples.
-        load: for a message while weights are loaded; a message reports a bucket.
-        stop: that one of the engine's processes may be stopped by a signal (SIGSTOP).
+        start: time from the constructor until the engine is ready.
+        step: longest wait for a message during generation. The engine reports at least once per step of all samples.
+        load: longest wait for a message while weights are loaded; each bucket is reported.
+        stop: longest time for which a process of the engine may be stopped by a signal (SIGSTOP).
     """
 
     start: float = 600.0
@@ -51,9 +51,9 @@ class EngineProcess:
     """The engine's process and the connection to it. The constructor returns at once.
 
     Args:
-        name: of the engine in messages.
-        settings: of the engine, as JSON. The process gets them with `socket`, its end of the connection.
-        environment: variables of the process.
+        name: name of the engine in messages.
+        settings: settings of the engine as JSON. The process gets them and `socket`, its end of the connection.
+        environment: environment variables of the process.
         log_path: the file that the process's output is appended to; `None` for a temporary one. Messages quote its end.
         inherited_fds: file descriptors that the process inherits. They are closed here when the process ends.
     """
@@ -80,9 +80,9 @@ class EngineProcess:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a stopped process may have sent half a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", most, 0))
         self.started = time.monotonic()
-        self._quiet_since = self.started  # the last message, or the beginning of what the engine is doing
-        self._stopped_since: float | None = None  # when a process of the engine was first seen stopped by a signal
-        self._looked_at = 0.0  # when that was looked for
+        self._quiet_since = self.started  # time of the last message, or of the start of the current operation
+        self._stopped_since: float | None = None  # time at which a process was first seen stopped by a signal
+        self._looked_at = 0.0  # time of the last check for that
         with theirs:
             arguments = json.dumps({**settings, "socket": theirs.fileno()})
             self._process = spawn(
@@ -111,7 +111,7 @@ class EngineProcess:
         return self._dead is None and self._finalizer.alive
 
     def check_alive(self) -> None:
-        """Raise `EngineDied` or `EngineError` if the process has ended or was ended."""
+        """Raise `EngineDied` or `EngineError` if the process has ended."""
         if self._dead is not None:
             raise EngineDied(self._dead)
         if not self._finalizer.alive:
@@ -123,7 +123,7 @@ class EngineProcess:
             )
 
     def wait_ready(self) -> Message:
-        """The process's first message. Raises `EngineError`, with the end of its log, if it does not start."""
+        """The process's first message. Raises `EngineError` with the end of the log if the process does not start."""
         message = self.receive("starting", self.started + self.limits.start - time.monotonic())
         self.is_ready = True
         return message
@@ -146,8 +146,8 @@ class EngineProcess:
         """The arguments of the next message, whose word must be `word`.
 
         Args:
-            passing: messages with these words are passed over.
-            take: is given every other message that comes before. Returns whether it took it.
+            passing: words of messages that are skipped.
+            take: gets every other message that comes before. Returns True if it handled the message.
         """
         while True:
             message = self.receive(doing, limit_s)
@@ -161,7 +161,7 @@ class EngineProcess:
         """The next message from the process. If none comes, the process is ended.
 
         Args:
-            doing: what the engine does meanwhile, for messages.
+            doing: the engine's current operation, for messages.
             limit_s: longest time without a message.
 
         Raises:
@@ -173,7 +173,7 @@ class EngineProcess:
         return message
 
     def expect_message(self) -> None:
-        """Count the time without a message from now on, because the engine has got something to do."""
+        """Restart the clock of the time without a message, because the engine begins an operation."""
         self._quiet_since, self._stopped_since = time.monotonic(), None
 
     def receive_within(self, timeout_s: float, doing: str, limit_s: float) -> Message | None:
@@ -183,7 +183,7 @@ class EngineProcess:
             limit_s: longest time without a message, since the last one or the last `expect_message`.
 
         Raises:
-            EngineDied, EngineError: as for `receive`.
+            EngineDied, EngineError: see `receive`.
         """
         self.check_alive()
         deadline = time.monotonic() + timeout_s
@@ -207,7 +207,7 @@ class EngineProcess:
         now = time.monotonic()
         if now - self._quiet_since > limit_s:
             self._lose(doing, f"gave no sign of life for {limit_s:.0f} s")
-        if now - self._looked_at < CHECK_S:  # looking takes about a millisecond
+        if now - self._looked_at < CHECK_S:  # a check takes about a millisecond
             return
         self._looked_at = now
         stopped_pids = stopped(self._process.pid)
@@ -218,8 +218,8 @@ class EngineProcess:
             self._lose(doing, f"was stopped by a signal (SIGSTOP; {which}, pid {pids})")
 
     def _lose(self, doing: str, what: str | None) -> NoReturn:
-        """End the process and raise the reason. `what` is `None` if the connection broke: then it is how the process
-        ended."""
+        """End the process and raise the reason. `what` is `None` if the connection broke; the reason is then how the
+        process ended."""
         if what is None:
             with contextlib.suppress(Exception):
                 self._process.wait(2)
@@ -251,18 +251,18 @@ _WORKER_ERROR = re.compile(
 
 
 def worker_error(log: IO[bytes], start: int) -> str | None:
-    """The first exception that a worker process of vLLM has logged, such as "RuntimeError: out of memory". The engine
-    itself reports that a worker failed, and not why.
+    """The first exception in the log of a vLLM worker process, such as "RuntimeError: out of memory". The engine itself
+    reports only that a worker failed.
 
     Args:
         log: the engine's log.
-        start: the position in it, in bytes, where this engine's output begins.
+        start: offset in bytes at which this engine's output begins.
     """
     size = os.fstat(log.fileno()).st_size
     start = max(start, size - 2**20)
     text = os.pread(log.fileno(), size - start, start)
-    found = _WORKER_ERROR.search(text)
-    return None if found is None else found[1].decode(errors="replace").strip().rstrip(".")
+    match = _WORKER_ERROR.search(text)
+    return None if match is None else match[1].decode(errors="replace").strip().rstrip(".")
 
 
 def _end(owner_pid: int, process: Any, connection: Connection[Message, Message], fds: Sequence[int]) -> None:
@@ -287,23 +287,23 @@ def engine_environment(
 
     Args:
         tp: number of tensor-parallel processes.
-        cores: the cores to run on; `None` for any.
-        devices: the GPUs to run on, as torch numbers them in this process; `None` for the CPU.
-        repeatable: whether this package's sampler draws, which needs vLLM's older model runner. vLLM 0.26 and 0.27
-            take that one where there are logits processors; 0.32 would take its newest one, and refuse the processor.
-        compiles: on the CPU, whether vLLM may compile (`enforce_eager: False` of the user). On a GPU it always may.
+        cores: cores to run on; `None` for any.
+        devices: GPUs to run on, as torch numbers them in this process; `None` for the CPU.
+        repeatable: whether this package's sampler is used, which needs vLLM's older model runner. vLLM 0.26 and 0.27
+            choose it if there are logits processors; 0.32 would choose its newest one, and refuse the processor.
+        compiles: whether vLLM may compile on the CPU (`enforce_eager: False` of the user). On a GPU it always may.
     """
     environment = without_launcher(os.environ)
-    # set for training. Memory in expandable segments can neither be given back, as a sleeping engine does, nor be
-    # opened by the other workers of a tensor group (CUDA IPC), as vLLM's all-reduce does
+    # The setting is for training. Memory in expandable segments can neither be freed by a sleeping engine nor be opened
+    # by the other workers of a tensor-parallel group (CUDA IPC), as vLLM's all-reduce does.
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if name in environment:
-            kept = [part for part in environment[name].split(",") if not part.strip().startswith("expandable_segments")]
-            environment[name] = ",".join(kept)
+            rest = [part for part in environment[name].split(",") if not part.strip().startswith("expandable_segments")]
+            environment[name] = ",".join(rest)
     environment |= {
         "TRL_REALLOC_PARENT_PID": str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH")))),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core, and with tp 1 the worker, in the process itself
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core, and with tp 1 the worker, in this process
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_RPC_BASE_PATH": f"@trl_realloc.{os.getpid()}",  # abstract sockets, which leave no files in /tmp
@@ -313,7 +313,7 @@ def engine_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    # TRL sets ERROR when it is imported. The log is a file, and has what vLLM says of its memory and kernels too.
+    # TRL sets ERROR when it is imported. The log file also has vLLM's messages about its memory and kernels.
     if environment.get("VLLM_LOGGING_LEVEL", "ERROR") == "ERROR":
         environment["VLLM_LOGGING_LEVEL"] = "INFO"
     if repeatable:
@@ -324,8 +324,8 @@ def engine_environment(
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
             names if visible is None else [visible.split(",")[device] for device in devices]
         )
-        # vLLM's default where FlashInfer is installed. It has neither the log-probabilities of the distribution that
-        # is drawn from nor a seed for each sample
+        # vLLM's default if FlashInfer is installed. It supports neither log-probabilities of the processed
+        # distribution nor a seed per sample.
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         return environment
     environment |= _cpu_environment(tp, cores)
@@ -336,15 +336,14 @@ def engine_environment(
 
 
 def _cpu_environment(tp: int, cores: Sequence[int] | None) -> dict[str, str]:
-    """The variables of an engine on the CPU."""
     used = list(cores) if cores is not None else sorted(os.sched_getaffinity(0))
     share = max(1, len(used) // tp)
     environment = {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": str(share),
-        # The number of turns that a thread spins before it sleeps. A decode step is a hundred parallel loops of
-        # microseconds: 1,540 tokens/s with threads that sleep at once, 2,650 with this, 200 with long spinning on
-        # cores that others use.
+        # Number of spins before a thread sleeps. A decode step is a hundred parallel loops of microseconds: 1,540
+        # tokens/s with threads that sleep at once, 2,650 with this, 200 with long spinning on cores that other
+        # processes use.
         "GOMP_SPINCOUNT": "5000",
         "KMP_BLOCKTIME": "0",  # the same for Intel's runtime, in milliseconds
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -17,9 +17,9 @@ class RequestChecks:
     """The limits of one engine.
 
     Args:
-        name: of the engine in messages.
+        name: name of the engine in messages.
         max_model_len: most tokens of a prompt and its response together.
-        vocabulary: number of the model's tokens; `None` if it is not known.
+        vocabulary: number of the model's tokens; `None` if unknown.
         has_tokenizer: whether the engine can read text.
     """
 
@@ -34,10 +34,10 @@ class RequestChecks:
         """Check requests that are to be added to a generation.
 
         Args:
-            unfinished: the indices of the requests that it has.
+            unfinished: indices of the generation's unfinished requests.
 
         Raises:
-            EngineError: which request cannot be served, and why.
+            EngineError: a request cannot be served. The message names it and the reason.
         """
         if problems := vllm_problems(sampling, self.vocabulary, self.has_tokenizer):
             raise EngineError(f"{self.name}: {' '.join(problems)}")
@@ -104,14 +104,13 @@ class RequestChecks:
 
 
 def check_request(name: str, request: GenerationRequest, sampling: Sampling) -> None:
-    """Refuses a request that no engine serves: its own limit of tokens is not from 1 to that of `sampling`, or its
-    prompt is empty.
+    """Check the conditions of every engine: a limit of tokens from 1 to that of `sampling`, and a prompt.
 
     Args:
-        name: of the engine in messages.
+        name: name of the engine in messages.
 
     Raises:
-        EngineError: which request it is, and why.
+        EngineError: a condition is not met. The message names the request and the reason.
     """
     if not 1 <= sampling.limit_of(request) <= sampling.max_tokens:
         raise EngineError(

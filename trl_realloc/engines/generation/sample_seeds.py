@@ -1,7 +1,5 @@
-"""The random numbers of a sample's draws in a vLLM engine, and the arguments that bring them there.
-
-They are drawn with in `vllm_sampler`. This file does not import vLLM.
-"""
+"""The random numbers of a sample's draws in a vLLM engine, and the arguments that carry their seed. `vllm_sampler` uses
+them. This file does not import vLLM."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ def seed_arguments(seed: int, offset: int, by_seed: bool, by_position: bool) -> 
     """The arguments of vLLM's `SamplingParams` that give a request its seed.
 
     Args:
-        offset: number of the response's tokens that were drawn before, perhaps by another engine.
-        by_seed: see `vllm_host.draws_by_seed`.
-        by_position: see `vllm_compat.draws_by_position`. If it is false, a continued response gets a seed of its own:
-            the same seed would give its next tokens the random numbers of the response's first tokens again.
+        offset: number of the response's tokens that were sampled before, perhaps by another engine.
+        by_seed: result of `vllm_host.draws_by_seed`.
+        by_position: result of `vllm_compat.draws_by_position`. If false, a continued response gets another seed,
+            because the same seed would repeat the random numbers of the response's first tokens.
     """
     if by_seed:
         return {"extra_args": {SEED: seed, OFFSET: offset}}
@@ -31,8 +29,8 @@ def seed_arguments(seed: int, offset: int, by_seed: bool, by_position: bool) -> 
 
 
 def uniforms(arguments: Mapping[str, Any], count: int) -> np.ndarray[Any, Any]:
-    """Numbers in [0, 1) for the next `count` tokens of a response: (count,) float64. The numbers before them have been
-    used by the engines that began it.
+    """Numbers in [0, 1) for the next `count` tokens of a response: (count,) float64. The numbers of earlier tokens are
+    skipped.
 
     Args:
         arguments: the `extra_args` of `seed_arguments`.

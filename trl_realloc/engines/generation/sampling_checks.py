@@ -1,7 +1,7 @@
-"""Checks of a `base.Sampling` for an engine: the ranges of its fields, and the further arguments of vLLM's
-`SamplingParams` that a user may set. Does not import vLLM.
+"""Checks of a `base.Sampling`: the ranges of its fields, and the user's further arguments of vLLM's `SamplingParams`.
+Does not import vLLM.
 
-Requests are checked in `request_checks`. What vLLM alone can judge, such as a regular expression, it is asked before
+Requests are checked in `request_checks`. What only vLLM can check, such as a regular expression, it checks before
 anything is generated (`VLLMEngine.start`).
 """
 
@@ -19,7 +19,7 @@ from ..base import Sampling, Support
 from .vllm_support import annotated_fields
 
 
-SETTING = "generation_kwargs"  # TRL's name of what becomes `Sampling.extra`
+SETTING = "generation_kwargs"  # TRL's name of the argument that becomes `Sampling.extra`
 
 _FIELDS = tuple(field.name for field in fields(Sampling) if field.name not in ("extra", "regex"))
 _EOS = "responses end with the tokenizer's and the model's eos tokens; set these"
@@ -27,7 +27,7 @@ _ONE = "every request has one response; set num_generations for the responses of
 _LOGPROBS = "each token comes with its own log-probability, and nothing reads others"
 _OWN = "this package uses it to take tokens and log-probabilities from vLLM; leave it out"
 
-# Arguments of SamplingParams that are decided elsewhere: why, and what to set instead.
+# Arguments of SamplingParams that the user cannot set: the reason, and what to set instead.
 RESERVED_SAMPLING_ARGUMENTS: Mapping[str, str] = {
     **{name: f"it is a setting of its own; set {name}" for name in _FIELDS},
     "max_tokens": "it is a setting of its own; set max_completion_length",
@@ -40,24 +40,24 @@ RESERVED_SAMPLING_ARGUMENTS: Mapping[str, str] = {
     "repetition_detection": "a response ends with a stop token or at its limit of tokens; leave it out",
 }
 
-# Arguments for which the engine needs to read text.
+# Arguments that need a tokenizer in the engine.
 _NEED_TOKENIZER = ("stop", "bad_words", "structured_outputs", "thinking_token_budget")
-# Arguments that depend on the response's tokens so far, apart from the prompt's. vLLM takes those of a response that
-# another engine has begun for tokens of the prompt.
+# Arguments whose effect depends on the response's tokens so far, but not on the prompt's. vLLM would count the tokens
+# that another engine has begun as tokens of the prompt.
 _COUNT_RESPONSE = (*_NEED_TOKENIZER, "presence_penalty", "frequency_penalty", "min_tokens")
-# Arguments by which a response ends, or its text is made: they leave the distribution of a token as it is.
+# Arguments that end a response or make its text; they do not change the distribution of a token.
 _SAME_DISTRIBUTION = ("stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 
 
 def sampling_problems(sampling: Sampling, vocabulary: int | None) -> list[str]:
-    """A sentence for each field that has a value outside its range.
+    """A sentence for each field whose value is outside its range.
 
     Args:
-        vocabulary: number of the model's tokens; `None` if it is not known.
+        vocabulary: number of the model's tokens; `None` if unknown.
     """
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     problems = read_settings({name: getattr(sampling, name) for name in names})[1]
-    if sampling.top_k in (-1, None):  # which the trainers' settings may be
+    if sampling.top_k in (-1, None):  # values of the trainers' settings
         problems.append(f"top_k must be a whole number from 0, not {sampling.top_k}.")
     if sampling.max_tokens < 1:
         problems.append(f"max_tokens is {sampling.max_tokens}; it must be at least 1.")
@@ -68,7 +68,7 @@ def sampling_problems(sampling: Sampling, vocabulary: int | None) -> list[str]:
 
 
 def vllm_problems(sampling: Sampling, vocabulary: int | None, has_tokenizer: bool) -> list[str]:
-    """A sentence for each thing that a vLLM engine cannot do.
+    """A sentence for each setting that a vLLM engine does not support.
 
     Args:
         has_tokenizer: whether the engine can read text.
@@ -89,12 +89,12 @@ def vllm_problems(sampling: Sampling, vocabulary: int | None, has_tokenizer: boo
 
 
 def needs_tokenizer(sampling: Sampling) -> bool:
-    """True if an engine needs a tokenizer to draw with these settings."""
+    """True if an engine needs a tokenizer for these settings."""
     return sampling.regex is not None or any(sampling.extra.get(name) for name in _NEED_TOKENIZER)
 
 
 def transformers_problems(sampling: Sampling, vocabulary: int | None) -> list[str]:
-    """A sentence for each thing that generation with Transformers cannot do."""
+    """A sentence for each setting that generation with Transformers does not support."""
     problems = sampling_problems(sampling, vocabulary)
     if not sampling.temperature > 0:
         problems.append(f"temperature is {sampling.temperature}; it must be greater than 0.")
@@ -112,12 +112,11 @@ def transformers_problems(sampling: Sampling, vocabulary: int | None) -> list[st
 
 
 def engine_only_settings(sampling: Sampling, *, full_vocabulary: bool = False) -> list[str]:
-    """The settings, by the names that a user sets, that change the distribution of an engine's tokens and not that of
-    the trainer's log-probabilities. With one of them the two differ by more than rounding.
+    """The user's names of the settings that change the distribution of an engine's tokens but not the trainer's
+    log-probabilities. With one of them the two differ by more than rounding.
 
     Args:
-        full_vocabulary: the trainer's log-probabilities are over the whole vocabulary, whatever top-p, top-k and min-p
-            exclude.
+        full_vocabulary: the trainer's log-probabilities are over the whole vocabulary, without top-p, top-k and min-p.
     """
     names = [] if sampling.regex is None else ["vllm_structured_outputs_regex"]
     names += ["repetition_penalty"] if sampling.repetition_penalty != 1.0 else []
@@ -134,8 +133,8 @@ def _changed(support: Support) -> list[str]:
 
 
 def why_not_moved(sampling: Sampling) -> str | None:
-    """The reason why a response that is drawn so cannot be begun by one engine and ended by another; `None` if it can.
-    A repetition penalty counts prompt and response alike, so it can."""
+    """The reason why a response with this sampling cannot be begun by one engine and ended by another; `None` if it
+    can. A repetition penalty counts prompt and response alike, so it allows this."""
     names = ["regex"] if sampling.regex is not None else [n for n in _COUNT_RESPONSE if sampling.extra.get(n)]
     if not names:
         return None
@@ -146,7 +145,7 @@ def argument_problems(arguments: object) -> list[str]:
     """A sentence for each of the user's arguments of vLLM's `SamplingParams` that cannot be passed on.
 
     Args:
-        arguments: what becomes `Sampling.extra`.
+        arguments: the future `Sampling.extra`.
     """
     if not isinstance(arguments, Mapping):
         return [f"{SETTING} is a mapping like {{frequency_penalty: 0.5}}, or None, not {shown(arguments)}."]
@@ -155,10 +154,10 @@ def argument_problems(arguments: object) -> list[str]:
         for name in arguments
         if name in RESERVED_SAMPLING_ARGUMENTS
     ]
-    known = argument_names()
-    if known:
+    names = argument_names()
+    if names:
         unknown = [name for name in arguments if name not in RESERVED_SAMPLING_ARGUMENTS]
-        free = sorted({*known} - {*RESERVED_SAMPLING_ARGUMENTS})
+        free = sorted({*names} - {*RESERVED_SAMPLING_ARGUMENTS})
         problems += unknown_keys(unknown, free, f"{SETTING}: vLLM's SamplingParams has no argument")
     for name, value in arguments.items():
         try:
@@ -169,17 +168,17 @@ def argument_problems(arguments: object) -> list[str]:
 
 
 def with_generation_kwargs(sampling: Sampling, arguments: Mapping[str, Any] | None) -> Sampling:
-    """The sampling with TRL's `generation_kwargs`: those that are fields of `Sampling` replace them, as they do in TRL,
-    the others are `extra`."""
-    given = dict(arguments or {})
-    own = {name: given.pop(name) for name in _FIELDS if name in given}
-    if "stop_token_ids" in own:
-        own["stop_token_ids"] = tuple(own["stop_token_ids"])
-    return replace(sampling, **own, extra={**sampling.extra, **given})
+    """The sampling with TRL's `generation_kwargs`: fields of `Sampling` are replaced, as in TRL; all others go to
+    `extra`."""
+    remaining = dict(arguments or {})
+    fields = {name: remaining.pop(name) for name in _FIELDS if name in remaining}
+    if "stop_token_ids" in fields:
+        fields["stop_token_ids"] = tuple(fields["stop_token_ids"])
+    return replace(sampling, **fields, extra={**sampling.extra, **remaining})
 
 
 @functools.cache
 def argument_names() -> tuple[str, ...]:
-    """The names of the arguments of vLLM's `SamplingParams`, from the source of the installed release; empty where that
+    """The names of the arguments of vLLM's `SamplingParams`, from the source of the installed release; empty if it
     cannot be read, so that vLLM itself refuses a wrong one."""
     return annotated_fields("sampling_params.py", "SamplingParams")

@@ -1,8 +1,7 @@
-"""The distribution that a token is drawn from, and the draw itself, on rows of logits.
+"""The distribution that a token is sampled from, and the draw itself, on rows of logits.
 
-Each function computes a row from this row alone, so a sample does not depend on the batch that it is in. Used in vLLM's
-worker (`vllm_sampler`), where vLLM itself applies penalties and min-p, and by generation with Transformers
-(`transformers`). Imports nothing of this package.
+Each row is computed from itself alone, so a sample does not depend on its batch. Used by `transformers`, and in vLLM's
+worker (`vllm_sampler`), where vLLM itself applies penalties and min-p. Imports nothing from this package.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 
-AT_ONCE = 2**21  # number of probabilities that `draw` has at once on a CPU, in float64 as well
-CANDIDATES = 512  # number of most probable tokens that `keep_nucleus` looks at first on a CPU
+AT_ONCE = 2**21  # most probabilities per block of `draw` on a CPU, in float64 too
+CANDIDATES = 512  # number of most probable tokens that `keep_nucleus` tries first on a CPU
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive logits of tokens that have been seen by `penalty`, and multiply negative ones by it.
 
-    The formula is that of Keskar et al., "CTRL" (2019), as vLLM and Transformers have it. It comes before temperature.
+    The formula is from Keskar et al., "CTRL" (2019), as in vLLM and Transformers. Apply it before the temperature.
 
     Args:
         logits: (rows, vocabulary).
@@ -35,7 +34,7 @@ def keep_likely(logits: Tensor, min_p: float) -> Tensor:
 
     Args:
         logits: (rows, vocabulary), after temperature.
-        min_p: in [0, 1]; 0 changes nothing.
+        min_p: share of the greatest probability in [0, 1]; 0 changes nothing.
     """
     if min_p == 0.0:
         return logits
@@ -57,16 +56,16 @@ def keep_top(logits: Tensor, k: Tensor) -> Tensor:
 
 
 def keep_nucleus(logits: Tensor, p: Tensor) -> Tensor:
-    """Keep a token if all more probable ones have less than the probability `p` together; set the logits of the others
-    to -inf. Tokens as probable as the last one that is kept stay (vLLM and Transformers keep those that their sorting
-    has put last, which depends on the batch).
+    """Keep a token if all more probable ones together have less than the probability `p`; set the other logits to -inf.
+    Tokens as probable as the last one kept stay (vLLM and Transformers keep those that their sorting puts last, which
+    depends on the batch).
 
     Sums are in float64. On a CPU only rows that need more than the `CANDIDATES` most probable tokens are sorted. On a
-    GPU one sort takes less time than waiting for how many rows these are.
+    GPU sorting all rows takes less time than waiting for the number of these rows.
 
     Args:
         logits: (rows, vocabulary), after temperature.
-        p: (rows,) in (0, 1]; a row with 1 is unchanged.
+        p: (rows,) probabilities in (0, 1]; a row with 1 is unchanged.
     """
     vocabulary = logits.shape[-1]
     most = logits.amax(-1, keepdim=True)
@@ -80,26 +79,22 @@ def keep_nucleus(logits: Tensor, p: Tensor) -> Tensor:
 
 
 def _least_inside(largest: Tensor, most: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """The least logit (rows, 1) before which the probabilities sum to less than `bound`, among the `largest` (rows, n)
-    in descending order; and whether the next one (rows,) is among them, so that it is the least of all.
-
-    Args:
-        most: (rows, 1), the logit whose probability counts as 1.
-        bound: (rows, 1) float64.
-    """
+    """The least logit (rows, 1) before which the probabilities sum to less than `bound` (rows, 1) float64, among the
+    `largest` (rows, n) in descending order, and whether (rows,) the next one is among them too, so that it is the least
+    of all. `most` (rows, 1) is the logit whose probability counts as 1."""
     probs = (largest - most).exp().double()
     inside = probs.cumsum(-1) - probs < bound  # true for the first tokens of a row
     return largest.gather(-1, inside.sum(-1, keepdim=True).clamp(min=1) - 1), ~inside[:, -1]
 
 
 def draw(logprobs: Tensor, uniform: Tensor, block: int = 256) -> Tensor:
-    """The first token at which the cumulative probability exceeds `uniform` times the total. It never has the
-    probability 0.
+    """The first token at which the cumulative probability exceeds `uniform` times the total. A token of probability 0
+    is never chosen.
 
-    Sums are in float64, because in float32 tokens with a probability below 6e-8 would never be drawn. They are computed
-    over blocks, and then over the tokens of one block: 0.7 ms, where a cumulative sum over 64 rows of 32,000 takes 5.3.
-    On a CPU a few rows come at a time, because malloc maps memory of more than 32 MiB anew each time: 64 rows of
-    128,000 took 44 ms of a core's time at once, and take 13 so.
+    Sums are in float64, because in float32 tokens with a probability below 6e-8 would never be chosen. They are taken
+    over blocks, then over the tokens of one block: 0.7 ms, where a cumulative sum over 64 rows of 32,000 takes 5.3. On
+    a CPU a few rows are processed at a time, because malloc maps memory of more than 32 MiB anew each time: 64 rows of
+    128,000 took 44 ms of a core's time at once, and 13 in parts.
 
     Args:
         logprobs: (rows, vocabulary) float32.
@@ -114,7 +109,7 @@ def draw(logprobs: Tensor, uniform: Tensor, block: int = 256) -> Tensor:
         parts = zip(logprobs.split(most), uniform.split(most), strict=True)
         return torch.cat([draw(*part, block) for part in parts])
     probs = logprobs.exp()
-    if vocabulary % block:  # without a rest this would copy them
+    if vocabulary % block:  # without a remainder, padding would only copy them
         probs = nn.functional.pad(probs, (0, -vocabulary % block))
     probs = probs.view(rows, -1, block)
     ends = probs.sum(-1, dtype=torch.float64).cumsum(-1)  # (rows, blocks)
@@ -128,6 +123,6 @@ def draw(logprobs: Tensor, uniform: Tensor, block: int = 256) -> Tensor:
 
 def _below(point: Tensor, ends: Tensor) -> Tensor:
     """`point` (rows, 1), or the greatest number below the last of `ends` (rows, n) if rounding has put it there or
-    above: after the last token that can be drawn are only those with the probability 0."""
+    above. Tokens after it have the probability 0."""
     last = ends[:, -1:]
     return torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))

@@ -1,7 +1,5 @@
-"""Generation engine with Transformers' `generate`, which runs in the model of a training engine (in place).
-
-No parameters are copied: the training engine's are gathered while it generates (`base.InPlaceEngine`). Generation with
-vLLM, which is faster, is in `vllm`.
+"""Generation with Transformers' `generate` in the model of a training engine (in place). No parameters are copied: the
+training engine's are gathered while it generates (`base.InPlaceEngine`). Generation with vLLM is faster.
 """
 
 from __future__ import annotations
@@ -22,16 +20,15 @@ from .token_draw import draw, keep_likely, keep_nucleus, keep_top, penalize_repe
 
 
 class _SeededDraw(LogitsProcessor):
-    """Draws the next token of each row with random numbers of the row's seed, and gives all other tokens a logit of
-    -inf.
+    """Samples the next token of each row by the row's seed, and sets the logits of all other tokens to -inf.
 
     One uniform number per token is mapped through the inverse of the cumulative distribution, so a sample depends on
-    its seed and not on the other samples, the batch size or the number of processes. Keeps one log-probability per
-    token; `output_scores` would keep those of the full vocabulary. Changes logits in vLLM's order (`base.Sampling`).
+    its seed and not on the other samples, the batch size or the number of processes. Stores one log-probability per
+    token; `output_scores` would store the full vocabulary. Changes logits in vLLM's order (`base.Sampling`).
 
     Args:
         prompts: (rows, tokens), with `mask` (rows, tokens), 0 for padding.
-        tokens: most tokens to draw.
+        tokens: most tokens to sample.
     """
 
     def __init__(self, seeds: Sequence[int], sampling: Sampling, tokens: int, prompts: Tensor, mask: Tensor) -> None:
@@ -48,27 +45,24 @@ class _SeededDraw(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
 
     def take(self, logits: Tensor, tokens: Tensor) -> None:
-        """Keep the log-probabilities of tokens that were not drawn here.
-
-        Args:
-            logits: (rows, tokens, vocabulary) of the model, for `tokens` (rows, tokens).
-        """
+        """Store the log-probabilities of `tokens` (rows, tokens) that were not sampled here, from the model's `logits`
+        (rows, tokens, vocabulary)."""
         self.seen, self.logprobs = None, []
-        for at in range(tokens.size(1)):
-            self._keep(torch.log_softmax(self._logits(logits[:, at].float()), -1), tokens[:, at, None])
+        for position in range(tokens.size(1)):
+            self._keep(torch.log_softmax(self._logits(logits[:, position].float()), -1), tokens[:, position, None])
 
     def _keep(self, logprobs: Tensor, token: Tensor) -> None:
-        """Take over a token, (rows, 1), with its log-probability of those of the vocabulary, (rows, vocabulary)."""
+        """Store a token (rows, 1) and its log-probability among those of the vocabulary (rows, vocabulary)."""
         self.logprobs.append(logprobs.gather(-1, token).squeeze(-1))
         if self.seen is not None:
             self.seen.scatter_(-1, token, True)
 
     def _logits(self, logits: Tensor) -> Tensor:
-        """Logits of the distribution that tokens are drawn from: (rows, vocabulary) float32."""
+        """Logits of the sampling distribution: (rows, vocabulary) float32."""
         sampling = self.sampling
         if sampling.repetition_penalty != 1.0:
             if self.seen is None:
-                # padding is token 0, which must not count; a count per token, because several places of a row write it
+                # padding is token 0, which must not count; a count per token, because a row may write it several times
                 counts = torch.zeros_like(logits).scatter_add_(-1, self.prompts, self.mask.to(logits.dtype))
                 self.seen = counts > 0
             logits = penalize_repetition(logits, self.seen, sampling.repetition_penalty)
@@ -81,12 +75,12 @@ class _SeededDraw(LogitsProcessor):
 
 
 class TransformersEngine:
-    """Keeps `base.GenerationEngine`.
+    """Implements `base.GenerationEngine`.
 
     Args:
         whole_model: `InPlaceEngine.whole_model` of the actor's engine; collective under ZeRO-3.
-        device: that the actor computes on.
-        batch_size: maximum number of prompts of one call of the model's `generate`.
+        device: the actor's device.
+        batch_size: most prompts per call of the model's `generate`.
     """
 
     def __init__(
@@ -105,15 +99,15 @@ class TransformersEngine:
         self.version = version
 
     def narrower(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """None: the model is the training engine's."""
+        """Empty, because the model is the training engine's."""
         return {}
 
     def sleep(self) -> None:
-        """Does nothing: the model is the training engine's."""
+        """Does nothing, because the model is the training engine's."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
-        """See `base.GenerationEngine`. Collective if `whole_model` is: then a rank without requests calls this too. It
-        generates in the trainer's process, so no samples move to it from other engines."""
+        """See `base.GenerationEngine`. Collective if `whole_model` is: then a rank without requests calls it too. It
+        runs in the trainer's process, so it takes no samples from other engines."""
         if continued := [request.index for request in requests if request.begun is not None]:
             raise EngineError(
                 f"request {continued[0]} was begun by another engine, and generation by Transformers cannot go on with "
@@ -123,9 +117,8 @@ class TransformersEngine:
             raise EngineError(" ".join(problems))
         for request in requests:
             check_request("generation with Transformers", request, sampling)
-        by_length = sorted(
-            requests, key=lambda request: len(request.prompt_ids)
-        )  # similar lengths in a batch need little padding
+        # similar lengths in a batch need little padding
+        by_length = sorted(requests, key=lambda request: len(request.prompt_ids))
         with self.whole_model() as model, torch.no_grad():
             for start in range(0, len(by_length), self.batch_size):
                 yield from self._batch(model, by_length[start : start + self.batch_size], sampling)
@@ -143,7 +136,7 @@ class TransformersEngine:
             mask[row, width - len(request.prompt_ids) :] = 1
         ids, mask = ids.to(self.device), mask.to(self.device)
         limits = [sampling.limit_of(request) for request in requests]
-        drawn = _SeededDraw([request.seed for request in requests], sampling, max(limits), ids, mask)
+        draws = _SeededDraw([request.seed for request in requests], sampling, max(limits), ids, mask)
         # without the model's own generation config, whose penalties would change the sampling but not the loss
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         model_config, base.generation_config = base.generation_config, GenerationConfig()
@@ -157,15 +150,15 @@ class TransformersEngine:
                     pad_token_id=0,
                     eos_token_id=list(sampling.stop_token_ids) or None,
                 ),
-                logits_processor=[drawn],
+                logits_processor=[draws],
                 # in a job launched with ZeRO-3, Transformers would call an all-reduce of all ranks of the job per token
                 synced_gpus=False,
             )
-            if len(drawn.logprobs) != out.size(1) - width:  # a `generate` of the user's own took no heed of `drawn`
-                drawn.take(_logits(model, out, mask), out[:, width:])
+            if len(draws.logprobs) != out.size(1) - width:  # a user's own `generate` did not use the processor
+                draws.take(_logits(model, out, mask), out[:, width:])
         finally:
             base.generation_config = model_config
-        logprobs, stops = torch.stack(drawn.logprobs, 1).cpu(), torch.tensor(sampling.stop_token_ids, dtype=torch.long)
+        logprobs, stops = torch.stack(draws.logprobs, 1).cpu(), torch.tensor(sampling.stop_token_ids, dtype=torch.long)
         for request, limit, row, values in zip(requests, limits, out[:, width:].cpu(), logprobs, strict=True):
             ends = torch.isin(row[:limit], stops).nonzero()
             stopped = len(ends) > 0
@@ -178,17 +171,13 @@ class TransformersEngine:
 
 
 def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
-    """(rows, tokens - width, vocabulary): logits of the tokens after the prompts.
-
-    Args:
-        ids: (rows, tokens) of prompts and responses.
-        mask: (rows, width) of the prompts, 0 for padding.
-    """
+    """(rows, tokens - width, vocabulary): logits of the tokens after the prompts, for `ids` (rows, tokens) of prompts
+    and responses and the prompts' `mask` (rows, width), 0 for padding."""
     whole = torch.nn.functional.pad(mask, (0, ids.size(1) - mask.size(1)), value=1)
     positions = (whole.cumsum(1) - 1).clamp(min=0)
     logits: Tensor = model(input_ids=ids, attention_mask=whole, position_ids=positions, use_cache=False).logits
     return logits[:, mask.size(1) - 1 : -1]
 
 
-if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
+if TYPE_CHECKING:  # the type checker verifies that the protocol is implemented
     _GENERATES: type[GenerationEngine] = TransformersEngine

@@ -1,7 +1,7 @@
 """Generation engine with vLLM: starts vLLM in a process, sends it the actor's weights and requests, and ends it.
 
 vLLM is imported only in that process (`vllm_host`), so that the trainer's process keeps its threads, signal handlers
-and torch settings. The process and its messages are in `engine_process`.
+and torch settings.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ logger = logging.get_logger(__name__)
 
 
 class VLLMEngine:
-    """One vLLM engine in a process of its own. Keeps `base.BackgroundEngine`. The constructor returns at once; the
+    """One vLLM engine in a separate process. Implements `base.BackgroundEngine`. The constructor returns at once; the
     engine starts in the background.
 
     Args:
         model: a directory with the actor's config.json; weights and a tokenizer are not needed.
-        max_model_len: maximum number of tokens of a prompt and its response together.
-        max_num_seqs: maximum number of responses that are generated at the same time.
+        max_model_len: most tokens of a prompt and its response together.
+        max_num_seqs: most responses that are generated at the same time.
         tensor_parallel_size: number of processes over which vLLM splits the model.
-        dtype: of vLLM's computation: "float32", "bfloat16", "float16".
-        cpu_cores: the cores to run on, divided evenly among the tensor-parallel processes; `None` for any.
-        cuda_devices: one per tensor-parallel process, as torch numbers them in this process; `None` for an engine on
-            the CPU.
-        kv_cache_gib: memory for keys and values per process, in GiB. CPU only. `None`: what `max_num_seqs` samples of
-            `max_model_len` tokens take, at most 1 (`vllm_support.cpu_cache_bytes`).
+        dtype: dtype of vLLM's computation: "float32", "bfloat16", "float16".
+        cpu_cores: cores to run on, divided evenly among the tensor-parallel processes; `None` for any.
+        cuda_devices: one GPU per tensor-parallel process, as torch numbers them in this process; `None` for an engine
+            on the CPU.
+        kv_cache_gib: memory for keys and values per process, in GiB. CPU only. `None`: the memory of `max_num_seqs`
+            samples of `max_model_len` tokens, at most 1 (`vllm_support.cpu_cache_bytes`).
         gpu_memory_utilization: share of each GPU's memory for weights, keys and values.
-        repeatable_sampling: draw tokens by this package's sampler, whose draws depend on a sample's seed and on the
-            probabilities alone. On a GPU otherwise by vLLM's own, with vLLM's newest model runner. Always on the CPU.
-        sleep_level: of vLLM's sleep mode, which `sleep` enters: 1 keeps the weights in host memory, 2 drops them; 0 for
-            an engine that never sleeps.
-        tokenizer: a directory with the actor's tokenizer, for `Sampling.regex` and for what of `Sampling.extra` reads
-            text; `None` for an engine without one. The engine takes and gives token ids in both cases.
+        repeatable_sampling: use this package's sampler on a GPU, whose draws depend on a sample's seed and on the
+            probabilities alone, instead of vLLM's own with vLLM's newest model runner. A CPU always uses it.
+        sleep_level: level of vLLM's sleep mode that `sleep` enters: 1 keeps the weights in host memory, 2 drops them; 0
+            for an engine that never sleeps.
+        tokenizer: a directory with the actor's tokenizer, for `Sampling.regex` and those `Sampling.extra` that read
+            text; `None` for an engine without one. The engine's inputs and outputs are token ids in both cases.
         engine_kwargs: further arguments of vLLM's engine, checked by `vllm_support.engine_argument_problems`.
         log_path: the file that the engine's output is appended to; `None` for a temporary file. Error messages quote
             its end.
-        folder: where files that processes of this engine share may lie as long as these run; `None` for the folder of
-            temporary files.
+        folder: folder for files that this engine's processes share while they run; `None` for the folder of temporary
+            files.
         start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s: see `TimeLimits`.
-        name: of the engine in messages.
+        name: name of the engine in messages.
 
     Raises:
         EngineError: vLLM is not installed, or an argument is invalid. Raised before a process is started.
@@ -98,9 +98,9 @@ class VLLMEngine:
         self._unproven: list[str] = []
         vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
         self._checks = RequestChecks(name, max_model_len, vocabulary, tokenizer is not None)
-        self._generation: BackgroundGeneration | None = None  # the latest
-        self._decode_steps: list[DecodeStep] = []  # of the one before
-        self._sampling: Sampling | None = None  # the latest that vLLM has checked
+        self._generation: BackgroundGeneration | None = None  # the latest one
+        self._decode_steps: list[DecodeStep] = []  # of the generation before it
+        self._sampling: Sampling | None = None  # the latest one that vLLM has checked
         self.sleep_level, self._dtype = sleep_level, dtype
         self._devices = cuda_devices
         self._buffers = WeightBuffers(cuda_ipc=by_cuda_ipc(cuda_devices is not None, tensor_parallel_size))
@@ -131,14 +131,14 @@ class VLLMEngine:
             port, reservation = reserve_port()
         except OSError as error:
             raise EngineError(f"{name}: {error.strerror}.") from error
-        environment["VLLM_PORT"] = str(port)  # vLLM would take any free one, and listen on it after its imports
+        environment["VLLM_PORT"] = str(port)  # otherwise vLLM takes any free port, and listens only after its imports
         inherited_fds = [*self._buffers.fds, reservation]
         self._process = EngineProcess(name, settings, environment, log_path, inherited_fds, self.limits)
 
     def _check(
         self, model: str | os.PathLike[str], tp: int, cores: Sequence[int] | None, devices: Sequence[int] | None
     ) -> int | None:
-        """Check the arguments. Returns the size of the vocabulary if the config has it."""
+        """Check the arguments. Returns the size of the vocabulary, if the config has it."""
         if not is_vllm_available():
             remedy = (
                 "install trl_realloc[vllm], or set generation_engine: transformers (of GRPO and RLOO, use_vllm: false)"
@@ -166,7 +166,7 @@ class VLLMEngine:
         """Wait until the engine has started.
 
         Raises:
-            EngineError: it did not start; with the end of its log.
+            EngineError: it did not start. The message has the end of its log.
         """
         self._process.check_alive()
         if not self._process.is_ready:
@@ -177,7 +177,7 @@ class VLLMEngine:
                 self._probe_ipc()
 
     def _probe_ipc(self) -> None:
-        """Send weights through shared memory if the engine cannot open this process's memory on the GPU."""
+        """Use shared memory for weights if the engine cannot open this process's memory on the GPU."""
         assert self._devices is not None, "the engine is on a GPU"
         let_open_memory(self._process.pid)
         self._process.send("probe", self._buffers.probe(torch.device("cuda", self._devices[0])))
@@ -188,7 +188,7 @@ class VLLMEngine:
             logger.warning(f"{self.name}: CUDA IPC does not work here, so weights go through host memory: {problem}")
 
     def narrower(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """See `base.GenerationEngine`. Waits for the engine's start if its dtype is narrower than one of these."""
+        """Waits for the engine's start if its dtype is narrower than one of these."""
         dtype: torch.dtype = getattr(torch, self._dtype)
         wide = [name for name, of in dtypes.items() if of.is_floating_point and of.itemsize > dtype.itemsize]
         if not wide:
@@ -200,8 +200,8 @@ class VLLMEngine:
         return {name: dtype for name in wide if name not in self._buffers.wider}
 
     def sleep(self) -> None:
-        """See `base.GenerationEngine`. The next `load` or `generate` takes the memory again. At level 2 `version` is -1
-        afterwards; at level 0 nothing is done."""
+        """The next `load` or `generate` takes the memory again. At level 2 `version` is -1 afterwards; at level 0
+        nothing is done."""
         if not self.sleep_level:
             return
         self._settle()
@@ -212,12 +212,12 @@ class VLLMEngine:
 
     def load(self, buckets: Iterable[Bucket], version: int) -> None:
         """See `base.GenerationEngine`. Needs memory for two buckets in this process and for a layer in the engine.
-        After an error `version` is -1 and `generate` is refused until a load succeeds. Of a generation that goes on,
-        the samples that finish meanwhile come out of its `poll`.
+        After an error `version` is -1 and `generate` is refused until a load succeeds. If a generation goes on,
+        its `poll` returns the samples that finish during the load.
 
         Raises:
-            EngineError: a parameter was missing, unknown or of the wrong shape, or does not lie in the engine as it was
-                sent.
+            EngineError: a parameter was missing, unknown or of the wrong shape, or its memory in the engine differs
+                from what was sent.
             EngineDied: the engine's process ended.
         """
         if self._generation is None or not self._generation.takes_updates:
@@ -242,10 +242,10 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
         """See `base.GenerationEngine`. The engine generates in the background, without waiting for the caller. The next
-        call of `load` or `generate` aborts a generation that is not finished.
+        call of `load` or `generate` aborts an unfinished generation.
 
         Raises:
-            EngineError: a request cannot be served (which one, and why), or there are no weights to serve it with.
+            EngineError: a request cannot be served (the message says which and why), or there are no weights.
             EngineDied: the engine's process ended, or was silent for `step_timeout_s`.
         """
         return _completions(self.start(requests, sampling)) if requests else iter(())
@@ -253,7 +253,6 @@ class VLLMEngine:
     def start(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, updates: Updates = Updates.END
     ) -> BackgroundGeneration:
-        """See `base.BackgroundEngine`."""
         if self.version < 0:
             raise EngineError(f"{self.name}: no complete weights; load() has not been called, or has failed.")
         self._checks.check(requests, sampling)
@@ -269,24 +268,22 @@ class VLLMEngine:
 
     @property
     def decode_steps(self) -> list[DecodeStep]:
-        """See `base.BackgroundEngine`."""
         latest = [] if self._generation is None else self._generation.decode_steps
         return latest or self._decode_steps
 
     def tokens_given_out(self) -> int:
-        """The tokens that vLLM's engine core has given out since the first call of this method, with those of requests
-        that did not finish. A generation that runs is ended. For tests and benchmarks, which compare it with the tokens
-        of the responses."""
+        """The tokens of vLLM's engine core since the first call of this method, including those of unfinished requests.
+        Ends a running generation. For tests and benchmarks, which compare it with the responses' tokens."""
         self._settle()
         self._process.send("count")
         (count,) = self._process.expect("counted", "counting its tokens", self.limits.step)
         return int(count)
 
     def _settle(self) -> None:
-        """Wait until the engine has started, and abort a generation that is not closed."""
+        """Wait until the engine has started, and abort an open generation."""
         self.wait_ready()
         if self._generation is not None:
-            # its completions end with an error, not as if they were all
+            # so that its iteration ends with an error instead of normally
             self._generation.end("was ended by a later call of the engine")
             self._decode_steps, self._generation = self.decode_steps, None
 
@@ -301,7 +298,6 @@ class VLLMEngine:
         return self._process.is_dead
 
     def close(self) -> None:
-        """See `base.GenerationEngine`."""
         self._process.close()
         self._buffers.clear()
         self.version = -1
@@ -315,5 +311,5 @@ def _completions(generation: BackgroundGeneration) -> Iterator[Completion]:
         generation.close()
 
 
-if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
+if TYPE_CHECKING:  # the type checker verifies that the protocol is implemented
     _GENERATES: type[BackgroundEngine] = VLLMEngine

@@ -1,5 +1,5 @@
-"""Uses of vLLM beyond its documented interface, and the differences between its releases; they are in this file alone.
-Imported in vLLM's process only.
+"""All uses of undocumented vLLM interfaces, and the differences between vLLM's releases. Imported in vLLM's process
+only.
 
 Run with vLLM 0.26.0 to 0.33.0 (docs/versions.md).
 """
@@ -46,8 +46,8 @@ def register_transfer(name: str, engine: LLMEngine) -> None:
 
 
 def not_loaded(parameters: set[str], loaded: set[str]) -> set[str]:
-    """The names of parameters that are not among those that `load_weights` says it has loaded. It leaves the inner
-    module of a mixture's experts out of their names."""
+    """The names of parameters that `load_weights` does not report as loaded. Its names omit the inner module of a
+    mixture's experts."""
     return {name for name in parameters - loaded if name.replace(".experts.routed_experts.", ".experts.") not in loaded}
 
 
@@ -61,92 +61,91 @@ def incomplete_layers(model: nn.Module) -> Iterator[str]:
 
 
 def unloaded_parameters(model: nn.Module, expected: Container[str]) -> Iterator[str]:
-    """During a reload, the names of parameters of layers of which nothing has been loaded. Some models (the experts of
-    gpt-oss) write weights into a parameter instead of calling its loader, and say that it is loaded. During a reload
-    the parameter has no memory then, and vLLM goes on with the weights that it had.
+    """During a reload, the names of parameters of layers without any loaded weight. Some models (the experts of
+    gpt-oss) write weights into a parameter instead of calling its loader, and report it as loaded. But the parameter
+    has no memory during a reload, and vLLM continues with the old weights.
 
     Args:
-        expected: the names of the parameters that are loaded.
+        expected: names of the loaded parameters.
     """
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if info.can_load() and not info.load_numel:
-            own = ((f"{prefix}.{name}".lstrip("."), p) for name, p in layer.named_parameters(recurse=False))
-            yield from (name for name, parameter in own if parameter.is_meta and name in expected)
+            parameters = ((f"{prefix}.{name}".lstrip("."), p) for name, p in layer.named_parameters(recurse=False))
+            yield from (name for name, parameter in parameters if parameter.is_meta and name in expected)
 
 
 def copy_pending(model: nn.Module, memory: Tensor) -> None:
-    """During a reload, copy what is in `memory` of the weights that vLLM keeps until it has all of a layer's. Those of
-    whole layers it has copied from there, each worker its part of them."""
+    """During a reload, copy the weights in `memory` that vLLM holds until a layer is complete. For complete layers each
+    worker has already copied its part."""
     storage = memory.untyped_storage().data_ptr()
 
-    def own(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         lies_there = isinstance(value, Tensor) and value.untyped_storage().data_ptr() == storage
         return value.clone() if lies_there else value
 
     for layer in model.modules():
         for _, call in get_layerwise_info(layer).loaded_weights:
-            call.arguments.update({name: own(value) for name, value in call.arguments.items()})
+            call.arguments.update({name: copied(value) for name, value in call.arguments.items()})
 
 
 def processed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """During a reload, the layers, with their names, whose parameters vLLM changes after it has loaded them: it packs
-    or shuffles them for a kernel. On a CPU linear layers are then left without their weight."""
+    """During a reload, the layers, with their names, whose parameters vLLM changes after loading: it packs or shuffles
+    them for a kernel. On a CPU this removes the weight of linear layers."""
     for name, layer in model.named_modules():
-        method, kept = getattr(layer, "quant_method", None), get_layerwise_info(layer).kernel_tensors
-        if not isinstance(method, QuantizeMethodBase) or not kept:
+        method, kernel = getattr(layer, "quant_method", None), get_layerwise_info(layer).kernel_tensors
+        if not isinstance(method, QuantizeMethodBase) or not kernel:
             continue
         now = dict(layer.named_parameters(recurse=False))
         plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
-        same = all(key in kept[0] and tensor.shape == kept[0][key].shape for key, tensor in now.items())
+        same = all(key in kernel[0] and tensor.shape == kernel[0][key].shape for key, tensor in now.items())
         if not (plain and same):
             yield name, layer
 
 
 def packed_products(model: nn.Module) -> dict[str, Any]:
-    """The products with packed copies of weights by which layers compute on a CPU, by the layers' names. Each time that
-    a layer's weights are packed, it gets a new one."""
+    """The products with packed weights by which layers compute on a CPU, by the layers' names. Packing a layer's
+    weights creates a new one."""
     return {name: layer.cpu_linear for name, layer in model.named_modules() if hasattr(layer, "cpu_linear")}
 
 
 def meet_in(folder: str) -> None:
-    """Let vLLM's processes meet by a file in `folder`. vLLM 0.33 makes one in the folder for temporary files, which
-    stays there when a process is killed or ends at once; releases before it meet by a port."""
+    """Make vLLM's processes meet by a file in `folder`. vLLM 0.33 makes it in the folder for temporary files, where it
+    remains when a process is killed; earlier releases meet by a port."""
     for executor in (uniproc_executor, multiproc_executor):
         if hasattr(executor, "get_file_store_init_method"):
             executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_{uuid4().hex}"
 
 
 def replace_draw(model_runner: Any, processor: type[Any], make: Callable[[Any], nn.Module]) -> None:
-    """Replace the part of vLLM's sampler that draws tokens.
+    """Replace the part of vLLM's sampler that samples tokens.
 
     Args:
-        processor: the class of the logits processor that `make` gets an object of.
+        processor: class of the logits processor whose instance `make` gets.
 
     Raises:
         RuntimeError: this release of vLLM has another sampler.
     """
-    found = [p for p in model_runner.input_batch.logitsprocs.all if isinstance(p, processor)]
+    processors = [p for p in model_runner.input_batch.logitsprocs.all if isinstance(p, processor)]
     sampler = model_runner.sampler
-    if not found or not hasattr(sampler, "topk_topp_sampler"):
+    if not processors or not hasattr(sampler, "topk_topp_sampler"):
         raise RuntimeError(
             "the sampler of this vLLM release is not supported by trl_realloc; install vLLM 0.26.0 to 0.33.0."
         )
-    sampler.topk_topp_sampler = make(found[0])
+    sampler.topk_topp_sampler = make(processors[0])
 
 
 def drawn_so_far(engine: LLMEngine, request_id: str) -> tuple[list[int], list[float]]:
-    """The tokens that vLLM has returned for a request and their log-probabilities. vLLM itself returns those of an
-    aborted request in its asynchronous engine alone.
+    """The tokens that vLLM has returned for an unfinished request, and their log-probabilities. vLLM returns those of
+    an aborted request only in its asynchronous engine.
 
-    With `RequestOutputKind.DELTA` they would need no private name, at the price of Python objects for each token.
+    `RequestOutputKind.DELTA` would need no private name, but makes Python objects for each token.
 
     Args:
-        engine: vLLM's `LLMEngine`.
-        request_id: of an unfinished request, as given to `add_request`.
+        request_id: request id of `add_request`.
 
     Raises:
-        RuntimeError: this release of vLLM keeps them elsewhere.
+        RuntimeError: this release of vLLM stores them elsewhere.
     """
     try:
         state = _state(engine, request_id)
@@ -179,11 +178,8 @@ _NO_STATE = (
 
 
 def count_outputs(engine: LLMEngine) -> Callable[[], int]:
-    """Count, from now on, the tokens that vLLM's engine core gives out, also those of requests that are aborted later.
-
-    Returns:
-        A function that returns their number.
-    """
+    """Start counting the tokens that vLLM's engine core returns, including those of requests that are aborted later.
+    Returns a function that returns their number."""
     core, count = engine.engine_core, 0
     get_output = core.get_output
 
@@ -198,23 +194,19 @@ def count_outputs(engine: LLMEngine) -> Callable[[], int]:
 
 
 def abort(engine: LLMEngine, request_ids: Sequence[str]) -> None:
-    """Abort requests between two steps. Of a step that is under way vLLM then drops these requests' tokens."""
+    """Abort requests between two steps. vLLM then drops their tokens of a step in progress."""
     if request_ids:
         engine.abort_request(list(request_ids))
 
 
 def drain(engine: LLMEngine) -> list[RequestOutput]:
-    """Wait for the steps that are under way, without beginning another. There are some with asynchronous scheduling,
-    vLLM's default on a GPU, also when all requests have finished. They must not read weights that are being loaded, or
-    memory that is given back.
-
-    Returns:
-        The outputs of the requests that these steps have finished.
-    """
+    """Wait for the steps in progress without starting another. With asynchronous scheduling, vLLM's default on a GPU,
+    there are some even when all requests have finished. They must not read weights that are being loaded, or freed
+    memory. Returns the outputs of the requests that these steps have finished."""
     core = engine.engine_core.engine_core  # the engine core runs in this process
     finished = []
     if core.batch_queue:
-        core.pause_scheduler(mode="keep", clear_cache=False)  # otherwise `step` launches a step for each that it awaits
+        core.pause_scheduler(mode="keep", clear_cache=False)  # otherwise `step` launches another step each time
         try:
             while core.batch_queue:
                 finished += engine.step()
@@ -224,44 +216,40 @@ def drain(engine: LLMEngine) -> list[RequestOutput]:
 
 
 def wait_without_yielding() -> None:
-    """Let this process, where it waits for another of vLLM's, look again and again without giving up its core between
-    two looks (`sched_yield`).
+    """Make this process poll for other processes of vLLM without yielding its core between two polls (`sched_yield`).
 
-    For processes that share cores with others. Linux 6.18 lets those that give up their core so win: with four busy
-    processes beside the two workers of an engine on two cores, the engine's owner, in the session of the busy ones, had
-    no core for 3 to 7 s, and for 0.8 s without. The engine generates as many tokens in both cases.
+    For processes that share cores with others. Linux 6.18 favors processes that yield: with four busy processes beside
+    the two workers of an engine on two cores, the engine's owner, in the session of the busy ones, had no core for 3 to
+    7 s, and for 0.8 s without yielding. The engine generates as many tokens in both cases.
     """
     vllm_utils.USE_SCHED_YIELD = False
 
 
 def end_grammars_by_eos(engine: LLMEngine) -> None:
-    """Let a grammar end with the tokenizer's eos token and a request's own stop tokens alone.
+    """Make a grammar end only with the tokenizer's eos token and a request's own stop tokens.
 
     vLLM 0.32 and 0.33 let it end with the eos tokens of the model's config too. They do not stop a request with
-    `ignore_eos`, so tokens that no grammar allows would follow. Such a request makes no other use of them.
-
-    Args:
-        engine: vLLM's `LLMEngine`.
+    `ignore_eos`, so tokens that no grammar allows would follow. Such a request does not use them otherwise.
     """
     engine.input_processor.generation_config_fields.pop("eos_token_id", None)
 
 
 def start_workers_in_turn() -> None:
-    """Let the thread that builds an engine start vLLM's workers, one after the other.
+    """Make the thread that builds an engine start vLLM's workers, one after the other.
 
-    On GPUs vLLM 0.33 starts them at the same time, from threads that end once all have started. The kernel kills a
-    process that has tied itself to its parent, as a worker does first (`child_process.die_with_parent`), when the
-    thread that started it ends. That thread waits for a worker whose configuration does not fit into a pipe (64 KiB;
-    that of a small Llama has 14 KiB), and for the start of the others.
+    On GPUs vLLM 0.33 starts them at the same time, from threads that end once all have started. But a worker first ties
+    itself to its parent (`child_process.die_with_parent`), and the kernel kills such a process when the thread that
+    started it ends. That thread waits for a worker only if its configuration does not fit into a pipe (64 KiB; a small
+    Llama's has 14 KiB), and for the start of the others.
     """
     MultiprocExecutor._can_start_workers_concurrently = lambda self, inherited_fds: False
 
 
 def draws_by_position(engine: LLMEngine) -> bool:
-    """True if vLLM's own sampler draws a token by the request's seed and the token's position in the text. Its newest
-    model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py of 0.27.1; read, not run), so that a
-    response that another engine has begun gets the random numbers that it would have got there. The older runner has a
-    generator for each request, which begins anew."""
+    """True if vLLM's own sampler chooses a token by the request's seed and the token's position in the text. Its newest
+    model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py of 0.27.1; read, not run), so a
+    response that another engine has begun gets the same random numbers as there. The older runner has a new generator
+    for each request."""
     return bool(getattr(engine.vllm_config, "use_v2_model_runner", False))
 
 

@@ -1,7 +1,5 @@
-"""One generation in a vLLM engine's process: decode steps, and between them requests that come and go, and new
-parameters.
-
-The process's main program is in `vllm_host`; the owner's side of a generation in `background_generation`.
+"""One generation in a vLLM engine's process: runs decode steps, and between them adds and withdraws requests and loads
+new parameters. The process's main program is in `vllm_host`.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ class RunningGeneration:
     """A generation from its first request to its end.
 
     Args:
-        weights: takes new parameters.
-        by_seed: whether tokens are drawn by `vllm_sampler`.
-        keys: the keys and values that may be used. Those of earlier generations with the same parameters are among
-            them: another turn of a conversation computes only what is new.
-        sampling: the fields of `base.Sampling`.
+        weights: loads new parameters.
+        by_seed: whether `vllm_sampler` samples the tokens.
+        keys: usable keys and values. They include those of earlier generations with the same parameters, so a further
+            turn of a conversation computes only its new tokens.
+        sampling: fields of `base.Sampling`.
         updates: a value of `base.Updates`.
-        version: of the engine's parameters.
+        version: version of the engine's parameters.
     """
 
     def __init__(
@@ -48,12 +46,8 @@ class RunningGeneration:
         self._requests = RunningRequests(llm, sampling, by_seed, version, keys)
 
     def run(self) -> bool:
-        """Generate for requests that come as messages, until the generation is ended. The samples that a step finishes
-        are sent at once, with the time. When all have finished, wait for more.
-
-        Returns:
-            Whether the engine is to be closed.
-        """
+        """Generate for requests that come as messages, until the generation is ended. Samples are sent when they
+        finish, with the time. When all have finished, wait for more. Returns True if the engine is to be closed."""
         while True:
             if self._requests:
                 self._send(self._requests.step())
@@ -73,7 +67,7 @@ class RunningGeneration:
             self._channel.send("withdrawn", self._requests.withdraw(*arguments))
         elif word == "peek":
             self._channel.send("peeked", self._requests.peek())
-        elif word == "load":  # decoding goes on until the first bucket comes
+        elif word == "load":  # decoding continues until the first bucket comes
             (self._next_version,) = arguments
         elif word in ("bucket", "done"):
             return self._update(message)
@@ -85,14 +79,8 @@ class RunningGeneration:
         return True
 
     def _update(self, first: Message) -> bool:
-        """Take new parameters between two decode steps. Without all of them no step follows: the generation ends.
-
-        Args:
-            first: the first message about them after `load`.
-
-        Returns:
-            Whether the generation goes on.
-        """
+        """Load new parameters between two decode steps, beginning with the message `first`. Returns True if all were
+        loaded; otherwise the generation ends without another step."""
         decodes = bool(self._requests)
         self._send(self._requests.settle())
         problem = self._weights.take(first)
@@ -108,7 +96,7 @@ class RunningGeneration:
         return problem is None
 
     def _recompute_keys(self) -> None:
-        """Drop all keys and values. Those of requests that are decoded are computed again in their next step."""
+        """Drop all keys and values. The next step computes those of running requests again."""
         if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError(
                 "vLLM did not reset its prefix cache, which has keys and values of earlier weights: blocks are in use"

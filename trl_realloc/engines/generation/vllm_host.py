@@ -11,8 +11,8 @@ Messages are tuples whose first element is a word:
 | --- | --- |
 | | `ready` (dtype, wider parameters) once; `failed` (why) at any time, and the end |
 | `load` (version), then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
-| `done` (whether that is all, digests) after the last | `loaded` (problem or None, seconds without steps, unproven) |
-| `generate` (sampling, what a load does to it, version) | |
+| `done` (whether complete, digests) after the last | `loaded` (problem or None, seconds without steps, unproven) |
+| `generate` (sampling, effect of a load, version) | |
 | then `add` (requests)... | `samples` (list, time) and `progress`... while there are unfinished requests |
 | and `withdraw` (indices, least tokens)... | `withdrawn` (list) |
 | and `peek`... | `peeked` (list) |
@@ -54,17 +54,17 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 PARENT = "TRL_REALLOC_PARENT_PID"
-PROGRESS_S = 1.0  # minimum time between two messages of progress
+PROGRESS_S = 1.0  # minimum seconds between two messages of progress
 
-# vLLM's workers import this module as __mp_main__, before vLLM, so this ties them to this process: to the thread of it
-# that started them (`start_workers_in_turn`)
+# vLLM's workers import this module as __mp_main__, before vLLM. This ties them to the thread of the engine's process
+# that started them (`start_workers_in_turn`).
 if __name__ in ("__main__", "__mp_main__"):
     ignore_job_signals()  # the owner ends this process, perhaps after it has saved a checkpoint
     die_with_parent(int(os.environ[PARENT]))
 
 
 class Channel:
-    """The socket to the parent. A thread sends, so that generation does not wait for a parent that is busy."""
+    """The socket to the parent. A thread sends, so that generation does not wait for a busy parent."""
 
     def __init__(self, fd: int) -> None:
         self.connection: Connection[Message, Message] = Connection(fd)
@@ -94,8 +94,8 @@ class Channel:
 
 
 def architecture(model: str) -> dict[str, Any]:
-    """The `architectures` entry of a config that lacks it because no model's `save_pretrained` has written it. Without
-    it vLLM takes some models for encoders."""
+    """The `architectures` entry for a config that lacks it, because no `save_pretrained` has written it. Without it
+    vLLM treats some models as encoders."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = json.loads(Path(model, "config.json").read_text())
@@ -104,8 +104,8 @@ def architecture(model: str) -> dict[str, Any]:
 
 
 def build(settings: dict[str, Any]) -> LLM:
-    """The engine, with dummy weights. One token has been generated, because some models, such as those with a head size
-    of 16 on the CPU, fail only then."""
+    """The engine, with dummy weights. Generates one token, because some models, such as those with a head size of 16 on
+    the CPU, fail only then."""
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
@@ -153,7 +153,7 @@ def build(settings: dict[str, Any]) -> LLM:
 
 
 def cache_bytes(settings: dict[str, Any]) -> int:
-    """Bytes of each process for keys and values, on a CPU."""
+    """Bytes for keys and values in each process on a CPU."""
     if settings["kv_cache_gib"] is not None:
         return int(settings["kv_cache_gib"] * 2**30)
     return cpu_cache_bytes(
@@ -167,16 +167,16 @@ def cache_bytes(settings: dict[str, Any]) -> int:
 
 
 def draws_by_seed(settings: dict[str, Any], on_cpu: bool) -> bool:
-    """True if tokens are drawn by `vllm_sampler` instead of vLLM's own sampler. Always so on a CPU, where vLLM's draws
-    a random number for each token of the vocabulary, and fails on prompts that are prefilled in two steps."""
+    """True if `vllm_sampler` samples the tokens instead of vLLM's own sampler. Always so on a CPU, where vLLM's sampler
+    computes a random number for each token of the vocabulary, and fails on prompts that are prefilled in two steps."""
     return bool(settings["repeatable_sampling"]) or on_cpu
 
 
-_PARTS = ("weights", "kv_cache")  # vLLM's names of what an engine gives back
+_PARTS = ("weights", "kv_cache")  # vLLM's names of the memory that an engine frees
 
 
 class Memory:
-    """Gives the engine's device memory back between its uses, by vLLM's sleep mode. Nothing is given back on a CPU.
+    """Frees the engine's device memory between its uses, by vLLM's sleep mode. Nothing is freed on a CPU.
 
     Args:
         level: 1 keeps the weights in host memory, 2 drops them; the cache is dropped in both cases.
@@ -184,18 +184,18 @@ class Memory:
 
     def __init__(self, llm: LLM, level: int) -> None:
         self._llm, self._level = llm, level
-        self._asleep: set[str] = set()  # the parts that have been given back
+        self._asleep: set[str] = set()  # the freed parts
 
     def sleep(self) -> None:
         if self._asleep != {*_PARTS}:
-            self.wake(*_PARTS)  # vLLM lets an engine of which a part is asleep be as it is
+            self.wake(*_PARTS)  # vLLM does nothing for an engine that is partly asleep
             if self._level == 2:
                 self._llm.collective_rpc("keep_plain_tensors")
             self._llm.sleep(level=self._level)
             self._asleep = {*_PARTS}
 
     def wake(self, *parts: str) -> list[str]:
-        """Take the memory of these parts, `weights` or `kv_cache`, again. Returns those that had been given back."""
+        """Take the memory of these parts, `weights` or `kv_cache`, again. Returns the parts that had been freed."""
         missing = [part for part in parts if part in self._asleep]
         if missing:
             self._llm.wake_up(tags=missing)
@@ -206,8 +206,8 @@ class Memory:
 
 
 def ended_workers(workers: Sequence[BaseProcess], wait_s: float = 0.0) -> str:
-    """A description of vLLM's workers that have ended, and how; an empty string if all are running."""
-    by_sentinel = {worker.sentinel: worker for worker in workers}  # a worker may be given twice, which `wait` refuses
+    """A description of vLLM's workers that have ended, and how; empty if all are running."""
+    by_sentinel = {worker.sentinel: worker for worker in workers}  # removes duplicates, which `wait` refuses
     ready = wait(list(by_sentinel), wait_s)
     ended = [worker for sentinel, worker in by_sentinel.items() if sentinel in ready]
     deadline = time.monotonic() + 10.0
@@ -224,8 +224,8 @@ def _ending(code: int | None) -> str:
 
 
 def tie_to_workers(channel: Channel) -> threading.Event:
-    """End this process when one of vLLM's workers ends, because vLLM would wait for its answer. Not once the returned
-    event is set."""
+    """End this process when one of vLLM's workers ends, because vLLM would wait for its answer. Setting the returned
+    event turns this off."""
     workers = multiprocessing.active_children()
     closing = threading.Event()
 
@@ -307,7 +307,7 @@ def main() -> None:
         closing.set()
     except BaseException as error:
         traceback.print_exc()
-        # vLLM may raise because a worker has ended, before or after the thread of `tie_to_workers` finds it
+        # vLLM may raise because a worker has ended, before or after the thread of `tie_to_workers` notices it
         reason = ended_workers(multiprocessing.active_children() + workers, 1.0 if workers else 0.0)
         channel.send("failed", reason or f"{type(error).__name__}: {error}")
         channel.flush()

@@ -1,7 +1,5 @@
-"""The unfinished requests of one generation inside vLLM, how their tokens are drawn, and the versions of the parameters
-that drew them.
-
-When they decode, come and go is decided in `vllm_generation`.
+"""The unfinished requests of a generation inside vLLM, their sampling parameters, and the parameter versions of their
+tokens. `vllm_generation` decides when they decode, start and stop.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ class Request:
     """One sample to continue.
 
     Args:
-        prompt: with the tokens that the response has begun with.
-        begun: number of these tokens.
-        limit: most tokens of the response, with these.
+        prompt: token ids of the prompt and of the response so far.
+        begun: number of the response's tokens in it.
+        limit: most tokens of the response, including these.
     """
 
     index: int
@@ -43,19 +41,18 @@ class Request:
     limit: int
 
 
-# index, tokens drawn here, their log-probabilities and versions
+# index, tokens sampled here, their log-probabilities and versions
 Partial = tuple[int, list[int], list[float], list[Run]]
-# the same, and: whether it stopped, tokens of the prompt that were in the prefix cache
+# the same, and: whether it stopped, number of prompt tokens that were in the prefix cache
 Sample = tuple[int, list[int], list[float], list[Run], bool, int]
 
 
 class CachedKeys:
-    """Salt that separates the keys and values of the engine's present parameters in vLLM's prefix cache from older
-    ones: vLLM reuses for a request only those of requests with the same salt. Others stay in the cache until it needs
-    their memory.
+    """Salt that separates the keys and values of the current parameters in vLLM's prefix cache from older ones: vLLM
+    reuses only those of requests with the same salt. Others stay in the cache until it needs their memory.
 
     Attributes:
-        salt: of requests that are given to vLLM now.
+        salt: salt of new requests.
     """
 
     def __init__(self) -> None:
@@ -63,23 +60,20 @@ class CachedKeys:
         self.salt = next(self._numbers)
 
     def drop(self) -> None:
-        """The parameters are others, or the cache's memory has been given back: later requests find nothing."""
+        """Make later requests find nothing, because the parameters changed or the cache's memory was freed."""
         self.salt = next(self._numbers)
 
 
 def sampling_arguments(llm: LLM, sampling: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of vLLM's `SamplingParams` that all requests of a generation share.
-
-    Args:
-        sampling: the fields of `base.Sampling`.
-    """
+    """The arguments of vLLM's `SamplingParams` that all requests of a generation share, from the fields of
+    `base.Sampling`."""
     extra, structured = dict(sampling["extra"]), None
     if sampling["regex"] is not None:
         structured = StructuredOutputsParams(regex=sampling["regex"])
-    elif given := extra.pop("structured_outputs", None):
-        structured = StructuredOutputsParams(**given)
+    elif options := extra.pop("structured_outputs", None):
+        structured = StructuredOutputsParams(**options)
     stops = set(sampling["stop_token_ids"])
-    if structured is not None:  # where a grammar has ended, it allows the tokenizer's eos token alone
+    if structured is not None:  # after its end a grammar allows only the tokenizer's eos token
         eos = llm.get_tokenizer().eos_token_id
         if eos is None:
             raise ValueError("the tokenizer has no eos token, and a response with structured outputs ends with it")
@@ -88,7 +82,7 @@ def sampling_arguments(llm: LLM, sampling: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
         "stop_token_ids": sorted(stops),
-        "ignore_eos": True,  # the eos token of the model's config, which may be another one
+        "ignore_eos": True,  # the eos token of the model's config may differ
         "structured_outputs": structured,
         "detokenize": bool(extra.get("stop")),
         "logprobs": 0,
@@ -101,7 +95,7 @@ def sampling_arguments(llm: LLM, sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_not_sampled(llm: LLM, sampling: dict[str, Any]) -> str | None:
-    """The reason why vLLM refuses requests with this sampling; `None` if it takes them. No generation may run."""
+    """The reason why vLLM refuses requests with this sampling; `None` if it accepts them. No generation may run."""
     try:
         params = SamplingParams(**sampling_arguments(llm, sampling), max_tokens=sampling["max_tokens"])
         llm.llm_engine.add_request("check", {"type": "token", "prompt_token_ids": [0]}, params)
@@ -112,13 +106,9 @@ def why_not_sampled(llm: LLM, sampling: dict[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A request that vLLM has.
-
-    Args:
-        length: of its prompt, tokens, less the number of decode steps before it came: after so many steps in all it has
-            the sum of the two.
-    """
+class _Submitted:
+    """A request that was submitted to vLLM. `length` is its prompt's number of tokens minus the number of decode steps
+    before it; adding the current number of steps gives its tokens now."""
 
     request: Request
     marks: VersionMarks
@@ -126,18 +116,18 @@ class _Given:
 
 
 class RunningRequests:
-    """The unfinished requests. vLLM gets as many as it may decode at the same time. The others wait here, so that an
-    update of the parameters finds no long queue in vLLM.
+    """The unfinished requests. vLLM gets as many as it may decode at the same time. The others wait here, so that vLLM
+    has no long queue when the parameters are updated.
 
     Args:
-        sampling: the fields of `base.Sampling`.
-        by_seed: whether tokens are drawn by `vllm_sampler`.
-        version: of the engine's parameters.
-        keys: the keys and values that may be used.
+        sampling: fields of `base.Sampling`.
+        by_seed: whether `vllm_sampler` samples the tokens.
+        version: version of the engine's parameters.
+        keys: usable keys and values.
 
     Attributes:
-        step_ended: when the last decode step ended; seconds of `time.monotonic`.
-        times: of the decode steps. Those that read prompts are left out.
+        step_ended: end of the last decode step, seconds of `time.monotonic`.
+        times: durations of the decode steps, except those that read prompts.
     """
 
     def __init__(self, llm: LLM, sampling: dict[str, Any], by_seed: bool, version: int, keys: CachedKeys) -> None:
@@ -147,27 +137,27 @@ class RunningRequests:
         self._most = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._version = version
         self.step_ended, self.times = time.monotonic(), DecodeTimes()
-        self._reading = 0  # steps that may read a prompt: the next one, and another one where two are under way
-        self._steps, self._lengths = 0, 0  # decode steps, and the sum of the `length` of the requests that vLLM has
-        # The name of a request in vLLM is used once: vLLM may still be computing a token of the one that was withdrawn
-        # when the request comes back.
+        self._reading = 0  # steps that may read a prompt: the next one, and another one if two are in progress
+        self._steps, self._lengths = 0, 0  # decode steps, and the sum of the `length` of the requests in vLLM
+        # A request's name in vLLM is used once: vLLM may still be computing a token of a withdrawn request when the
+        # request comes back.
         self._names = map(str, itertools.count())
         self._waiting: OrderedDict[int, Request] = OrderedDict()  # by index
-        self._given: dict[str, _Given] = {}  # by name
+        self._submitted: dict[str, _Submitted] = {}  # by name
         self._name_of: dict[int, str] = {}  # by index
 
     def __bool__(self) -> bool:
-        return bool(self._given or self._waiting)
+        return bool(self._submitted or self._waiting)
 
     def add(self, requests: Iterable[tuple[int, list[int], int, int, int]]) -> None:
-        """Add requests, as the fields of `Request`."""
+        """Add requests, given as the fields of `Request`."""
         self._waiting.update((request.index, request) for request in itertools.starmap(Request, requests))
 
     def step(self) -> list[Sample]:
-        """Decode one token of each running request. Returns the samples that this has finished."""
-        while self._waiting and len(self._given) < self._most:
+        """Decode one token of each running request. Returns the samples that have finished."""
+        while self._waiting and len(self._submitted) < self._most:
             self._give(self._waiting.popitem(last=False)[1])
-        before, samples = self.step_ended, len(self._given)
+        before, samples = self.step_ended, len(self._submitted)
         cached = self._lengths + samples * self._steps
         finished = self._finished(self._engine.step())
         self._steps += 1
@@ -178,22 +168,22 @@ class RunningRequests:
         return finished
 
     def settle(self) -> list[Sample]:
-        """Wait for the decode steps that are under way. Returns the samples that they have finished."""
+        """Wait for the decode steps in progress. Returns the samples that they have finished."""
         return self._finished(drain(self._engine))
 
     def withdraw(self, indices: Sequence[int], least_tokens: int) -> list[Partial]:
-        """Abort these requests, except those that have finished and those with fewer than `least_tokens` tokens left.
+        """Abort these requests, except finished ones and those with fewer than `least_tokens` tokens left.
 
-        With asynchronous scheduling (vLLM's default on a GPU) the next decode step has been launched already. vLLM
-        drops its tokens of requests that have been aborted (`Scheduler.update_from_output`). They are not in what is
-        returned here, so the engine that goes on draws them again, with the same random numbers: the last token of a
-        sample may be computed twice, and none is lost or counted twice.
+        With asynchronous scheduling (vLLM's default on a GPU) the next decode step has already been launched. vLLM
+        drops its tokens of aborted requests (`Scheduler.update_from_output`). They are not returned here, so the next
+        engine samples them again with the same random numbers: the last token of a sample may be computed twice, but
+        none is lost or counted twice.
 
         Returns:
-            What was drawn of each here.
+            The tokens of each request that were sampled here.
         """
-        found = [index for index in indices if index in self._waiting or index in self._name_of]
-        withdrawn = [self._partial(index) for index in found]
+        active = [index for index in indices if index in self._waiting or index in self._name_of]
+        withdrawn = [self._partial(index) for index in active]
         withdrawn = [part for part in withdrawn if self._left(part) >= least_tokens]
         self._abort([self._name_of[index] for index, *_ in withdrawn if index in self._name_of])
         for index, *_ in withdrawn:
@@ -201,38 +191,37 @@ class RunningRequests:
         return withdrawn
 
     def peek(self) -> list[Partial]:
-        """The tokens drawn so far of each request in this process."""
+        """The tokens of each request that were sampled here so far."""
         return [self._partial(index) for index in (*self._name_of, *self._waiting)]
 
     def end(self) -> None:
-        """Abort all requests, and wait for the decode step that is under way."""
+        """Abort all requests, and wait for the decode steps in progress."""
         self._waiting.clear()
-        self._abort(list(self._given))
+        self._abort(list(self._submitted))
         drain(self._engine)
 
     def updated(self, version: int, keep: bool) -> None:
-        """The engine has new parameters. No decode step is under way.
+        """Set the version of new parameters. No decode step is in progress.
 
         Args:
-            keep: whether keys and values of the parameters before are kept. Then requests that have no token yet begin
-                anew.
+            keep: whether keys and values of the earlier parameters are kept. Requests without a token then start anew.
         """
         self._version = version
-        drawn = {name: count_drawn(self._engine, name) for name in self._given}
+        counts = {name: count_drawn(self._engine, name) for name in self._submitted}
         if keep:
-            without = [name for name, count in drawn.items() if not count]
-            anew = [self._given[name].request for name in without]
+            without = [name for name, count in counts.items() if not count]
+            anew = [self._submitted[name].request for name in without]
             self._abort(without)
             for request in reversed(anew):
                 self._waiting[request.index] = request
                 self._waiting.move_to_end(request.index, last=False)
-        for name, given in self._given.items():
-            given.marks.change(drawn[name], version)
+        for name, submitted in self._submitted.items():
+            submitted.marks.change(counts[name], version)
 
     def _give(self, request: Request) -> None:
         name, most = next(self._names), request.limit - request.begun
         arguments = self._arguments
-        if arguments.get("min_tokens", 0) > most:  # the context has no room for so many, and vLLM would refuse it
+        if arguments.get("min_tokens", 0) > most:  # more than the context has room for, which vLLM would refuse
             arguments = {**arguments, "min_tokens": most}
         params = SamplingParams(
             **arguments,
@@ -241,12 +230,11 @@ class RunningRequests:
         )
         prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": self._keys.salt}
         self._engine.add_request(name, prompt, params)
-        given = _Given(request, VersionMarks(self._version), len(request.prompt) - self._steps)
-        self._given[name], self._name_of[request.index] = given, name
-        self._reading, self._lengths = 2, self._lengths + given.length
+        submitted = _Submitted(request, VersionMarks(self._version), len(request.prompt) - self._steps)
+        self._submitted[name], self._name_of[request.index] = submitted, name
+        self._reading, self._lengths = 2, self._lengths + submitted.length
 
     def _finished(self, outputs: Sequence[RequestOutput]) -> list[Sample]:
-        """The samples of vLLM's outputs of a step, which has just ended."""
         self.step_ended = time.monotonic()
         samples = []
         for output in outputs:
@@ -254,18 +242,17 @@ class RunningRequests:
             stopped = sample.finish_reason == "stop"
             if not stopped and sample.finish_reason != "length":  # vLLM aborted the request
                 raise RuntimeError(f"vLLM ended request {output.request_id} early: {sample.finish_reason}")
-            tokens, given = list(sample.token_ids), self._let_go(output.request_id)
-            index = given.request.index
-            runs, cached = given.marks.runs(len(tokens)), output.num_cached_tokens or 0
+            tokens, submitted = list(sample.token_ids), self._let_go(output.request_id)
+            index = submitted.request.index
+            runs, cached = submitted.marks.runs(len(tokens)), output.num_cached_tokens or 0
             samples.append((index, tokens, sample.logprobs.logprobs, runs, stopped, cached))
         return samples
 
     def _request(self, index: int) -> Request:
         name = self._name_of.get(index)
-        return self._waiting[index] if name is None else self._given[name].request
+        return self._waiting[index] if name is None else self._submitted[name].request
 
     def _left(self, part: Partial) -> int:
-        """The number of tokens until the request's limit."""
         request = self._request(part[0])
         return request.limit - request.begun - len(part[1])
 
@@ -274,16 +261,16 @@ class RunningRequests:
         if name is None:
             return index, [], [], []
         tokens, logprobs = drawn_so_far(self._engine, name)
-        return index, tokens, logprobs, self._given[name].marks.runs(len(tokens))
+        return index, tokens, logprobs, self._submitted[name].marks.runs(len(tokens))
 
     def _abort(self, names: Sequence[str]) -> None:
         abort(self._engine, names)
         for name in names:
             self._let_go(name)
 
-    def _let_go(self, name: str) -> _Given:
-        """A request that vLLM no longer has."""
-        given = self._given.pop(name)
-        del self._name_of[given.request.index]
-        self._lengths -= given.length
-        return given
+    def _let_go(self, name: str) -> _Submitted:
+        """Remove a request that has left vLLM."""
+        submitted = self._submitted.pop(name)
+        del self._name_of[submitted.request.index]
+        self._lengths -= submitted.length
+        return submitted

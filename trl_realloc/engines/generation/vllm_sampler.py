@@ -1,7 +1,5 @@
-"""Draws tokens by each sample's seed inside vLLM's worker, in place of vLLM's sampler.
-
-vLLM loads this module (`logits_processors`), so it imports little of this package. The arithmetic is in `token_draw`,
-weights are in `vllm_worker`.
+"""Samples tokens by each sample's seed inside vLLM's worker, in place of vLLM's sampler. vLLM loads this module
+(`logits_processors`), so it imports little of this package. The arithmetic is in `token_draw`.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class SeededRows(LogitsProcessor):
-    """Keeps the random numbers of each request as vLLM moves it between the rows of its batch. Does not change logits.
+    """Stores the random numbers of each request as vLLM moves it between the rows of its batch. Does not change logits.
 
-    vLLM's per-request seeds are not used: on the CPU they draw a random number for each token of the vocabulary (57 of
-    70 ms per step with 64 rows of 32,000; this class takes 0.8 ms), and a prompt that is prefilled in two steps raises,
-    because generators on the CPU have no offset that could be reset.
+    vLLM's per-request seeds are not used: on the CPU they generate a random number for each token of the vocabulary (57
+    of 70 ms per step with 64 rows of 32,000; this class takes 0.8 ms), and a prompt that is prefilled in two steps
+    raises, because CPU generators have no offset that could be reset.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.rows: dict[int, tuple[np.ndarray[Any, Any], list[int]]] = {}  # row -> (uniforms, tokens drawn so far)
+        self.rows: dict[int, tuple[np.ndarray[Any, Any], list[int]]] = {}  # row -> (uniforms, tokens sampled so far)
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
@@ -57,7 +55,7 @@ class SeededDraw(nn.Module):
     """Replaces vLLM's `TopKTopPSampler`: maps one uniform number per token through the inverse of the cumulative
     distribution, so a sample depends on its seed and not on the other samples.
 
-    vLLM's sampler has applied the masks of structured outputs, penalties, temperature and min-p before, in this order.
+    Before it, vLLM's sampler applies the masks of structured outputs, penalties, temperature and min-p, in this order.
     """
 
     def __init__(self, rows: SeededRows) -> None:
@@ -65,16 +63,16 @@ class SeededDraw(nn.Module):
         self.rows = rows
 
     def forward(self, logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Draw one token per row.
+        """Sample one token per row.
 
         Args:
             logits: (rows, vocabulary) float32, after temperature and min-p.
-            k: (rows,) of top-k, the size of the vocabulary for all tokens; `None` if no row has one.
-            p: (rows,) of top-p; `None` if no row has one.
+            k: (rows,) top-k, the size of the vocabulary for all tokens; `None` if no row has one.
+            p: (rows,) top-p; `None` if no row has one.
 
         Returns:
-            The tokens (rows,) int64, and all log-probabilities (rows, vocabulary) under the distribution that they are
-            drawn from: -inf for tokens that could not be drawn.
+            The tokens (rows,) int64, and all log-probabilities (rows, vocabulary) of the sampling distribution: -inf
+            for excluded tokens.
         """
         if k is not None:
             logits = keep_top(logits, k)

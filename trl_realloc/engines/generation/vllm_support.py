@@ -1,7 +1,5 @@
-"""Abilities of the installed vLLM: whether there is one, the models it serves, and the arguments of its engine that a
-user may set. Does not import vLLM.
-
-The engine itself is in `vllm`.
+"""Abilities of the installed vLLM: whether it is installed, the models it serves, and the engine arguments that a user
+may set. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# families that vLLM 0.26 and 0.27 generate with the embedding as the head, whatever their config says
+# families for which vLLM 0.26 and 0.27 use the embedding as the head, whatever their config says
 _TIED = ("cohere", "cohere2", "cohere2_moe", "gemma", "gemma2", "gemma3n_text", "mpt")
-_CPU_BLOCK = 128  # tokens of a block of keys and values on the CPU, of vLLM 0.26 to 0.33
+_CPU_BLOCK = 128  # tokens per block of keys and values on the CPU, in vLLM 0.26 to 0.33
 MAX_CPU_CACHE = 2**30  # bytes
 
 
@@ -47,16 +45,16 @@ def why_not_served(config: PretrainedConfig, on_cpu: bool) -> str | None:
     heads = getattr(text, "num_attention_heads", None)
     if not on_cpu or not heads or getattr(text, "kv_lora_rank", None) is not None:
         return None
-    size, known = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads, cpu_head_sizes()
-    if not size or not known or size in known:
+    size, sizes = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads, cpu_head_sizes()
+    if not size or not sizes or size in sizes:
         return None
-    return f"on a CPU vLLM has attention for heads of {', '.join(map(str, known))}, not for this model's {size}"
+    return f"on a CPU vLLM has attention for heads of {', '.join(map(str, sizes))}, not for this model's {size}"
 
 
 @functools.cache
 def cpu_head_sizes() -> tuple[int, ...]:
-    """The sizes of heads for which the installed vLLM has attention on a CPU, from its source; empty where that cannot
-    be read, so that vLLM itself refuses one."""
+    """The head sizes that the installed vLLM's CPU attention supports, from its source; empty if it cannot be read, so
+    that vLLM itself refuses one."""
     backend = _class("v1/attention/backends/cpu_attn.py", "CPUAttentionBackend")
     for function in [] if backend is None else backend.body:
         if isinstance(function, ast.FunctionDef) and function.name == "get_supported_head_sizes":
@@ -70,8 +68,8 @@ def engine_slots(samples: int, settings: Mapping[str, Any]) -> int:
     """Number of samples that an engine decodes at once; the others wait.
 
     Args:
-        settings: of the engine, with the user's `engine_kwargs`. vLLM decodes no more samples than it has tokens in a
-            forward.
+        settings: the engine's settings, with the user's `engine_kwargs`. vLLM decodes at most as many samples as a
+            forward has tokens.
     """
     tokens = (settings.get("engine_kwargs") or {}).get("max_num_batched_tokens")
     return min(samples, MAX_SLOTS, tokens if isinstance(tokens, int) and tokens > 0 else MAX_SLOTS)
@@ -86,24 +84,24 @@ def cpu_cache_bytes(
     tp: int = 1,
     engine_kwargs: Mapping[str, object] | None = None,
 ) -> int:
-    """Bytes for keys and values that an engine on the CPU takes in each process: what all of its samples need at their
-    greatest length, at most 1 GiB, at least what one needs. vLLM uses its blocks in turn, so all that it is given is
-    in use after some batches.
+    """Bytes for keys and values that a CPU engine takes in each process: the need of all of its samples at their
+    greatest length, at most 1 GiB, at least the need of one sample. vLLM cycles through its blocks, so all memory is in
+    use after some batches.
 
     Args:
-        config: the model's. Of a family that is not in `model_spec.FAMILIES`, whose layers may keep something else,
-            1 GiB.
-        dtype: of the keys and values, such as "float32".
-        samples: the most that are generated at the same time.
-        tokens: the most of a prompt and its response.
-        engine_kwargs: the user's arguments of vLLM's engine. As they may change the cache, 1 GiB if there are any.
+        config: the model's config. 1 GiB for a family that is not in `model_spec.FAMILIES`, whose layers may store
+            something else.
+        dtype: dtype of the keys and values, such as "float32".
+        samples: most samples that are generated at the same time.
+        tokens: most tokens of a prompt and its response.
+        engine_kwargs: the user's arguments of vLLM's engine. 1 GiB if there are any, as they may change the cache.
     """
     if config.get("model_type") not in FAMILIES or engine_kwargs:
         return MAX_CPU_CACHE
     spec = ModelSpec.from_config(config, bytes_per_element=2 if "16" in dtype else 4)
     of_token = spec.kv_bytes_per_token // spec.kv_heads * math.ceil(spec.kv_heads / tp)
     of_sample, of_block = math.ceil(tokens / _CPU_BLOCK), _CPU_BLOCK * of_token
-    most = max(MAX_CPU_CACHE // of_block, of_sample + 1)  # blocks, of which vLLM keeps one for itself
+    most = max(MAX_CPU_CACHE // of_block, of_sample + 1)  # blocks, one of which vLLM reserves
     return min(samples * of_sample + 1, most) * of_block
 
 
@@ -122,7 +120,7 @@ _OFFLOAD = "vLLM would go on with the copy of the weights that it made at its st
 _EXPERTS = "vLLM would load the experts of the next weights where they were before it moved them; leave it out"
 _OWN = "this package uses it to load weights and to draw tokens; leave it out"
 
-# Arguments that are decided elsewhere: why, and what to set instead.
+# Arguments that the user cannot set: the reason, and what to set instead.
 RESERVED_ENGINE_ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("model", "model_weights", "served_model_name", "hf_config_path", "hf_overrides"), _POLICY),
     **dict.fromkeys(("runner", "convert", "config_format", "model_class_overrides", "pooler_config"), _POLICY),
@@ -165,7 +163,7 @@ def engine_argument_problems(arguments: object, on_cpu: bool, setting: str = "vl
 
     Args:
         on_cpu: whether engines run on the CPU.
-        setting: where the user has set them.
+        setting: name of the user's setting.
     """
     if not isinstance(arguments, Mapping):
         return [f"{setting} is a mapping like {{max_num_seqs: 128}}, or None, not {shown(arguments)}."]
@@ -173,10 +171,10 @@ def engine_argument_problems(arguments: object, on_cpu: bool, setting: str = "vl
         RESERVED_ENGINE_ARGUMENTS if on_cpu else {**RESERVED_ENGINE_ARGUMENTS, "kv_cache_memory_bytes": _CACHE_BYTES}
     )
     problems = [f"{setting} cannot set {name}: {reserved[name]}." for name in arguments if name in reserved]
-    known = engine_argument_names()
-    if known:
+    names = engine_argument_names()
+    if names:
         unknown = [name for name in arguments if name not in reserved]
-        problems += unknown_keys(unknown, sorted({*known} - {*reserved}), f"{setting}: vLLM's engine has no argument")
+        problems += unknown_keys(unknown, sorted({*names} - {*reserved}), f"{setting}: vLLM's engine has no argument")
     for name, value in arguments.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -187,33 +185,29 @@ def engine_argument_problems(arguments: object, on_cpu: bool, setting: str = "vl
 
 @functools.cache
 def engine_argument_names() -> tuple[str, ...]:
-    """The names of the arguments of vLLM's engine, from the source of the installed release; empty where that cannot be
+    """The names of the arguments of vLLM's engine, from the source of the installed release; empty if it cannot be
     read, so that the engine itself refuses a wrong one."""
     return annotated_fields("engine/arg_utils.py", "EngineArgs")
 
 
 def annotated_fields(file: str, name: str) -> tuple[str, ...]:
-    """The public fields of a class of the installed vLLM, from its source; empty where that cannot be read.
+    """The public fields of a class of the installed vLLM, from its source; empty if it cannot be read.
 
     Args:
         file: path in the package.
-        name: of the class.
+        name: name of the class.
     """
-    found = _class(file, name)
+    definition = _class(file, name)
     names = [
         field.target.id
-        for field in ([] if found is None else found.body)
+        for field in ([] if definition is None else definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
     return tuple(name for name in names if not name.startswith("_"))
 
 
 def _class(file: str, name: str) -> ast.ClassDef | None:
-    """A class of the installed vLLM, from its source; `None` where that cannot be read.
-
-    Args:
-        file: path in the package.
-    """
+    """A class of the installed vLLM, from its source; `None` if it cannot be read. `file` is a path in the package."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None

@@ -1,6 +1,5 @@
-"""Takes the parameters that the trainer sends into vLLM, bucket by bucket, and proves that they lie there. When that
-happens is decided in `vllm_host` and, during a generation, in `vllm_generation`; what a worker does with a bucket is in
-`vllm_worker`, what it knows of the weights that lie in it in `weight_proof`."""
+"""Loads the trainer's parameters into vLLM, bucket by bucket, and verifies that the workers hold them. `vllm_worker`
+handles a bucket in a worker, `weight_proof` computes the digests of its weights."""
 
 from __future__ import annotations
 
@@ -30,13 +29,14 @@ class EngineChannel(Protocol):
 
 
 class WeightUpdates:
-    """The updates of an engine's weights, and the proof that the latest one lies in its workers.
+    """The updates of an engine's weights, and the proof that its workers hold the latest one.
 
     Args:
-        slots: the file descriptors of the shared memory.
+        slots: file descriptors of the shared memory.
 
     Attributes:
-        unproven: the tensors of the latest update of which the model has no part, or only values that it computes.
+        unproven: tensors of the latest update that the model does not hold, or from which it holds only computed
+            values.
     """
 
     def __init__(self, llm: LLM, channel: EngineChannel, slots: Sequence[int]) -> None:
@@ -45,13 +45,13 @@ class WeightUpdates:
         self.unproven: list[str] = []
 
     def take(self, first: Message) -> str | None:
-        """Load buckets as they arrive, through vLLM's weight-transfer interface. No decode step may be under way.
+        """Load buckets as they arrive, through vLLM's weight-transfer interface. No decode step may be in progress.
 
         Args:
             first: the first message: `bucket` or `done`.
 
         Returns:
-            Why the engine does not have all parameters as they were sent; `None` if it has.
+            The reason why the engine does not have all parameters as they were sent; `None` if it has.
         """
         self._sent, received = None, set[str]()
         self._llm.start_weight_update()
@@ -79,10 +79,10 @@ class WeightUpdates:
         return problem
 
     def prove_again(self) -> None:
-        """Compare what lies in the workers with what was sent last, after their memory was given back and taken again.
+        """Compare the workers' weights with those sent last, after their memory was freed and taken again.
 
         Raises:
-            RuntimeError: the weights are other ones.
+            RuntimeError: the weights differ.
         """
         if self._sent is None:
             raise RuntimeError("the engine woke without weights, and got none")
@@ -93,11 +93,11 @@ class WeightUpdates:
 
 
 def difference(sent: Mapping[str, int], answers: Sequence[WorkerAnswer]) -> str | None:
-    """A sentence that says how the workers' weights differ from what was sent; `None` if they do not.
+    """A sentence that says how the workers' weights differ from those sent; `None` if they do not.
 
     Args:
-        sent: the digests of whole tensors.
-        answers: of all workers of the engine. A part that several workers hold must be the same in each.
+        sent: digests of whole tensors.
+        answers: answers of all workers of the engine. A part that several workers hold must be the same in each.
     """
     wrong: dict[str, str] = {}
     for name, digest in sent.items():
@@ -105,7 +105,7 @@ def difference(sent: Mapping[str, int], answers: Sequence[WorkerAnswer]) -> str 
         for answer in answers:
             for key, number in answer.digests.get(name, ()):
                 parts.setdefault(key, set()).add(number)
-        if len(parts) > 1:  # of a worker without a part of it, which has seen it arrive
+        if len(parts) > 1:  # the whole tensor, from a worker that received it but holds no part of it
             parts.pop((), None)
         if any(len(numbers) > 1 for numbers in parts.values()):
             differing = next(numbers for numbers in parts.values() if len(numbers) > 1)

@@ -1,8 +1,5 @@
-"""Extensions that run inside vLLM's worker: loading weights from memory shared with the trainer, in host memory or on
-the GPU.
-
-vLLM loads this module (`worker_extension_cls`). The engine that is extended is created and driven in `vllm_host`.
-Drawing tokens by seed is in `vllm_sampler`.
+"""Extensions that run inside vLLM's worker: load weights from memory shared with the trainer, in host memory or on the
+GPU. vLLM loads this module (`worker_extension_cls`); `vllm_host` creates and drives the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ BACKEND = "trl_realloc"  # name of the class below in vLLM's registry of weight-
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """Empty: the first bucket needs no setup."""
+    """Empty: no setup is needed before the first bucket."""
 
 
 @dataclass
@@ -53,8 +50,8 @@ class SharedMemoryBucket(WeightTransferUpdateInfo):
     Args:
         path: the file to map: /proc/<pid>/fd/<fd> of a memfd.
         size: used bytes.
-        tensors: for each tensor its checkpoint name, the name of its torch dtype, its shape and its offset in bytes.
-        handle: for a bucket on the worker's GPU, see `weight_buffers.Handle`.
+        tensors: (checkpoint name, name of the torch dtype, shape, offset in bytes) of each tensor.
+        handle: `weight_buffers.Handle` of a bucket on the worker's GPU.
     """
 
     path: str
@@ -65,10 +62,10 @@ class SharedMemoryBucket(WeightTransferUpdateInfo):
 
 class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryBucket]):
     """Loads parameters from buckets in shared memory or on the GPU, with additional memory for about one layer. A
-    worker of a tensor group copies its parts alone.
+    worker of a tensor-parallel group copies only its parts.
 
-    Never raises: with several workers vLLM would leave the other workers' answers in their queues and read them as
-    answers to the next request. The error is in `problem`.
+    Never raises; errors are in `problem`. With several workers, vLLM would otherwise leave the other workers' answers
+    in their queues and read them as answers to the next request.
     """
 
     init_info_cls = SharedMemoryInit
@@ -96,7 +93,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
             memory = self._memory(update_info)
             assert self.weights is not None, "an update has begun"
             loaded = self.weights.load([_sent(*tensor) for tensor in update_info.tensors], memory)
-            self._loaded |= self._expected if loaded is None else loaded  # some models do not say
+            self._loaded |= self._expected if loaded is None else loaded  # some models do not report it
             copy_pending(self.model, memory)  # the next bucket overwrites the memory
             if update_info.handle is not None:
                 torch.cuda.synchronize(self.device)  # finish copying before the bucket is filled again
@@ -107,8 +104,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         return {name for name, _ in self.model.named_parameters()}
 
     def _memory(self, bucket: SharedMemoryBucket) -> Tensor:
-        """The memory of the bucket's slot. A slot on the GPU stays open until it comes with another handle, or until
-        the update ends."""
+        """The memory of the bucket's slot. A slot on the GPU stays open until its handle changes or the update ends."""
         if bucket.handle is None:
             return torch.from_file(bucket.path, shared=True, size=bucket.size, dtype=torch.uint8)
         if bucket.path not in self._opened or self._opened[bucket.path][0] != bucket.handle:
@@ -122,9 +118,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
             missing |= {f"part of {name}" for name in incomplete_layers(self.model)}
             empty = sorted(unloaded_parameters(self.model, self._expected - missing))
             finalize_layerwise_reload(self.model, self.model_config)
-            for layer in _tied_layers(
-                self.model
-            ):  # a tied head is not loaded, so its packed copy on the CPU has the old weights
+            # a tied head is not loaded, so its packed copy on the CPU has the old weights
+            for layer in _tied_layers(self.model):
                 layer.quant_method.process_weights_after_loading(layer)
             if missing and self.problem is None:
                 self.problem = f"no bucket held {', '.join(sorted(missing)[:8])} ({len(missing)} in all)."
@@ -151,17 +146,17 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
 
 
 def plain_tensors(model: nn.Module, device: torch.device) -> list[Tensor]:
-    """The small tensors on a device that modules, and the objects that compute attention for them (`impl`), have as
-    attributes and not as parameters or buffers: the slopes of ALiBi, factors of embeddings. Without views of parameters
-    and buffers, and without keys and values."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[int, Tensor] = {}
+    """The small tensors on a device that are attributes of modules, or of their attention objects (`impl`), but neither
+    parameters nor buffers: the slopes of ALiBi, factors of embeddings. Without views of parameters and buffers, and
+    without keys and values."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    tensors: dict[int, Tensor] = {}
     for module in model.modules():
         for owner in (module, module.__dict__.get("impl")):
             values = (value for name, value in getattr(owner, "__dict__", {}).items() if name != "kv_cache")
-            found |= {id(value): value for value in values if isinstance(value, Tensor) and value.device == device}
-    small = (tensor for tensor in found.values() if tensor.nbytes <= MAX_PLAIN)
-    return [tensor for tensor in small if tensor.untyped_storage().data_ptr() not in known]
+            tensors |= {id(value): value for value in values if isinstance(value, Tensor) and value.device == device}
+    small = (tensor for tensor in tensors.values() if tensor.nbytes <= MAX_PLAIN)
+    return [tensor for tensor in small if tensor.untyped_storage().data_ptr() not in storages]
 
 
 def _tied_layers(model: nn.Module) -> list[Any]:
@@ -197,7 +192,7 @@ class RolloutWorker:
         replace_draw(self.model_runner, SeededRows, SeededDraw)
 
     def share_cores(self) -> None:
-        """See `wait_without_yielding`. Called once, after the engine's start."""
+        """Call `wait_without_yielding`. Called once, after the engine's start."""
         wait_without_yielding()
 
     def weight_dtypes(self) -> tuple[str, list[str]]:
@@ -211,17 +206,17 @@ class RolloutWorker:
         return str(dtype).removeprefix("torch."), wider
 
     def keep_plain_tensors(self) -> None:
-        """Copy `plain_tensors` to host memory. vLLM's sleep mode of level 2 drops them, and brings back buffers alone
+        """Copy `plain_tensors` to host memory. vLLM's sleep mode of level 2 drops them, and restores only buffers
         (v1/worker/gpu_worker.py of 0.27.1; read, not run)."""
         self._plain = [(tensor, tensor.cpu()) for tensor in plain_tensors(self.model_runner.model, self.device)]
 
     def restore_plain_tensors(self) -> None:
-        """Undo the loss of what `keep_plain_tensors` has copied."""
+        """Restore the tensors that `keep_plain_tensors` has copied."""
         for tensor, copy in self._plain:
             tensor.copy_(copy)
 
     def why_no_ipc(self, handle: Handle) -> str | None:
-        """Why this worker cannot open a bucket of the trainer's on its GPU; `None` if it can."""
+        """The reason why this worker cannot open the trainer's bucket on its GPU; `None` if it can."""
         try:
             open_handle(handle, self.device).item()
         except Exception as error:
@@ -229,7 +224,7 @@ class RolloutWorker:
         return None
 
     def loaded_weights(self) -> WorkerAnswer:
-        """The outcome of the last weight update on this worker, and the digests of what lies in its memory now."""
+        """The outcome of the last weight update on this worker, and the digests of its memory now."""
         transfer = self.weight_transfer_engine
         if transfer.problem is not None or transfer.weights is None:
             return WorkerAnswer(transfer.problem, {}, [])

@@ -1,8 +1,8 @@
-"""The memory through which buckets of parameters get from the trainer's process into that of a vLLM engine: shared host
-memory, or the memory of a GPU that both use.
+"""The memory through which buckets of parameters go from the trainer's process to a vLLM engine's: shared host memory,
+or the memory of a GPU that both use.
 
-There are two slots, so that one is filled while the other is loaded. On the GPU they are there during a load alone. The
-messages that say which slot is filled are in `vllm` and `vllm_host`, the reading side in `vllm_worker`.
+There are two slots, so that one is filled while the other is loaded. GPU slots exist only during a load. `vllm_worker`
+reads them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Handle = tuple[str, tuple[Any, ...]]  # a GPU's UUID, and the arguments of torch
 
 
 class Filled(NamedTuple):
-    """The description of a filled slot, by which the engine's process reads it.
+    """The description of a filled slot for the engine's process.
 
     Args:
         size: used bytes.
-        tensors: for each tensor its checkpoint name, the name of its torch dtype, its shape and its offset in bytes.
-        handle: for a slot on the GPU, the GPU's UUID and the arguments of torch's `rebuild_cuda_tensor`; `None` for
+        tensors: (checkpoint name, name of the torch dtype, shape, offset in bytes) of each tensor.
+        handle: the GPU's UUID and the arguments of torch's `rebuild_cuda_tensor`, for a slot on the GPU; `None` for
             shared memory.
-        digests: of the tensors as they are sent. They go their own way, not with the bucket.
+        digests: digests of the tensors as they are sent. They are sent apart from the bucket.
     """
 
     size: int
@@ -43,11 +43,12 @@ class Filled(NamedTuple):
 
 
 def by_cuda_ipc(on_gpu: bool, tensor_parallel_size: int, environment: Mapping[str, str] = os.environ) -> bool:
-    """True if weights get to an engine through the memory of the GPU (CUDA IPC) instead of shared host memory.
+    """True if weights go to an engine through the memory of the GPU (CUDA IPC) instead of shared host memory.
 
-    They do where the engine has one GPU, that of the rank which sends. The workers of a tensor group are on other GPUs:
-    to open this one's memory each would need a CUDA context here, some 0.5 GB. vLLM's `nccl` engine does not apply: the
-    sending rank is on the GPU of the engine's first worker in every plan, and NCCL refuses two ranks on one GPU.
+    They do if the engine has one GPU, that of the sending rank. The workers of a tensor-parallel group are on other
+    GPUs: to open this one's memory each would need a CUDA context here, some 0.5 GB. vLLM's `nccl` engine does not
+    apply: the sending rank is on the GPU of the engine's first worker in every plan, and NCCL refuses two ranks on one
+    GPU.
 
     Args:
         on_gpu: whether the engine runs on CUDA GPUs.
@@ -62,16 +63,16 @@ class WeightBuffers:
     """The two slots, on the trainer's side.
 
     Attributes:
-        cuda_ipc: keep GPU tensors on the GPU, where the engine's process on the same GPU opens them. This project's
-            tests, which have no GPU, do not run it; `benchmarks/check_gpu.py` does.
-        dtype: floating-point tensors that are not narrower are cast to it, unless their name is in `wider`; `None` to
-            cast nothing.
+        cuda_ipc: whether GPU tensors stay on the GPU, where the engine's process opens them. This project's tests,
+            which have no GPU, do not run it; `benchmarks/check_gpu.py` does.
+        dtype: dtype to which wider floating-point tensors are cast, unless their name is in `wider`; `None` to cast
+            nothing.
         wider: names of tensors that the engine holds in a wider dtype.
     """
 
     def __init__(self, *, cuda_ipc: bool = False) -> None:
-        # A memfd has no name in the file system that could be left behind, and no part in a container's limit on
-        # /dev/shm (64 MB in Docker). The engine closes the descriptors when it ends.
+        # A memfd has no name in the file system that could be left behind, and does not count towards a container's
+        # limit on /dev/shm (64 MB in Docker). The engine closes the descriptors when it ends.
         self.fds = [os.memfd_create(f"trl_realloc bucket {slot}") for slot in range(2)]
         self.cuda_ipc = cuda_ipc
         self.dtype: torch.dtype | None = None
@@ -82,7 +83,7 @@ class WeightBuffers:
         self._probed: Tensor | None = None
 
     def fill(self, slot: int, bucket: Bucket) -> Filled:
-        """Copy a bucket into a slot, which is enlarged if it is too small, in the dtype that the engine holds."""
+        """Copy a bucket into a slot in the engine's dtype. A slot that is too small is enlarged."""
         on_gpu = self.cuda_ipc and bool(bucket) and all(tensor.is_cuda for _, tensor in bucket)
         placed, size = [], 0
         for name, tensor in bucket:
@@ -101,13 +102,13 @@ class WeightBuffers:
             if is_accelerator(source.device):
                 target.view(dtype).view(source.shape).copy_(source)
             else:  # by NumPy: torch's threads wait for each other, for seconds while two vLLM workers spin on two cores
-                # of the source not by `Tensor.numpy`, after which torch does not free its storage (`DroppedCopy`)
+                # `Tensor.numpy` of the source would keep torch from freeing its storage (`DroppedCopy`)
                 target.numpy()[:] = np.from_dlpack(source.contiguous().view(-1).view(torch.uint8))
             digests.append(digest(source))
         return Filled(size, placed, digests=tuple(numbers(digests)))
 
     def _map(self, slot: int, size: int, *, pinned: bool) -> None:
-        """Make a slot of host memory larger, and with `pinned` let GPUs copy there at the speed of their bus."""
+        """Enlarge a slot of host memory; `pinned` lets GPUs copy to it at the full speed of their bus."""
         self._unmap(slot)
         os.ftruncate(self.fds[slot], size)
         path = f"/proc/self/fd/{self.fds[slot]}"
@@ -120,16 +121,14 @@ class WeightBuffers:
         self._mapped.pop(slot, None)
 
     def _wire_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The dtype in which a tensor is sent."""
         if self.dtype is None or not tensor.dtype.is_floating_point or name in self.wider:
             return tensor.dtype
-        narrower = (
-            self.dtype.itemsize <= tensor.dtype.itemsize
-        )  # of one size: neither dtype has all values of the other
+        # for equal sizes neither dtype has all values of the other
+        narrower = self.dtype.itemsize <= tensor.dtype.itemsize
         return self.dtype if narrower else tensor.dtype
 
     def probe(self, device: torch.device) -> Handle:
-        """The handle of a byte on the GPU, by which the engine tries whether it can open this process's memory.
+        """The handle of a byte on the GPU, with which the engine tests whether it can open this process's memory.
         `release_gpu` frees the byte."""
         self._probed = torch.zeros(1, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
@@ -140,8 +139,8 @@ class WeightBuffers:
         if slot not in self._on_gpu or filled.size > len(self._on_gpu[slot][0]):
             self._on_gpu.pop(slot, None)
             memory = torch.empty(filled.size, dtype=torch.uint8, device=device)
-            # One handle for each memory, which the engine opens once (`open_handle`): torch wraps the storage anew for
-            # each handle, and frees it by as deep a recursion.
+            # One handle per memory, which the engine opens once (`open_handle`): torch wraps the storage again for
+            # each handle, and frees it by equally deep recursion.
             self._on_gpu[slot] = memory, _handle(memory)
         memory, handle = self._on_gpu[slot]
         digests = []
@@ -150,19 +149,19 @@ class WeightBuffers:
             target = memory[offset : offset + tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape)
             target.copy_(tensor.detach())
             digests.append(digest(tensor if tensor.dtype == dtype else target))
-        found = tuple(numbers(digests))
+        digest_numbers = tuple(numbers(digests))
         torch.cuda.synchronize(device)
-        return filled._replace(handle=handle, digests=found)
+        return filled._replace(handle=handle, digests=digest_numbers)
 
     def release_gpu(self) -> None:
-        """Free the slots on the GPU, and the byte of `probe`. The engine has let go of them
-        (`SharedMemoryWeightTransfer.finish_weight_update`): torch would keep what another process has open. Of what has
-        been sent and is not freed when the process ends, torch says that it leaked."""
+        """Free the slots on the GPU, and the byte of `probe`. The engine must have closed them
+        (`SharedMemoryWeightTransfer.finish_weight_update`), because torch keeps memory that another process has open.
+        At the end of the process torch reports sent memory that was not freed as leaked."""
         self._on_gpu.clear()
         self._probed = None
 
     def clear(self) -> None:
-        """Unmap the memory in this process, and free that on the GPU."""
+        """Unmap the memory in this process, and free the GPU's."""
         for slot in list(self._mapped):
             self._unmap(slot)
         self.release_gpu()
@@ -176,11 +175,11 @@ def _handle(memory: Tensor) -> Handle:
 
 
 def open_handle(handle: Handle, device: torch.device) -> Tensor:
-    """The memory of the sender on this process's GPU, mapped until the tensor is freed.
+    """The sender's memory on this process's GPU, mapped until the tensor is freed.
 
-    A handle is opened once, however many buckets come through its memory. torch counts a handle from 1 downwards, by
-    one each time that it has been opened and closed, in an unsigned number, and gives the sender's memory back at 0.
-    Below that it never would.
+    A handle is opened once, however many buckets come through its memory. torch decrements an unsigned counter from 1
+    each time that the handle has been opened and closed, and frees the sender's memory at 0. A second time would
+    wrap around, and the memory would never be freed.
 
     Raises:
         ValueError: the memory is on another GPU.
@@ -189,8 +188,8 @@ def open_handle(handle: Handle, device: torch.device) -> Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     uuid, arguments = handle
-    if uuid != (own := str(torch.cuda.get_device_properties(device).uuid)):
-        raise ValueError(f"the weights are on the GPU {uuid}, and the engine is on the GPU {own}")
+    if uuid != (local_uuid := str(torch.cuda.get_device_properties(device).uuid)):
+        raise ValueError(f"the weights are on the GPU {uuid}, and the engine is on the GPU {local_uuid}")
     mapped: list[Any] = list(arguments)
     mapped[6] = device.index  # in place of the GPU's number in the sender's process
     memory: Tensor = rebuild_cuda_tensor(*mapped)

@@ -1,8 +1,8 @@
-"""Digests of the weights in a vLLM worker, where they lie, in terms of the tensors that were sent.
+"""Digests of the weights in a vLLM worker, in terms of the tensors that were sent.
 
-vLLM fuses, splits, pads and transposes what it loads. `LoadedWeights` watches the copies that the model's own loaders
-make, so it knows for every family which part of which sent tensor is where; nothing here describes a family. The
-sender's digests are made in `weight_buffers`, and compared with these in `vllm_update`.
+vLLM fuses, splits, pads and transposes the tensors that it loads. `LoadedWeights` watches the copies of the model's own
+loaders, so it finds the parts of each sent tensor for every family without describing one. `weight_buffers` computes
+the sender's digests, `vllm_update` compares them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Digests = dict[str, list[tuple[PartKey, int]]]  # name of a sent tensor -> its p
 
 
 class WorkerAnswer(NamedTuple):
-    """What a worker has after an update.
+    """The state of a worker after an update.
 
     Args:
-        problem: why it has not loaded the weights; `None` if it has.
-        digests: of the parts of the sent tensors that lie in this worker.
-        unproven: the sent tensors of which the model has no part, or only values that it computes from them.
+        problem: the reason why it has not loaded the weights; `None` if it has.
+        digests: digests of the parts of the sent tensors in this worker.
+        unproven: sent tensors that the model does not hold, or from which it holds only computed values.
     """
 
     problem: str | None
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Elements of a parameter or buffer of the model: the first one in its memory, sizes and strides."""
+    """Elements of a parameter or buffer of the model: offset of the first one in its memory, sizes and strides."""
 
     parameter: str
     offset: int
@@ -73,21 +73,21 @@ class _Part:
         return self.start, *sorted(zip(self.strides, self.place.sizes, strict=True))
 
     def digest_in(self, memory: Tensor) -> Tensor:
-        """The digest of what lies there, in the dtype in which it was sent."""
+        """The digest of the elements in `memory`, in the dtype in which they were sent."""
         values = self.place.view(memory)
-        if values.dtype != self.sent.dtype:  # the model's is wider
+        if values.dtype != self.sent.dtype:  # the model's dtype is wider
             sent = values.to(self.sent.dtype)
             if not torch.equal(sent.to(values.dtype), values):
-                return digest(values)  # values that the sent dtype does not have
+                return digest(values)  # values that the sent dtype cannot represent
             values = sent
         return strided_digest(values, self.start, self.strides, self.sent.shape)
 
 
 class LoadedWeights:
-    """What lies in a worker's model of the tensors that were sent in the latest update.
+    """The parts of the latest update's tensors in a worker's model.
 
     Args:
-        model: before its first update. Parameters that are tied then must have equal values from now on.
+        model: model before its first update. Tied parameters must have equal values from now on.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,8 +97,8 @@ class LoadedWeights:
             tied[id(tensor)].append(name)
         self._tied = {name: names for names in tied.values() for name in names}
         self._parts: dict[Sent, list[_Part]] = {}  # of all updates: the loaders always do the same
-        self._of_parameter: dict[str, dict[_Part, None]] = defaultdict(dict)  # the same, and some that are no more
-        self._computed: set[Sent] = set()  # of which a loader copies values that it has computed
+        self._of_parameter: dict[str, dict[_Part, None]] = defaultdict(dict)  # the same, and some that are obsolete
+        self._computed: set[Sent] = set()  # tensors from which a loader copies computed values
         self._watching = contextlib.ExitStack()
 
     def begin(self) -> None:
@@ -108,8 +108,8 @@ class LoadedWeights:
         self._arrived: dict[str, Tensor] = {}  # digests of sent tensors in the bucket
         self._copied: dict[_Place, Tensor] = {}  # digests of computed values when they were copied
         self._unprocessed: dict[_Place, Tensor] = {}  # digests before vLLM processed a layer
-        self._processed: dict[str, Tensor] = {}  # of its parameters, afterwards
-        self._changed: list[str] = []  # parameters with other values than were copied into them
+        self._processed: dict[str, Tensor] = {}  # digests of the layer's parameters afterwards
+        self._changed: list[str] = []  # parameters whose values differ from the copied ones
         # the name of a module that others share is its first one, as in `named_modules`
         self._memory = {_storage(tensor): (name, tensor) for name, tensor in reversed([*_tensors(self._model)])}
         self._products = packed_products(self._model)
@@ -119,17 +119,17 @@ class LoadedWeights:
             self._watch(method, names)
 
     def load(self, bucket: Sequence[tuple[Sent, int]], memory: Tensor) -> set[str] | None:
-        """Load a bucket by the model's own `load_weights`, and return what that returns.
+        """Load a bucket by the model's own `load_weights`, and return its result.
 
         Args:
-            bucket: tensors with the first byte of each.
+            bucket: tensors with the offset of each in bytes.
             memory: (bytes,) uint8.
         """
         self._received |= dict.fromkeys(sent for sent, _ in bucket)
         self._bucket = bucket, memory
-        known = all(sent in self._parts and sent not in self._computed for sent, _ in bucket)
-        with contextlib.nullcontext() if known else _Copies(self._note):
-            for sent, _ in () if known else bucket:
+        is_known = all(sent in self._parts and sent not in self._computed for sent, _ in bucket)
+        with contextlib.nullcontext() if is_known else _Copies(self._note):
+            for sent, _ in () if is_known else bucket:
                 self._parts[sent] = []
             loaded: set[str] | None = self._model.load_weights(self._weights())  # type: ignore[operator]
         for sent, offset in bucket:
@@ -138,13 +138,13 @@ class LoadedWeights:
         return loaded
 
     def end(self) -> None:
-        """Called when the update has ended, whole or not."""
+        """Called when the update has ended, whether complete or not."""
         self._watching.close()
         self._memory = {}
         self._bucket = (), torch.empty(0)
 
     def answer(self) -> WorkerAnswer:
-        """The digests of what lies in the model now."""
+        """The digests of the model's weights now."""
         live = dict(_tensors(self._model))
         parts: list[tuple[str, PartKey, Tensor]] = [(name, (), value) for name, value in self._arrived.items()]
         for sent in self._received:
@@ -187,15 +187,15 @@ class LoadedWeights:
             yield sent.name, in_memory(memory, sent, offset)
 
     def _lying(self, place: _Place, live: dict[str, Tensor]) -> list[Tensor]:
-        """The memory that the model has now for a parameter; several where parameters were tied and are no longer."""
+        """The model's current memory of a parameter; several tensors if parameters were tied and are no longer."""
         names = self._tied.get(place.parameter, [place.parameter])
         return list({tensor.data_ptr(): tensor for name in names if (tensor := live.get(name)) is not None}.values())
 
     # --- the copies of the model's loaders ------------------------------------------------------------------------
 
     def _note(self, target: Tensor, source: Tensor) -> None:
-        """Note a copy into a tensor of the model. During an update the parameters of most layers have no memory (they
-        are on the meta device); when a layer has all of its weights, vLLM repeats the copies into new memory."""
+        """Note a copy into a tensor of the model. During an update the parameters of most layers are on the meta
+        device; when a layer has all of its weights, vLLM repeats the copies into new memory."""
         name, whole = self._memory.get(_storage(target), (None, target))
         if name is None:
             return
@@ -206,7 +206,7 @@ class LoadedWeights:
         if part is not None and part.sent not in self._computed:
             self._parts[part.sent] += [part] if part not in self._parts[part.sent] else []
             self._of_parameter[name][part] = None
-        elif source.is_meta:  # computed from what was copied before, as vLLM does with Mamba's A
+        elif source.is_meta:  # computed from values copied before, as vLLM does with Mamba's A
             for sent, parts in self._parts.items():
                 self._parts[sent] = [other for other in parts if other.place.parameter != name]
         elif place not in self._noted:
@@ -217,17 +217,17 @@ class LoadedWeights:
         self._noted.add(place)
 
     def _part(self, source: Tensor, dtype: torch.dtype, place: _Place) -> _Part | None:
-        """The part of a sent tensor that a copy has as its source; `None` if the source is something else, or the model
-        has a dtype that does not hold all values of the sent one."""
+        """The part of a sent tensor that is the source of a copy; `None` if the source is something else, or the
+        model's dtype does not hold all values of the sent one."""
         bucket, memory = self._bucket
         if source.is_meta or _storage(source) != _storage(memory):
             return None
-        at = source.data_ptr() - memory.data_ptr()
+        position = source.data_ptr() - memory.data_ptr()
         for sent, offset in bucket:
-            if not 0 <= at - offset < max(1, sent.dtype.itemsize * torch.Size(sent.shape).numel()):
+            if not 0 <= position - offset < max(1, sent.dtype.itemsize * torch.Size(sent.shape).numel()):
                 continue
             dims = [d for d, size in enumerate(source.shape) if size > 1]
-            start, strides = (at - offset) // sent.dtype.itemsize, tuple(source.stride(d) for d in dims)
+            start, strides = (position - offset) // sent.dtype.itemsize, tuple(source.stride(d) for d in dims)
             sizes = tuple(source.shape[d] for d in dims)
             wider = dtype.is_floating_point and sent.dtype.is_floating_point and dtype.itemsize > sent.dtype.itemsize
             fits = source.dtype == sent.dtype and (dtype == sent.dtype or wider) and sizes == place.sizes
@@ -247,8 +247,8 @@ class LoadedWeights:
         return place.parameter.rpartition(".")[0] in self._processing
 
     def _watch(self, method: Any, names: dict[int, str]) -> None:
-        """Take the digests of a layer's weights before they are packed or shuffled, in forms that no digest of the
-        sender's covers, or in memory that only a kernel reads; and afterwards, of what is left as parameters."""
+        """Take the digests of a layer's weights before vLLM packs or shuffles them, which changes their digests or puts
+        them in memory that only a kernel reads; and afterwards the digests of the remaining parameters."""
         process: Callable[[nn.Module], None] = method.process_weights_after_loading
 
         def watched(layer: nn.Module) -> None:
@@ -257,24 +257,24 @@ class LoadedWeights:
                 self._digest_unprocessed(prefix, layer)
             process(layer)
             if prefix is not None:
-                own = layer.named_parameters(prefix, recurse=False)
-                self._processed |= {name: digest(tensor.data) for name, tensor in own if tensor.numel()}
+                parameters = layer.named_parameters(prefix, recurse=False)
+                self._processed |= {name: digest(tensor.data) for name, tensor in parameters if tensor.numel()}
 
         method.process_weights_after_loading = watched
         self._watching.callback(lambda: delattr(method, "process_weights_after_loading"))
 
     def _digest_unprocessed(self, prefix: str, layer: nn.Module) -> None:
-        own = dict(layer.named_parameters(prefix, recurse=False))
-        for part in (part for name in own for part in self._of_parameter[name]):
+        parameters = dict(layer.named_parameters(prefix, recurse=False))
+        for part in (part for name in parameters for part in self._of_parameter[name]):
             if part.sent in self._received and part in self._parts[part.sent]:
-                self._unprocessed[part.place] = part.digest_in(own[part.place.parameter])
+                self._unprocessed[part.place] = part.digest_in(parameters[part.place.parameter])
         for place, value in self._copied.items():
-            if place.parameter in own and digest(place.view(own[place.parameter])) != value:
+            if place.parameter in parameters and digest(place.view(parameters[place.parameter])) != value:
                 self._changed.append(place.parameter)
 
 
 def in_memory(memory: Tensor, sent: Sent, offset: int) -> Tensor:
-    """A tensor of a bucket, (`sent.shape`), whose first byte is at `offset`."""
+    """A tensor of a bucket with its first byte at `offset`."""
     size = torch.Size(sent.shape).numel() * sent.dtype.itemsize
     return memory[offset : offset + size].view(sent.dtype).view(sent.shape)
 
@@ -294,7 +294,7 @@ class _Copies(TorchDispatchMode):
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, tied ones under each name."""
+    """Parameters and buffers; tied ones under each name."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 

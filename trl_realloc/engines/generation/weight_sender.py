@@ -1,5 +1,4 @@
-"""Sends the parameters of a `load` to a vLLM engine's process, bucket by bucket. The process's side is in
-`vllm_update`, the memory that they go through in `weight_buffers`."""
+"""Sends the parameters of a `load` to a vLLM engine's process, bucket by bucket. `vllm_update` is the receiver."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ def send_weights(
     version: int,
     take: Callable[[Message], bool],
 ) -> tuple[str | None, float, list[str]]:
-    """Send all buckets, and at the end the digests of what was sent. While one bucket is loaded the next one is filled.
-    Slots on the GPU are freed afterwards.
+    """Send all buckets, then the digests. While one bucket is loaded the next one is filled. Slots on the GPU are freed
+    afterwards.
 
     Args:
-        take: see `EngineProcess.expect`; takes what a generation sends meanwhile.
+        take: handles messages of a generation meanwhile, as in `EngineProcess.expect`.
 
     Returns:
-        Why the engine does not have them as they were sent, or `None`; for how many seconds it stopped decoding; the
-        tensors of which its model has no part, or only values that it computes.
+        The reason why the engine does not have the parameters as sent, or `None`; seconds for which it stopped
+        decoding; tensors that its model does not hold, or from which it holds only computed values.
     """
     process.send("load", version)
     limit_s, free, complete = process.limits.load, [0, 1], False

@@ -1,7 +1,5 @@
-"""Reads the parameters of a model from the safetensors files of its checkpoint, part by part (`CheckpointFiles`).
-
-Which part of a parameter a rank reads is decided by its engine (`weight_source.fill`). The model itself is built on the
-meta device in `meta_model`.
+"""Reads the parameters of a model from the safetensors files of its checkpoint, part by part. The engine decides which
+part of a parameter its rank reads (`weight_source.fill`).
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from ..transformers_compat import Conversion
 from .weight_source import Read
 
 
-_SAMPLES, _SAMPLE_BYTES = 4, 4096  # of each tensor in `CheckpointFiles.fingerprint`
+_SAMPLES, _SAMPLE_BYTES = 4, 4096  # per tensor in `CheckpointFiles.fingerprint`
 
 
 class CheckpointFiles:
     """The safetensors files of one checkpoint, as the source of a model's parameters.
 
     Args:
-        files: their paths.
-        keys: name in the model -> name in the checkpoint, of the parameters that are read as they are.
-        aliases: the other names of tied parameters -> name in `keys` or `conversions`. A pipeline stage may have a
-            tied parameter under the name that the checkpoint lacks.
-        conversions: name in the model -> how the parameter is computed.
-        structure: the model on the meta device, not split; needed for conversions.
+        files: paths of the files.
+        keys: name in the model -> name in the checkpoint, of the parameters that are read unchanged.
+        aliases: other names of tied parameters -> name in `keys` or `conversions`. A pipeline stage may have a tied
+            parameter under the name that the checkpoint lacks.
+        conversions: name in the model -> computation of the parameter.
+        structure: unsplit model on the meta device; needed for conversions.
     """
 
     def __init__(
@@ -50,14 +48,14 @@ class CheckpointFiles:
         self.fingerprint = _fingerprint(self.files)
 
     def __deepcopy__(self, memo: object) -> CheckpointFiles:
-        return self  # a copy of a model reads the same files
+        return self  # copies of a model read the same files
 
     def names(self) -> Sequence[str]:
         return [*self._keys, *self._aliases, *self._conversions]
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Read]:
-        computed: dict[str, Tensor] = {}  # of the latest conversion, which may have made several parameters
+        computed: dict[str, Tensor] = {}  # results of the latest conversion, perhaps several parameters
         with opened(self.files) as handles:
 
             def read(name: str, box: Box, target: Tensor) -> None:
@@ -88,8 +86,8 @@ def opened(files: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _fingerprint(files: Sequence[str]) -> int:
-    """Positive int64 computed from the names, sizes and headers of files and from samples of every tensor. It does not
-    read the files whole, and ranks whose folders differ still agree if they have copies of the same files."""
+    """Positive int64 computed from the names, sizes and headers of files and from samples of every tensor. Most data is
+    not read, and ranks with copies of the same files in different folders agree."""
     digest = 0
     for file in sorted(files, key=os.path.basename):
         with open(file, "rb") as content:
@@ -101,8 +99,8 @@ def _fingerprint(files: Sequence[str]) -> int:
                 if tensor == "__metadata__":
                     continue
                 begin, end = described["data_offsets"]
-                for at in range(_SAMPLES):  # the last one ends with the tensor
-                    place = begin + max(0, end - begin - _SAMPLE_BYTES) * at // max(1, _SAMPLES - 1)
+                for number in range(_SAMPLES):  # the last one ends with the tensor
+                    place = begin + max(0, end - begin - _SAMPLE_BYTES) * number // max(1, _SAMPLES - 1)
                     content.seek(first + place)
                     digest = zlib.crc32(content.read(min(_SAMPLE_BYTES, end - place)), digest)
     return 1 + digest

@@ -1,5 +1,5 @@
 """Removes stale locks in the folder where torch compiles extensions, such as DeepSpeed's ops. torch would wait for such
-a lock for ever, without a message. Which ops DeepSpeed compiles on a CPU is in `zero_setup`.
+a lock forever, without a message.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def compiles(config: Mapping[str, Any]) -> bool:
 def clear_stale_locks(folder: Path) -> None:
     """Remove the locks in `folder` of jobs that were killed while they compiled, and warn about the other locks.
 
-    torch has a lock's file open while it compiles, so a lock that no process has open is stale. A lock whose holder may
-    be invisible here (another user's process, or another host's on a network file system) is not removed.
+    torch keeps a lock's file open while it compiles, so a lock that no process has open is stale. A lock whose holder
+    may be invisible here (another user's process, or another host's on a network file system) is not removed.
     """
     for lock in folder.glob("*/lock"):
         with contextlib.suppress(FileNotFoundError), _exclusive(lock.parent):
@@ -44,8 +44,8 @@ def clear_stale_locks(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Inside, no other rank handles this folder's lock. Otherwise a rank could remove a new lock for the stale one that
-    it replaced."""
+    """Excludes other ranks from handling this folder's lock inside the context. Otherwise a rank could remove a new
+    lock that replaced the stale one."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,5 +1,5 @@
-"""Uses of DeepSpeed beyond its documented interface, the differences between its releases, and workarounds where it
-assumes that an engine spans the whole process or job. They are in this file alone.
+"""All uses of undocumented DeepSpeed interfaces, the differences between DeepSpeed's releases, and workarounds where it
+assumes that an engine spans the whole process or job.
 
 Run with DeepSpeed 0.19.8 (docs/versions.md). Line numbers in comments are of that release.
 """
@@ -25,7 +25,7 @@ from ..mesh_group import MeshGroup
 
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer  # also for the files that use it
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer  # other files import it from here
 
 
 def is_installed() -> bool:
@@ -40,7 +40,7 @@ def is_partitioned(parameter: object) -> bool:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter, also of one that is partitioned, whose own `shape` is (0,) outside a gather."""
+    """The full shape of a parameter. The `shape` of a partitioned one is (0,) outside a gather."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -68,10 +68,10 @@ def full(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
 
 
 class Partitioner:
-    """Partitions parameters one by one, as `deepspeed.zero.Init` does for those of new modules.
+    """Partitions parameters one by one, as `deepspeed.zero.Init` does for new modules.
 
     Args:
-        group: the ranks that share the parameters.
+        group: ranks that share the parameters.
         settings: DeepSpeed's config of the engine.
         topology: DeepSpeed's `mpu` argument.
     """
@@ -90,9 +90,8 @@ class Partitioner:
 
 
 def gathered(model: object) -> Any:
-    """Replace a module's partitioned parameters with full ones in host memory, in place: the `Parameter` objects, which
-    a user's optimizer may have, stay. Anything else is returned unchanged. Collective over the ranks that share the
-    model.
+    """Replace a module's partitioned parameters with full ones in host memory. The `Parameter` objects, which a user's
+    optimizer may have, stay. Anything else is returned unchanged. Collective over the ranks that share the model.
 
     In a job launched with ZeRO-3, Transformers creates every model under `deepspeed.zero.Init`, partitioned over all
     ranks of the job and in the dtype of DeepSpeed's config. A plan may need it on other ranks or in another layout.
@@ -116,19 +115,19 @@ def gathered(model: object) -> Any:
 
 
 def flat_weights(optimizer: ZeROOptimizer) -> list[Tensor]:
-    """The float32 weights of this rank's flat partitions, which are the parameters of the optimizer inside."""
+    """The float32 weights of this rank's flat partitions, which are the parameters of the inner optimizer."""
     # stage 3; stages 1 and 2; stage 1 in bfloat16 with gradients in float32
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     return list(next(getattr(optimizer, name) for name in names if hasattr(optimizer, name)))
 
 
 def state_range(optimizer: ZeROOptimizer, parameter: Any, key: str | None, index: int) -> tuple[int, Tensor] | None:
-    """This rank's range of one tensor of a parameter's training state, as a view: its first element in the flattened
-    tensor, and the range. `None` if the parameter is in other ranks' partitions.
+    """This rank's range of one tensor of a parameter's training state: the first element's index in the flattened
+    tensor, and a view of the range. `None` if the parameter is in other ranks' partitions.
 
     Args:
-        key: of the optimizer's state; `None` for the float32 weight.
-        index: of this rank in its mesh.
+        key: key in the optimizer's state; `None` for the float32 weight.
+        index: index of this rank in its mesh.
     """
     if is_partitioned(parameter):
         group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -163,10 +162,10 @@ def link_state(optimizer: ZeROOptimizer) -> None:
 
 @contextlib.contextmanager
 def without_hooks(optimizer: ZeROOptimizer, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the modules have none of stage 3's hooks. These partition a module's parameters after its forward, the
+    """Removes stage 3's hooks from the modules inside the context. They partition parameters after a module's forward,
     gathered ones too, and gather them for the next forward over the whole mesh: ranks that decode for different numbers
-    of steps would wait for each other for ever. The hooks are put back and not created again, because that would lose
-    the recorded order of modules by which DeepSpeed prefetches."""
+    of steps would wait for each other forever. The same hooks are put back, because new ones would lose the recorded
+    order of modules by which DeepSpeed prefetches."""
     zero = getattr(optimizer, "parameter_offload", optimizer)
     ids = {handle.id for handle in (zero.fwd_pre_hook, *zero.forward_hooks, *zero.backward_hooks)}
     saved: list[tuple[dict[int, Any], dict[int, Any]]] = []
@@ -192,8 +191,8 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
     """The context in which `deepspeed.initialize` creates an engine on one mesh.
 
     The constructor of a ZeRO-3 optimizer calls barriers without a group, that is over the whole job (stage3.py:765,
-    774, 914). If the mesh is only a part of the job, they would wait for ever for the other ranks. Inside, such a
-    barrier is over the mesh, and DeepSpeed takes the engine's device (`_local_rank`).
+    774, 914). On a mesh that is only a part of the job, they would wait forever for the other ranks. Inside the context
+    such a barrier is over the mesh, and DeepSpeed uses the engine's device (`_local_rank`).
     """
     from deepspeed import comm
 
@@ -219,11 +218,11 @@ def initializing(group: MeshGroup, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _local_rank(device: torch.device) -> Iterator[None]:
-    """Inside, LOCAL_RANK is the number of the device among those that this process sees, because DeepSpeed makes the
-    device of that number the process's (engine.py:1943, partition_parameters.py:1138).
+    """Sets LOCAL_RANK to the index of the device among this process's devices inside the context, because DeepSpeed
+    makes that device the process's (engine.py:1943, partition_parameters.py:1138).
 
-    A launcher may give each process one device, which is number 0 for all of them (Slurm's --gpus-per-task), and a
-    process without a launcher has no LOCAL_RANK. It is set inside only, because Accelerate takes a process that has it
+    A launcher may give each process one device, which has index 0 for all of them (Slurm's --gpus-per-task), and a
+    process without a launcher has no LOCAL_RANK. It is not set outside, because Accelerate takes a process that has it
     for a launched one. DeepSpeed compares it with Open MPI's variable (engine.py:1962).
     """
     if is_accelerator(device):
@@ -245,8 +244,8 @@ def _local_rank(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_second_copy() -> Iterator[None]:
-    """Inside, a stage 3 optimizer that is created over float32 parameters has these as its float32 weights. DeepSpeed
-    means to do so (stage3.py:1162), but compares a device with a string, which are never equal, and makes a copy."""
+    """Makes a stage 3 optimizer over float32 parameters use them as its float32 weights. DeepSpeed intends this
+    (stage3.py:1162), but compares a device with a string, which are never equal, and makes a copy."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
     create = Stage3._create_fp32_partitions
@@ -267,8 +266,8 @@ def _without_second_copy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_gradient_memory() -> Iterator[None]:
-    """Inside, a stage 3 optimizer is created without writing to the memory of its gradients (stage3.py:791), which
-    `GradientMemory` frees afterwards and sets to zero when it is used. On a CPU that memory is then never taken."""
+    """Makes a stage 3 optimizer not write to the memory of its gradients at creation (stage3.py:791).
+    `GradientMemory` frees it afterwards and zeroes it before use. On a CPU that memory is then never allocated."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
     set_up = Stage3._setup_for_real_optimizer
@@ -287,7 +286,7 @@ def _without_gradient_memory() -> Iterator[None]:
 
 
 class _Unwritten(TorchFunctionMode):
-    """Inside, `torch.zeros` of this number of elements is `torch.empty`."""
+    """Makes `torch.zeros` of this number of elements return `torch.empty`."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -300,16 +299,16 @@ class _Unwritten(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _without_first_gather() -> Iterator[None]:
-    """Inside, a stage 3 optimizer is created without gathering every parameter once. DeepSpeed does so to hook the
-    gradients of full parameters (stage3.py:1504). Their shapes are enough: autograd checks a gradient against the shape
-    that the parameter had when it was hooked."""
+    """Makes a stage 3 optimizer not gather every parameter at creation. DeepSpeed does so to hook the gradients of full
+    parameters (stage3.py:1504). Their shapes are enough: autograd checks a gradient against the shape that the
+    parameter had when it was hooked."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
     create = Stage3.create_reduce_and_remove_grad_hooks
 
     def create_at_shapes(optimizer: ZeROOptimizer) -> None:
         parameters = [p for group in optimizer.fp16_groups for p in group if p.numel() < p.ds_numel]
-        if optimizer.zero_hpz_partition_size > 1:  # a secondary partition is made of the gathered parameter
+        if optimizer.zero_hpz_partition_size > 1:  # a secondary partition is made from the gathered parameter
             parameters = []
         methods = [(p.all_gather, p.partition) for p in parameters]
         for p in parameters:
@@ -338,12 +337,13 @@ def _hide_shape(parameter: Any, placeholder: Tensor) -> None:
 
 @contextlib.contextmanager
 def memory_efficient_linear(stage: int, config: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, `torch.nn.functional.linear` is DeepSpeed's for stage 3, which saves no gathered weight for the backward.
+    """Makes `torch.nn.functional.linear` DeepSpeed's of stage 3, which saves no gathered weight for the backward,
+    inside the context.
 
     DeepSpeed itself replaces the function for every model of the process. The gradients of a layer's weight and bias
     then arrive in another order than on ranks without a stage 3 engine. Stage 2 reduces gradients in the order of
-    arrival, so an engine of stage 2, of whose ranks only some had an engine of stage 3, added gradients of different
-    parameters.
+    arrival, so an engine of stage 2 added gradients of different parameters if only some of its ranks had an engine of
+    stage 3.
     """
     if stage < 3 or not config["zero_optimization"].get("memory_efficient_linear", True):
         yield
@@ -359,8 +359,8 @@ def memory_efficient_linear(stage: int, config: Mapping[str, Any]) -> Iterator[N
 
 
 def _skip_job_wide_order_check() -> None:
-    """Turn off a check of DeepSpeed: that all ranks ran the modules of a sharded model in the same order. It broadcasts
-    from rank 0 over the whole job, and would wait for ever if the mesh is only a part of the job. The ranks of a mesh
+    """Turn off DeepSpeed's check that all ranks ran the modules of a sharded model in the same order. It broadcasts
+    from rank 0 over the whole job, and would wait forever if the mesh is only a part of the job. The ranks of a mesh
     run the same calls on the same model, so their order is the same."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
@@ -369,10 +369,10 @@ def _skip_job_wide_order_check() -> None:
 
 def leave_out_shared_memory_op() -> None:
     """Keep DeepSpeed from compiling its op for all-reduces in shared memory on a CPU. Must be called before the first
-    use of `deepspeed.comm`, also before Accelerate's in a job launched with a DeepSpeed config.
+    use of `deepspeed.comm`, including Accelerate's in a job launched with a DeepSpeed config.
 
     The compilation takes 20 s, on a busy machine minutes, without a message; a job that is killed meanwhile leaves a
-    lock at which every later job waits for ever. Only DeepSpeed's inference uses the op, and falls back to gloo without
+    lock at which every later job waits forever. Only DeepSpeed's inference uses the op, and falls back to gloo without
     it.
     """
     try:  # `from deepspeed.comm import torch` would give torch itself

@@ -1,8 +1,8 @@
-"""`FusedTraining`: trains two split models at the same time on the same devices, mini-batch by mini-batch.
+"""Trains two split models at the same time on the same devices, mini-batch by mini-batch.
 
-The pipelines of the two models lie in opposite directions. On every stage their forwards and backwards follow one
-order, which the caller chooses from the micro-batches' sizes and the stages' times. The gradients, and so the steps,
-are those of one model after the other. What a stage computes is in `stage_run`.
+The pipelines of the two models run in opposite directions. On every stage their forwards and backwards follow one
+order, which the caller chooses from the micro-batches' sizes and the stages' times. The gradients and steps are the
+same as if the models were trained one after the other.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .stage_times import StageTimes
 @dataclass(frozen=True)
 class FusedMiniBatch:
     """The tasks that the stages of a line ran in one mini-batch, with their times. A line is a pipeline of the model
-    that has more stages.
+    with more stages.
 
     Args:
-        shape: the input from which the order of the tasks was chosen.
-        orders: the tasks of each stage.
-        times: by stage, the start and end of each task of `orders`, seconds since the epoch, without the time that it
-            waited for its input.
-        ranks: the rank of each stage.
+        shape: input from which the order of the tasks was chosen.
+        orders: tasks of each stage.
+        times: (start, end) of each task of `orders`, by stage, in seconds since the epoch, without the wait for its
+            input.
+        ranks: rank of each stage.
     """
 
     shape: FusedShape
@@ -55,14 +55,16 @@ class FusedShare:
     learning_rate: Rate
 
 
-# the statistics that `base.TrainingEngine.train` returns, or the error of a step that was refused
+# the statistics of `base.TrainingEngine.train`, or the error of a refused step
 Outcome = dict[str, Tensor] | NonFiniteError
 
 
 class FusedTraining:
-    """Args:
-    engines: of both models, with more than one stage. The stages of the second are reversed.
-    orders_of: the order of the tasks on every stage of a line. Called on the line's first rank.
+    """Trains two models whose pipelines share the devices of a mesh.
+
+    Args:
+        engines: engines of both models, with more than one stage. The stages of the second are reversed.
+        orders_of: returns the order of the tasks on every stage of a line. Called on the line's first rank.
     """
 
     def __init__(
@@ -72,10 +74,10 @@ class FusedTraining:
     ) -> None:
         self.engines, self.orders_of = engines, orders_of
         first, second = engines[0].groups, engines[1].groups.reversed()
-        # the pipeline that has more stages; the other model has one there, or several one after the other
+        # the pipeline with more stages; the other model has one or several pipelines there, one after the other
         self.line = first.pp if first.pp.size >= second.pp.size else second.pp
         self.times = StageTimes(engines[0].device)
-        # of the latest mini-batch, on the first tensor rank of each stage
+        # for the latest mini-batch, on the first tensor rank of each stage
         self._latest: tuple[FusedShape, Orders] | None = None
 
     def train(self, shares: tuple[FusedShare, FusedShare]) -> tuple[Outcome, Outcome]:
@@ -97,19 +99,18 @@ class FusedTraining:
         return statistics
 
     def _run(self, batches: Sequence[MiniBatch]) -> None:
-        """The forwards and backwards of both models."""
         self.times.begin_mini_batch()
         orders = self._orders(batches)
         works = [
             engine.stage_work(batch.micros, batch.finish) for engine, batch in zip(self.engines, batches, strict=True)
         ]
         run = StageRun(works, orders, self.line, self.times.of)
-        self.times.begin_tasks()  # the host has just read the orders from the device, which so has nothing left to do
+        self.times.begin_tasks()  # the host has just read the orders from the device, so the device is idle
         run.run()
 
     def _orders(self, batches: Sequence[MiniBatch]) -> Orders:
-        """The order of the tasks on every stage of the line. One rank makes it and sends it to the other stages and to
-        the other tensor ranks, because ranks that made it from their own times could come to different orders."""
+        """The order of the tasks on every stage of the line. One rank computes it and sends it to the other stages and
+        tensor ranks, because ranks that computed it from their own times could get different orders."""
         line, tp = self.line, self.engines[0].groups.tp
         orders: Orders = ((),) * line.size
         shared: dict[str, Tensor] = {}
@@ -130,18 +131,19 @@ class FusedTraining:
         return orders
 
     def take_latest(self) -> FusedMiniBatch | None:
-        """The latest mini-batch since this was last asked, on the line's first rank, if that is the first tensor rank
-        of its stage. `None` on the others, if there was no mini-batch, if the line had no samples, and if a device has
-        not ended it. Collective over the line.
+        """The latest mini-batch since the last call, on the line's first rank if that is the first tensor rank of its
+        stage. `None` on other ranks, without a new mini-batch, if the line had no samples, or if a device has not
+        finished it. Collective over the line.
 
-        The device is not waited for. After `train` it has ended the mini-batch: the steps read the gradients' norms.
+        Does not wait for the device. After `train` the mini-batch has finished, because the steps read the gradients'
+        norms.
         """
         line, (latest, self._latest) = self.line, (self._latest, None)
         if latest is None:
             return None
         shape, orders = latest
-        longest, own = max(map(len, orders)), self.times.of_tasks()
-        rows = own + [(math.nan, math.nan)] * (longest - len(own))
+        longest, local_times = max(map(len, orders)), self.times.of_tasks()
+        rows = local_times + [(math.nan, math.nan)] * (longest - len(local_times))
         gathered = line.gather(torch.tensor(rows, dtype=torch.float64, device=line.device))
         if not line.is_leader:
             return None

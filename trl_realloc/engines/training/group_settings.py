@@ -1,7 +1,7 @@
-"""`GroupSettings`: the parameter groups of an engine's optimizer. The run sets them before each step, and an optimizer
-may keep numbers of its own beside the settings (Prodigy's `d`, the step count of Apex's FusedAdam).
+"""The parameter groups of an engine's optimizer. The run sets them before each step, and an optimizer may keep numbers
+in them beside the settings (Prodigy's `d`, the step count of Apex's FusedAdam).
 
-Which settings the run gives is in `trainer/run/optimizers`. The state of single parameters is in the engines.
+The run's settings come from `trainer/run/optimizers`. The state of single parameters is in the engines.
 """
 
 from __future__ import annotations
@@ -18,47 +18,46 @@ from ..base import GROUP, Rate
 RATE = "lr"
 _NOT_OWN = ("params", RATE, GROUP)
 
-Numbers = dict[int, dict[str, Any]]  # by the number of the parameter group, and by their keys in it
+Numbers = dict[int, dict[str, Any]]  # number of the parameter group -> key in it -> number
 
 
 class GroupSettings:
-    """The settings that an optimizer was given last, with which its groups are compared.
+    """Sets the parameter groups of an optimizer, and remembers the last settings to compare the groups with them.
 
     Args:
-        optimizer: its groups as they are now are the first settings. The object and the order of its groups stay, their
+        optimizer: its current groups are the first settings. The object and the order of its groups stay, their
             parameters need not.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._given = [copied(group) for group in optimizer.param_groups]
+        self._last = [copied(group) for group in optimizer.param_groups]
 
     def give(self, rate: Rate) -> None:
-        """Set every group to one learning rate, or to the settings under its number (`GROUP`). Of these settings only
-        those that differ from the settings that were given last are set, and the learning rate. What the optimizer has
-        changed in its groups stays."""
-        for group, given in zip(self._optimizer.param_groups, self._given, strict=True):
+        """Set every group to one learning rate, or to the settings under its number (`GROUP`). Only the learning rate
+        and settings that differ from the last ones are set, so the optimizer's own changes to its groups stay."""
+        for group, last in zip(self._optimizer.param_groups, self._last, strict=True):
             settings = {RATE: rate} if isinstance(rate, (int, float)) else rate[group[GROUP]]
-            changed = {k: v for k, v in settings.items() if k == RATE or k not in given or not is_same(v, given[k])}
+            changed = {k: v for k, v in settings.items() if k == RATE or k not in last or not is_same(v, last[k])}
             group.update(changed)
-            given.update(copied(changed))
+            last.update(copied(changed))
 
     def numbers(self) -> Numbers:
-        """Copies, in host memory, of the numbers that the optimizer itself has changed or added, by the number of the
-        group. A number is an int, float or bool, or a tensor of one element; other values are not among them. Groups
-        without parameters are left out: optimizers differ in whether they count their steps."""
-        own = {number: _own(group, given) for number, group, given in self._groups() if group["params"]}
+        """Copies, in host memory, of the numbers that the optimizer itself has changed or added, by group number.
+        A number is an int, float or bool, or a tensor of one element; other values are left out. Groups without
+        parameters are left out: optimizers differ in whether they count their steps."""
+        changed = {number: _own(group, last) for number, group, last in self._groups() if group["params"]}
         return {
             number: {k: v.detach().to("cpu", copy=True) if torch.is_tensor(v) else _plain(v) for k, v in values.items()}
-            for number, values in own.items()
+            for number, values in changed.items()
         }
 
     def load(self, numbers: Mapping[int, Mapping[str, object]]) -> None:
-        """Take over the numbers of another state of this optimizer, and forget the present ones."""
-        for number, group, given in self._groups():
-            for key in _own(group, given):
-                if key in given:
-                    group[key] = _copy(given[key])
+        """Replace the numbers by those of another state of this optimizer."""
+        for number, group, last in self._groups():
+            for key in _own(group, last):
+                if key in last:
+                    group[key] = _copy(last[key])
                 else:
                     del group[key]
             for key, value in numbers.get(number, {}).items():
@@ -69,10 +68,10 @@ class GroupSettings:
         return {number: {} for number, _, _ in self._groups()}
 
     def _groups(self) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-        """(number, group, settings given last). Groups of the user's optimizer have its numbers, which is the same in
-        every engine."""
-        for at, (group, given) in enumerate(zip(self._optimizer.param_groups, self._given, strict=True)):
-            yield group.get(GROUP, at), group, given
+        """(number, group, last settings). Groups of the user's optimizer have its numbers, which are the same in every
+        engine."""
+        for index, (group, last) in enumerate(zip(self._optimizer.param_groups, self._last, strict=True)):
+            yield group.get(GROUP, index), group, last
 
 
 def copied(settings: Mapping[str, object]) -> dict[str, Any]:
@@ -89,22 +88,22 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if type(value) is dict else value
 
 
-def is_same(one: object, other: object) -> bool:
+def is_same(first: object, second: object) -> bool:
     """True if two values of a setting are equal. Values that cannot be compared are not."""
     try:
-        if torch.is_tensor(one):
-            return torch.is_tensor(other) and torch.equal(one, other)
-        return type(one) is type(other) and bool(one == other)
-    except Exception:  # of a type of the user's
+        if torch.is_tensor(first):
+            return torch.is_tensor(second) and torch.equal(first, second)
+        return type(first) is type(second) and bool(first == second)
+    except Exception:  # a value of the user's type
         return False
 
 
-def _own(group: Mapping[str, object], given: Mapping[str, object]) -> dict[str, Any]:
-    """The numbers of a group that are not the settings that were given last."""
+def _own(group: Mapping[str, object], last: Mapping[str, object]) -> dict[str, Any]:
+    """The numbers of a group that differ from the last settings."""
     return {
         key: value
         for key, value in group.items()
-        if key not in _NOT_OWN and _is_number(value) and not (key in given and is_same(value, given[key]))
+        if key not in _NOT_OWN and _is_number(value) and not (key in last and is_same(value, last[key]))
     }
 
 
@@ -113,12 +112,12 @@ def _is_number(value: object) -> bool:
 
 
 def _plain(number: object) -> Any:
-    """A number of NumPy's as one of Python's, which a checkpoint may hold."""
+    """Converts NumPy's numbers to Python's, which a checkpoint may hold."""
     return number.item() if hasattr(number, "item") else number
 
 
 def _device(group: Mapping[str, Any], key: str) -> torch.device | str:
-    """Device on which an optimizer expects a tensor of a group: the device of the tensor that it has, otherwise that of
-    its parameters."""
+    """Device on which an optimizer expects a tensor of a group: that of its current tensor, otherwise that of the
+    group's parameters."""
     tensors = [tensor for tensor in (group.get(key), *group["params"]) if torch.is_tensor(tensor)]
     return tensors[0].device if tensors else "cpu"

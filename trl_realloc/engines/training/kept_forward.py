@@ -1,8 +1,6 @@
-"""`KeptForward`: the autograd graph of a scoring forward, with which the training on the same samples under the same
-parameters begins with its backward.
-
-GRPO's old log-probabilities and PPO's values are outputs of the forward that the first optimizer step would compute
-again. Which calls keep theirs is decided in `runtime/calls/generate_and_score`.
+"""The autograd graph of a scoring forward. Training on the same samples with the same parameters begins with its
+backward: GRPO's old log-probabilities and PPO's values are outputs of the forward that the first optimizer step would
+compute again. `runtime/calls/generate_and_score` decides which calls keep their graph.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from ..device import has_room, is_accelerator
 from .packed_row import PackedRow
 
 
-# A backward takes twice as long as a forward, so a new forward and backward of the samples that are trained on cost
-# less than the kept graph's backward where they have a smaller share of its tokens.
+# A backward takes twice as long as a forward. If the trained samples have a smaller share of a graph's tokens than
+# this, a new forward and backward of them cost less than the graph's backward.
 MIN_USED = 2 / 3
-MIN_FREE = 1 / 4  # share of the host's memory that is free when a graph is kept there
+MIN_FREE = 1 / 4  # least share of the host's memory that must be free to keep a graph there
 
 
 class KeptForward:
-    """The outputs of micro-batches with their graphs; none at first."""
+    """The outputs of micro-batches with their graphs; empty at first."""
 
     def __init__(self) -> None:
         self._micro_batches: list[tuple[Rollouts, Mapping[str, Ragged]]] = []
-        self.tokens = 0  # that were computed for the outputs that are kept
+        self.tokens = 0  # computed tokens of the kept outputs
 
     def run(
         self,
@@ -39,11 +37,11 @@ class KeptForward:
         device: torch.device,
     ) -> Mapping[str, Ragged]:
         """The head's outputs for one micro-batch, without gradients, on the device. They are kept with their graph,
-        unless there is too little memory left.
+        unless too little memory is left.
 
         Args:
-            samples: on the CPU, with `index`, `prompts` and `responses`.
-            row: of the samples, where they share tokens.
+            samples: samples on the CPU, with `index`, `prompts` and `responses`.
+            row: row of the samples if they share tokens.
         """
         before = _allocated(device)
         with torch.enable_grad():
@@ -57,17 +55,17 @@ class KeptForward:
         """The kept outputs that are worth a backward for these samples. Nothing is kept afterwards.
 
         Args:
-            samples: on the CPU, with `prompts` and `responses`.
+            samples: samples on the CPU, with `prompts` and `responses`.
 
         Returns:
             For each such micro-batch the positions of its samples, and their outputs with the graph. No position is in
             two of them.
         """
-        kept = self._micro_batches
+        graphs = self._micro_batches
         self.forget()
         keys, taken = token_keys(samples), list[tuple[list[int], Mapping[str, Ragged]]]()
-        left = dict.fromkeys(range(len(keys))) if kept else {}
-        for of_batch, outputs in kept:
+        left = dict.fromkeys(range(len(keys))) if graphs else {}
+        for of_batch, outputs in graphs:
             row_of = {key: row for row, key in enumerate(token_keys(of_batch))}
             positions = [position for position in left if keys[position] in row_of]
             if not positions or samples.select(positions).tokens < MIN_USED * of_batch.tokens:
@@ -79,16 +77,13 @@ class KeptForward:
         return taken
 
     def forget(self) -> None:
-        """Free the graphs: the parameters change, or nobody will train on them."""
+        """Free the graphs, because the parameters change or no training on them follows."""
         self._micro_batches, self.tokens = [], 0
 
 
 def _has_room(device: torch.device, before: int) -> bool:
-    """True if there is memory to keep a graph while other calls run.
-
-    Args:
-        before: what was allocated on an accelerator without it.
-    """
+    """True if there is memory to keep a graph while other calls run. `before` is the accelerator's allocated memory
+    without it."""
     if is_accelerator(device):
         return has_room(device, _allocated(device) - before)
     memory = psutil.virtual_memory()

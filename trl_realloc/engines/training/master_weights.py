@@ -1,9 +1,8 @@
-"""Float32 master weights of parameters of 16 bits: for full replicas (`MasterWeights`), and for split models, with the
-optimizer state sharded over the data-parallel group or not (`SplitMasters`).
+"""Float32 master weights of 16-bit parameters: for full replicas (`MasterWeights`), and for split models, optionally
+with the optimizer state sharded over the data-parallel group (`SplitMasters`).
 
 The forward uses the 16-bit parameter. Its gradients are accumulated in float32, the optimizer steps the master weight,
-and the parameter is the rounded master weight. A float32 parameter is its own master weight. The forwards are in
-`packed_forward` and `pipeline`, the splitting of parameters in `tensor_parallel`.
+and the parameter is the rounded master weight. A float32 parameter is its own master weight.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ class MasterWeights:
     """Replaces every 16-bit parameter of an optimizer by a float32 master weight.
 
     Args:
-        optimizer: of a replica's parameters; changed in place to step the master weights, with float32 state.
+        optimizer: optimizer of a replica's parameters; changed in place to step the master weights, with float32
+            state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -58,7 +58,7 @@ class MasterWeights:
         if not is_low(parameter):
             return parameter
         master = nn.Parameter(parameter.detach().float())
-        reference = weakref.ref(master)  # a script that holds the model would else hold its master weights
+        reference = weakref.ref(master)  # otherwise a script that holds the model would hold its master weights
 
         def add(low: Tensor) -> None:
             master = reference()
@@ -73,8 +73,7 @@ class MasterWeights:
         return master
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The tensor that the optimizer steps and that has the gradients: the master weight, or the parameter
-        itself."""
+        """The tensor that the optimizer steps and that has the gradients: the master weight or the parameter."""
         return self._masters.get(parameter, parameter)
 
     def publish(self) -> None:
@@ -84,8 +83,8 @@ class MasterWeights:
 
 
 def in_dtype_of(weight: Tensor, value: object) -> Any:
-    """A copy of one value of an optimizer's state of a weight, on the weight's device. Floating-point tensors of the
-    weight's shape get its dtype. Others, such as quantized moments and their scales, keep theirs."""
+    """A copy of one value of a weight's optimizer state, on the weight's device. Floating-point tensors of the weight's
+    shape get its dtype. Others, such as quantized moments and their scales, keep their dtype."""
     if not torch.is_tensor(value) or not value.dim():
         return value
     if value.is_floating_point() and value.shape == weight.shape:
@@ -98,14 +97,14 @@ class Master:
     """One trained parameter of this rank, with its master weight.
 
     Args:
-        name: of the parameter in the module.
-        parameter: that the forward uses; may be a DTensor.
-        owner: the data-parallel rank that steps it; -1 if every replica steps it.
-        tied: the first and the last stage have it, and their copies must stay equal.
-        partial: each tensor-parallel rank computes a part of its gradient, and the parts must be summed.
-        weight: (local shape) float32, the master weight on the ranks that step it; shares the memory of a float32
+        name: name of the parameter in the module.
+        parameter: parameter that the forward uses; may be a DTensor.
+        owner: data-parallel rank that steps it; -1 if every replica steps it.
+        tied: whether the first and the last stage have it, so that their copies must stay equal.
+        partial: whether each tensor-parallel rank computes a part of its gradient, and the parts must be summed.
+        weight: (local shape) float32, master weight on the ranks that step it; shares the memory of a float32
             parameter.
-        gradient: (local shape) float32, the gradients of the micro-batches so far, of a 16-bit parameter.
+        gradient: (local shape) float32, accumulated gradient of a 16-bit parameter.
     """
 
     name: str
@@ -118,7 +117,7 @@ class Master:
 
     def __post_init__(self) -> None:
         if is_low(self.parameter):
-            # a reference from the hook to this object, and from here to the parameter, would be a circle that the
+            # a reference from the hook to this object, and from here to the parameter, would be a cycle that the
             # garbage collector does not see, and the memory of both would never be freed
             reference = weakref.ref(self)
 
@@ -151,21 +150,21 @@ class Master:
         return local(self.parameter.data)
 
     def part(self, tensor: Tensor) -> StateTensor:
-        """This rank's part of one tensor of the training state: of the float32 weight, or of the optimizer's state."""
+        """This rank's part of one tensor of the training state: the float32 weight, or of the optimizer's state."""
         if self.weight is None or tensor.shape != self.weight.shape:
-            return StateTensor.of(tensor)  # a factored moment, which optimizers have of parameters that are not split
+            return StateTensor.of(tensor)  # a factored moment, which only exists for unsplit parameters
         return StateTensor.of(tensor, tuple(self.parameter.shape), box_of(self.parameter))
 
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer of a full model in which names replace the parameters, so that the full parameters can be freed when
-    the model is split.
+    """An optimizer of a full model whose parameters are replaced by names, so that the full parameters can be freed
+    when the model is split.
 
     Args:
-        optimizer: without parameters and state.
-        groups: the names of the parameters of each parameter group.
-        state: the state that its constructor made (Adagrad's sums), by parameter name.
+        optimizer: optimizer without parameters and state.
+        groups: names of the parameters of each parameter group.
+        state: state that the optimizer's constructor made (Adagrad's sums), by parameter name.
     """
 
     optimizer: torch.optim.Optimizer
@@ -174,8 +173,7 @@ class NamedOptimizer:
 
     @staticmethod
     def of(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> NamedOptimizer:
-        """Make the optimizer of a full model, which may be on the meta device, and remove the parameters and the state
-        from it."""
+        """Make the optimizer of a full model, which may be on the meta device, and remove its parameters and state."""
         optimizer = make(model)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         state = {names[p]: values for p, values in optimizer.state.items()}
@@ -189,7 +187,7 @@ class NamedOptimizer:
         return NamedOptimizer(optimizer, groups, state)
 
     def over(self, masters: Iterable[Master]) -> torch.optim.Optimizer:
-        """The optimizer of these master weights, each in the group of its parameter and with its part of the state."""
+        """The optimizer of these master weights, each in its parameter's group and with its part of the state."""
         stepped = {m.name: (m, m.weight) for m in masters if m.weight is not None}
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = [stepped[name][1] for name in names if name in stepped]
@@ -209,16 +207,15 @@ class SplitMasters:
     """The master weights and the optimizer of a split model, on one rank.
 
     Args:
-        parameters: the trained parameters of this rank, in the same order on all ranks with the same tensor and
-        pipeline
+        parameters: trained parameters of this rank, in the same order on all ranks with the same tensor and pipeline
             rank; may be empty.
-        optimizer: of the full model; changed to step the master weights.
-        groups: the process groups of the mesh.
-        shard: shard the optimizer state over the data-parallel group (ZeRO stage 1). Each parameter has one owner, the
-            same for all copies of it: the rank with the fewest elements so far, in order of descending size. Rank 0
-            has those that both ends of a pipeline have.
+        optimizer: optimizer of the full model; changed to step the master weights.
+        groups: process groups of the mesh.
+        shard: whether to shard the optimizer state over the data-parallel group (ZeRO stage 1). Each parameter has one
+            owner, the same for all copies of it: the rank with the fewest elements so far, in order of descending size.
+            Rank 0 owns the parameters that both ends of a pipeline have.
         tied: names of the parameters that the first and the last stage share.
-        partial: names of the parameters of whose gradient each tensor-parallel rank computes a part.
+        partial: names of the parameters whose gradient each tensor-parallel rank computes in part.
     """
 
     def __init__(
@@ -241,7 +238,7 @@ class SplitMasters:
         ]
         for master in self.all:
             if self.steps(master):
-                # of a float32 parameter this shares its memory, so stepping it steps the parameter
+                # for a float32 parameter this shares its memory, so stepping it steps the parameter
                 master.weight = nn.Parameter(master.value.detach().to(_master_dtype(master.parameter)))
         self.optimizer = optimizer.over(self.all)
         self.settings = GroupSettings(self.optimizer)
@@ -251,8 +248,8 @@ class SplitMasters:
         return master.owner in (-1, self.groups.dp.index)
 
     def counts(self, master: Master) -> bool:
-        """True if this rank contributes a parameter's part to the gradient norm: one rank does, of all that have the
-        same part."""
+        """True if this rank contributes its part of a parameter to the gradient norm. Among ranks with the same part,
+        one does."""
         first_replica = master.owner == self.groups.dp.index or (master.owner == -1 and self.groups.dp.index == 0)
         of_tensor = is_split(master.parameter) or self.groups.tp.index == 0
         return first_replica and of_tensor and not (master.tied and self.groups.pp.index > 0)
@@ -260,8 +257,6 @@ class SplitMasters:
     @torch.no_grad()
     def step(self, max_norm: float) -> float:
         """Sum the gradients over the mesh, clip them by their global norm, step, and copy the result to every replica.
-
-        Args:
 
         Returns:
             The norm before clipping, the same on all ranks. If it is not finite, the step was not taken, and the
@@ -287,7 +282,7 @@ class SplitMasters:
         return float(norm)
 
     def drop(self) -> None:
-        """Forget the gradients of the micro-batches so far."""
+        """Discard the accumulated gradients."""
         for master in self.all:
             master.gradient = None
             clear_gradient(master.parameter)
@@ -300,13 +295,13 @@ class SplitMasters:
             groups.dp.sum_([gradients[master.name] for master in everywhere])
             for owner, masters in self._by_owner():
                 groups.dp.sum_to([gradients[master.name] for master in masters], owner)
-        # after the sums: groups of three replicas and more may add the same numbers in another order. All ranks that
-        # have a copy are of one replica, and their copies have one owner
+        # After the sums: groups of three or more replicas may add the same numbers in different orders. All ranks with
+        # a copy belong to one replica, and their copies have one owner.
         self._agree(gradients, [master for master in self.all if self.steps(master)])
 
     def _agree(self, gradients: dict[str, Tensor], masters: Sequence[Master]) -> None:
-        """Give the copies of a gradient in a tensor group, and at both ends of a pipeline, the same bits, so that the
-        copies of the weights stay equal."""
+        """Make the copies of a gradient in a tensor-parallel group and at both ends of a pipeline bitwise equal, so
+        that the copies of the weights stay equal."""
         groups = self.groups
         if groups.tp.size > 1:
             # every rank has computed these gradients in full; kernels without a fixed order of additions give results
@@ -326,7 +321,6 @@ class SplitMasters:
         return total[0].sqrt()
 
     def _by_owner(self) -> Iterator[tuple[int, list[Master]]]:
-        """The sharded master weights of each owner."""
         for owner in range(self.groups.dp.size):
             masters = [master for master in self.all if master.owner == owner]
             if masters:
@@ -334,8 +328,7 @@ class SplitMasters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the master weights into the parameters, rounded, and from their owners to the other replicas.
-        Collective."""
+        """Copy the rounded master weights into the parameters, from their owners to all replicas. Collective."""
         for master in self.all:
             if master.weight is not None and master.weight.data_ptr() != master.value.data_ptr():
                 master.value.copy_(master.weight)
@@ -356,7 +349,7 @@ class SplitMasters:
 
     @contextlib.contextmanager
     def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
-        """See `base.TrainingEngine.loading`, without the check of names."""
+        """`base.TrainingEngine.loading` without the check of names."""
         state, values = TrainingState(group_numbers=self.settings.empty()), dict[str, dict[str, Tensor]]()
         for master, weight in self._stepped():
             name, current, shape = master.name, self.optimizer.state.get(weight, {}), tuple(master.parameter.shape)
@@ -374,7 +367,6 @@ class SplitMasters:
         self.publish()
 
     def _stepped(self) -> list[tuple[Master, nn.Parameter]]:
-        """The masters that this rank steps, with their weights."""
         return [(master, master.weight) for master in self.all if master.weight is not None]
 
 
@@ -383,17 +375,17 @@ def _master_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _repeated(example: Mapping[str, object], shape: torch.Size) -> dict[str, Any]:
-    """The state that an optimizer's constructor makes for a parameter of a shape, from that for one element, whose
-    memory it shares."""
+    """The state that an optimizer's constructor makes for a parameter of this shape, expanded from that of one element
+    without a copy."""
     return {key: v.reshape(()).expand(shape) if torch.is_tensor(v) and v.dim() else v for key, v in example.items()}
 
 
 def _owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each parameter: by descending size, the rank with the fewest elements so far."""
+    """The owner of each parameter: in order of descending size, the rank with the fewest elements so far."""
     heap = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(sizes)
-    for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         load, rank = heapq.heappop(heap)
-        owners[at] = rank
-        heapq.heappush(heap, (load + sizes[at], rank))
+        owners[index] = rank
+        heapq.heappush(heap, (load + sizes[index], rank))
     return owners

@@ -1,7 +1,7 @@
 """Engine that trains and scores a Transformers model that is split over data x tensor x pipeline groups of a mesh.
 
-The model is not converted: `tensor_parallel` splits it by the family's own plan, `pipeline` leaves out other stages'
-layers, `master_weights` has the optimizer. Here is how they work together in a call.
+The model is not converted: `tensor_parallel` splits it by the family's own plan, `pipeline` removes other stages'
+layers, `master_weights` has the optimizer. This file combines them.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ if TYPE_CHECKING:
 
 
 class MegatronEngine:
-    """Keeps `base.TrainingEngine`, whose docstring describes the methods. All ranks of a replica (its tensor groups and
-    stages) get the same samples and return the same results.
+    """Implements `base.TrainingEngine`. All ranks of a replica (its tensor-parallel groups and stages) get the same
+    samples and return the same results.
 
     Args:
-        head: the role's full model, in its head; reduced here to this rank's part. Of a model on the meta device only
-            that part is read.
-        groups: the process groups of the mesh.
-        device: of the model.
-        shard_optimizer: shard the optimizer state over the data-parallel group (ZeRO stage 1).
-        compute_dtype, make_optimizer, max_grad_norm: as in `ReplicatedEngine`.
+        head: the role's full model in its head; reduced in place to this rank's part. If the model is on the meta
+            device, only that part is read.
+        groups: process groups of the mesh.
+        device: device of the model.
+        shard_optimizer: whether to shard the optimizer state over the data-parallel group (ZeRO stage 1).
+        compute_dtype, make_optimizer, max_grad_norm: same as in `ReplicatedEngine`.
 
     Raises:
         EngineError: the model's family or its adapters cannot be split.
@@ -104,13 +104,13 @@ class MegatronEngine:
         self._trained_names = [name for name, p in model.named_parameters() if p.requires_grad]
         tied = tied_weight(model)
         self._tied = next((name for name, p in model.named_parameters() if p is tied), None)
-        # made before the model is split: a user's optimizer has the full model's parameters, and a stage in which no
-        # parameter is trained has none to make an optimizer of
+        # made before the model is split: a user's optimizer needs the full model's parameters, and a stage without
+        # trained parameters could not make one
         optimizer = NamedOptimizer.of(make_optimizer, model) if make_optimizer is not None else None
         if groups.pp.size > 1:
             keep_stage(model, groups.pp.index, groups.pp.size)
         partial_gradients: frozenset[str] = frozenset()
-        if groups.tp.size > 1:  # moves what it splits parameter by parameter, so that the device has one of them whole
+        if groups.tp.size > 1:  # moves each parameter as it is split, so that the device has one whole parameter
             partial_gradients = split_tensors(model, groups.tp)
             if isinstance(head, PolicyHead):
                 head.token_logprobs, head.vocabulary_group = self._split_logprobs, groups.tp
@@ -140,7 +140,6 @@ class MegatronEngine:
 
     @property
     def parameter_specs(self) -> Mapping[str, TensorSpec]:
-        """See `base.ScoringEngine`."""
         return self._specs
 
     @property
@@ -170,7 +169,6 @@ class MegatronEngine:
         return statistics
 
     def add_gradients(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
-        """See `base.TrainingEngine`."""
         assert self.masters is not None, "a frozen role cannot be trained"
         self.head.train()
         if self.pipeline is None:
@@ -201,20 +199,19 @@ class MegatronEngine:
         return StageWork(self.pipeline, micros, finish, self.in_context)
 
     def statistics_of(self, batch: MiniBatch) -> dict[str, Tensor]:
-        """The statistics that `train` returns, for a mini-batch that has run through the stages. Collective over the
-        pipeline."""
-        parts = [batch.statistics[at] for at in range(len(batch.statistics))]
+        """The statistics of `train` for a mini-batch that has run through the stages. Collective over the pipeline."""
+        parts = [batch.statistics[index] for index in range(len(batch.statistics))]
         lengths = [micro.samples.ragged("responses").lengths for micro in batch.micros]
         return self._from_last_stage(statistics_in_order(parts, batch.batches, lengths))
 
     def step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
-        """Take an optimizer step with the gradients that are there. Collective over the mesh.
+        """Take an optimizer step with the accumulated gradients. Collective over the mesh.
 
         Args:
-            samples, statistics: of this rank's share of the mini-batch.
+            samples, statistics: this rank's share of the mini-batch, and its statistics.
 
         Raises:
-            NonFiniteError: as `train`.
+            NonFiniteError: see `train`.
         """
         assert self.masters is not None, "a frozen role cannot be trained"
         self.masters.settings.give(learning_rate)
@@ -224,7 +221,6 @@ class MegatronEngine:
         self.version += 1
 
     def drop(self) -> None:
-        """See `base.TrainingEngine`."""
         assert self.masters is not None, "a frozen role has no gradients"
         self.masters.drop()
 
@@ -233,19 +229,19 @@ class MegatronEngine:
         batches, micros = self._micro_batches(inputs, budget)
         parts: dict[int, Mapping[str, Ragged]] = {}
 
-        def finish(at: int, outputs: Mapping[str, Ragged]) -> Tensor:
-            parts[at] = outputs
+        def finish(index: int, outputs: Mapping[str, Ragged]) -> Tensor:
+            parts[index] = outputs
             return torch.zeros((), device=self.device)
 
         run_pipeline(self.stage_work(micros, finish), trains=False)
-        results = in_order([parts[at] for at in range(len(parts))], batches)
+        results = in_order([parts[index] for index in range(len(parts))], batches)
         values = self._from_last_stage({name: column.values for name, column in results.items()})
         lengths = self._from_last_stage({name: column.lengths for name, column in results.items()})
         return {name: Ragged(values[name], lengths[name]) for name in values}
 
     def _micro_batches(self, samples: Rollouts, budget: int) -> tuple[list[list[int]], list[PackedSamples]]:
-        """Micro-batches as indices of samples, and on the device: within the budget, and at least as many as stages if
-        there are enough samples, so that all stages compute at the same time."""
+        """Micro-batches as indices of samples, and on the device: within the budget, and if possible at least as many
+        as stages, so that all stages compute at the same time."""
         tree = self.head.tree(samples)
         batches = stage_batches(samples.lengths.tolist(), budget, self.groups.pp.size, tree)
         micros = (PackedSamples(samples.select(batch).to(self.device), row_of(tree, batch)) for batch in batches)
@@ -267,7 +263,7 @@ class MegatronEngine:
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def parts(self) -> Parts:
-        """See `base.ScoringEngine.parts`: here the tensor-parallel parts of this rank's stage."""
+        """The tensor-parallel parts of this rank's stage."""
         named = list(self.head.model.named_parameters())
         names = set(self._trained_names) or {name for name, _ in named}
         return {name: [(box_of(p), local(p.data))] for name, p in named if name in names}
@@ -275,7 +271,7 @@ class MegatronEngine:
     def export(
         self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
     ) -> Iterator[Bucket]:
-        """See `base.ScoringEngine.export`: full tensors on the mesh's first rank, empty buckets on the others.
+        """Full tensors on the mesh's first rank, empty buckets on the others.
 
         Raises:
             EngineError: `merged`, and the model has adapters.
@@ -298,13 +294,12 @@ class MegatronEngine:
         return whole_pieces(self.export(piece_bytes, merged=False, names=names))
 
     def training_state(self) -> TrainingState:
-        """See `base.TrainingEngine`: here the parts that this rank steps."""
+        """The parts that this rank steps."""
         assert self.masters is not None, "a frozen role has no training state"
         return self.masters.training_state(self.version)
 
     @contextlib.contextmanager
     def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
-        """See `base.TrainingEngine`."""
         assert self.masters is not None, "a frozen role has no training state"
         check_names(specs, self._trained_names)
         with self.masters.loading(specs) as state:
@@ -315,8 +310,7 @@ class MegatronEngine:
         pass
 
     def _contributes(self, parameter: Tensor, name: str) -> bool:
-        """True if this rank contributes a parameter to an export. Of the ranks that have the same part of it, one
-        does."""
+        """True if this rank contributes a parameter to an export. Among ranks with the same part of it, one does."""
         groups = self.groups
         of_tensor = is_split(parameter) or groups.tp.index == 0
         return groups.dp.index == 0 and of_tensor and not (name == self._tied and groups.pp.index > 0)
@@ -343,7 +337,7 @@ def check_model(model: PreTrainedModel, tp: int, pp: int) -> None:
             raise EngineError(f"engine megatron cannot split the adapter {name!r} by tp; use plain LoRA, or tp: 1.")
 
 
-if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocol
+if TYPE_CHECKING:  # the type checker verifies that the protocol is implemented
     _TRAINS: type[TrainingEngine] = MegatronEngine
 
 

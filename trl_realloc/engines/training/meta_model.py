@@ -1,7 +1,5 @@
 """Builds a checkpoint's model on the meta device with Transformers' own loading (`open_model`), and notes the files
-that its parameters are read from.
-
-Reading them is in `checkpoint_files`. Models that are loaded whole are in `engines/models`.
+that its parameters are read from (`checkpoint_files`). `engines/models` loads models whole.
 """
 
 from __future__ import annotations
@@ -28,17 +26,17 @@ class CannotReadParts(Exception):
 
 def open_model(kind: Any, name: str, **kwargs: object) -> PreTrainedModel:
     """A checkpoint's model on the meta device, with the files that `fill` reads. Parameters that the checkpoint lacks
-    (the score layer of a new critic) are in memory, drawn by the module's own initialization from torch's generator as
-    `from_pretrained` draws them; buffers are in memory too.
+    (the score layer of a new critic) are in memory, initialized by the module from torch's generator like in
+    `from_pretrained`; buffers are in memory too.
 
     Args:
         kind: a Transformers `AutoModelFor…`.
-        name: of the model, or its path.
-        kwargs: of `from_pretrained`.
+        name: name or path of the model.
+        kwargs: arguments of `from_pretrained`.
 
     Raises:
-        CannotReadParts: `from_pretrained` can load the checkpoint, but only whole. Torch's generator is then as it was.
-        Exception: that of `from_pretrained`, such as an `OSError` for a file that is missing or a `RuntimeError` for a
+        CannotReadParts: `from_pretrained` can load the checkpoint, but only whole. Torch's generator is unchanged then.
+        Exception: any error of `from_pretrained`, such as an `OSError` for a missing file or a `RuntimeError` for a
             tensor of another shape. Loading the checkpoint whole would raise it too.
     """
     if reason := _why_whole(name):
@@ -60,7 +58,7 @@ def open_model(kind: Any, name: str, **kwargs: object) -> PreTrainedModel:
 
 
 def _why_whole(name: str) -> str | None:
-    """Why a checkpoint cannot be read in parts, if its files show it."""
+    """The reason why a checkpoint cannot be read in parts, if its files show one."""
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         return "its checkpoint has no safetensors files"
@@ -74,7 +72,7 @@ def _build(kind: Any, name: str, kwargs: Mapping[str, Any]) -> tuple[PreTrainedM
     """The model on the meta device, and the files that Transformers has opened.
 
     Raises:
-        CannotReadParts: the model's constructor needs numbers that the meta device does not have.
+        CannotReadParts: the model's constructor needs values that the meta device does not have.
     """
     try:
         with compat.headers_only() as headers:
@@ -91,11 +89,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _checkpoint_files(model: PreTrainedModel, files: Sequence[str] | Mapping[str, object]) -> CheckpointFiles:
-    """The files of a model that Transformers has loaded on the meta device, with the names of the tensors from which
-    Transformers makes each parameter.
+    """The files of a model that Transformers has loaded on the meta device, with the names of the tensors of each
+    parameter.
 
     Raises:
-        CannotReadParts: the names that are found are not those that Transformers has loaded.
+        CannotReadParts: the names differ from those that Transformers has loaded.
     """
     if not files:
         raise CannotReadParts("its checkpoint has no safetensors files")
@@ -113,14 +111,14 @@ def _checkpoint_files(model: PreTrainedModel, files: Sequence[str] | Mapping[str
             if any(value.shape != expected[target].shape for target, value in computed.items() if target in expected):
                 raise CannotReadParts(f"{conversion.first} is computed in a way that is not known here")
             conversions |= {target: conversion for target in computed if target in expected}
-    found = names.keys.keys() | conversions.keys()
+    readable = names.keys.keys() | conversions.keys()
     named = dict(model.named_parameters(remove_duplicate=False))
     loaded = {name for name, parameter in named.items() if compat.has_values(parameter)}
     tied = compat.tied_names(model)
-    if lost := sorted(loaded - found - tied.keys() - set(tied.values())):
+    if lost := sorted(loaded - readable - tied.keys() - set(tied.values())):
         raise CannotReadParts(f"Transformers reads {lost[0]} in a way that is not known here")
-    read_as = {parameter: name for name, parameter in named.items() if name in found}
-    aliases = {name: read_as[p] for name, p in named.items() if name not in found and p in read_as}
+    read_as = {parameter: name for name, parameter in named.items() if name in readable}
+    aliases = {name: read_as[p] for name, p in named.items() if name not in readable and p in read_as}
     return CheckpointFiles(list(files), names.keys, aliases, conversions, structure)
 
 
@@ -129,10 +127,10 @@ def _checkpoint_files(model: PreTrainedModel, files: Sequence[str] | Mapping[str
 
 def has_own_head(name: str, config: PretrainedConfig) -> bool:
     """True if a checkpoint has an output head that differs from the embedding that its config ties it to
-    (`tie_word_embeddings`). Transformers then loads both, but whoever has the config alone, such as a vLLM engine or a
-    new plan's empty model, would tie them.
+    (`tie_word_embeddings`). Transformers then loads both, but code that has only the config, such as a vLLM engine or
+    a new plan's empty model, would tie them.
 
-    Looks at the files of a local folder only: a model of the hub may not be here yet.
+    Looks only at files of a local folder: a model of the hub may not be downloaded yet.
     """
     text = config.get_text_config()
     files = sorted(map(str, Path(name).glob("*.safetensors")))
@@ -160,8 +158,8 @@ def untie(config: PretrainedConfig) -> None:
 
 
 def is_untied(model: PreTrainedModel) -> bool:
-    """True if a model in memory has a head of its own although its config ties it to the embedding. Its adapters do not
-    count."""
+    """True if a model in memory has a separate head although its config ties it to the embedding. Adapters are
+    ignored."""
     ties = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     ends = map(_without_adapters, (model.get_input_embeddings(), model.get_output_embeddings()) if ties else ())
     weights = [end.weight for end in ends if isinstance(end, nn.Linear | nn.Embedding)]
@@ -169,7 +167,7 @@ def is_untied(model: PreTrainedModel) -> bool:
 
 
 def _without_adapters(module: nn.Module) -> nn.Module:
-    """The module inside of PEFT's layers and wrappers."""
+    """The module inside PEFT's layers and wrappers."""
     for name in ("base_layer", "original_module"):
         if (inner := getattr(module, name, None)) is not None:
             return _without_adapters(inner)
@@ -177,13 +175,13 @@ def _without_adapters(module: nn.Module) -> nn.Module:
 
 
 def _untie_different(model: PreTrainedModel, source: CheckpointFiles) -> None:
-    """Tie parameters that the checkpoint has both of if they are equal, as `from_pretrained` does, which cannot compare
+    """Tie parameters that are both in the checkpoint if they are equal. `from_pretrained` does so, but cannot compare
     them on the meta device."""
-    known = frozenset(source.names())
+    stored = frozenset(source.names())
     named = dict(model.named_parameters(remove_duplicate=False))
     tied = compat.tied_names(model)
     for target, other in list(tied.items()):
-        if not {target, other} <= known or named[target] is named[other]:
+        if not {target, other} <= stored or named[target] is named[other]:
             continue
         if _equal(source, target, other, named[other]):
             owner, _, leaf = target.rpartition(".")
@@ -194,7 +192,7 @@ def _untie_different(model: PreTrainedModel, source: CheckpointFiles) -> None:
 
 
 def _equal(source: CheckpointFiles, first: str, second: str, parameter: Tensor) -> bool:
-    """True if two parameters of one shape are equal. Reads slices of rows."""
+    """True if two parameters of the same shape are equal. Reads slices of rows."""
     rows = _rows_at_once(parameter[:1])
     with source.reading() as read:
         for start in range(0, parameter.shape[0], rows):
@@ -213,22 +211,22 @@ def _rows_at_once(row: Tensor) -> int:
 
 @torch.no_grad()
 def _complete(model: PreTrainedModel, source: CheckpointFiles) -> None:
-    """Give memory and values to what is no parameter of the checkpoint: parameters that it lacks, and buffers."""
-    known = frozenset(source.names())
+    """Give memory and values to parameters that the checkpoint lacks, and to buffers."""
+    stored = frozenset(source.names())
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    drawn: dict[nn.Parameter, nn.Parameter] = {}
+    created: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, all_names in names.items():
-        if known.isdisjoint(all_names):
-            drawn[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+        if stored.isdisjoint(all_names):
+            created[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
         else:
             compat.keep_values(parameter)
     for module in model.modules():
         compat.draw_again(module)  # Transformers has initialized it on the meta device
         for leaf, held in module._parameters.items():
-            if held in drawn:
-                module._parameters[leaf] = drawn[held]
+            if held in created:
+                module._parameters[leaf] = created[held]
     with source.reading() as read:
         for prefix, module in model.named_modules():
             for leaf, buffer in module._buffers.items():
@@ -236,7 +234,7 @@ def _complete(model: PreTrainedModel, source: CheckpointFiles) -> None:
                     continue
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 module._buffers[leaf] = memory = torch.empty_like(buffer, device="cpu")
-                if name in known:
+                if name in stored:
                     read(name, whole(memory.shape), memory)
                     compat.keep_values(memory)
     model.initialize_weights()

@@ -1,7 +1,7 @@
 """Refuses an optimizer step whose losses or gradients are not finite, on all ranks of a mesh together.
 
-A loss that is not finite gets NaN gradients (`guarded`). Gradients are summed over the mesh, so every rank finds the
-same in their global norm, without another message. Checks of samples and weights are in `algorithms/nonfinite`.
+A loss that is not finite gets NaN gradients (`guarded`). Gradients are summed over the mesh, so every rank sees this in
+the global norm, without another message. Checks of samples and weights are in `algorithms/nonfinite`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..mesh_group import MeshGroup
 
 
 def guarded(loss: Tensor) -> Tensor:
-    """The loss (0-dimensional), with NaN gradients if it is not finite. Without this they may be finite: the square of
-    a large error overflows, its derivative does not. Does not wait for the device."""
+    """The loss (0-dimensional), with NaN gradients if it is not finite. Otherwise they may be finite: the square of a
+    large error overflows, its derivative does not. Does not wait for the device."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
@@ -28,7 +28,7 @@ def refusal(group: MeshGroup, samples: Rollouts, statistics: Mapping[str, Tensor
 
     Args:
         samples: this rank's share of the mini-batch.
-        statistics: (n,) tensors by name on the CPU, as `run_training` returns them. Those named `*_loss` are losses.
+        statistics: (n,) tensors by name on the CPU, from `run_training`. Names that end in `_loss` are losses.
     """
     sample = -1
     for name, column in statistics.items():

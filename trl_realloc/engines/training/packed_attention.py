@@ -1,6 +1,5 @@
-"""Attention that keeps the samples of one packed row apart, and the check whether a model can use it.
-
-The forward of packed samples through a model is in `packed_forward`.
+"""Attention that separates the samples of a packed row, and the check whether a model can use it. The forward of packed
+samples is in `packed_forward`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from .varlen_attention import (
 
 @dataclass
 class _LocalAttention:
-    """The local attention (windows, chunks) that a model uses in a probe. Packed attention ignores the masks and
-    applies only the windows that the attention layers pass as an argument. A window of thousands of tokens does not
-    show in the outputs of a probe of five tokens, so both are recorded and compared.
+    """The local attention (windows, chunks) of a model in a probe. Packed attention ignores the masks and applies only
+    the windows that the attention layers pass as an argument. A window of thousands of tokens does not change the
+    outputs of a probe of five tokens, so both are recorded and compared.
 
     Attributes:
-        masks: sizes in the masks that the model asks for; a word for a mask that it, or a layer, makes itself.
+        masks: sizes in the masks that the model requests; a word for a mask that the model or a layer makes itself.
         windows: sizes that its attention layers pass.
     """
 
@@ -48,19 +47,14 @@ class _LocalAttention:
 
     @property
     def is_known_to_layers(self) -> bool:
-        """True if the layers pass every window that the masks have."""
+        """True if the layers pass every window of the masks."""
         return self.masks <= self.windows
 
 
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-CANNOT_RUN = (
-    TypeError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    AttributeError,
-)  # what a model raises that is run otherwise
-PACKED = "trl_realloc_packed"  # the name in Transformers of sdpa within each sample of a packed row
+# errors of a model that is run in an unusual way
+CANNOT_RUN = (TypeError, ValueError, KeyError, RuntimeError, AttributeError)
+PACKED = "trl_realloc_packed"  # name in Transformers of sdpa within each sample of a packed row
 _packing: contextvars.ContextVar[bool] = contextvars.ContextVar("packing", default=False)
 _probed: contextvars.ContextVar[_LocalAttention | None] = contextvars.ContextVar("probed", default=None)
 
@@ -68,14 +62,11 @@ _probed: contextvars.ContextVar[_LocalAttention | None] = contextvars.ContextVar
 def _packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention within each sample of a packed row. Without `packed_row` it is Transformers' sdpa.
+    """Attention within each sample of a packed row; Transformers' sdpa without the keyword argument `packed_row`.
 
     One sdpa call per sample costs the sum of the squared lengths. A block mask over the row would cost the square of
-    their sum: 32 times as much for 32 samples of equal length.
-
-    Args:
-        query, key, value: (1, heads, tokens, head_dim).
-        kwargs: of Transformers, with `packed_row`, a `PackedRow`.
+    their sum: 32 times as much for 32 samples of equal length. `query`, `key` and `value` are (1, heads, tokens,
+    head_dim).
     """
     row: PackedRow | None = kwargs.pop("packed_row", None)
     if row is None:
@@ -84,7 +75,7 @@ def _packed_attention(
     if (local_attention := _probed.get()) is not None:
         if window is not None:
             local_attention.windows.add(window)
-        if attention_mask is not None and attention_mask.dim() == 4:  # `_packed_mask` has made none
+        if attention_mask is not None and attention_mask.dim() == 4:  # not from `_packed_mask`, which makes none
             local_attention.masks.add("mask or bias of an attention layer")
     if window is not None and window >= max(row.lengths):
         window = None
@@ -100,27 +91,26 @@ def _packed_attention(
         seen, _ = row.keys
         key, value = (part.index_select(2, row.on(part.device)) for part in (key, value))
         if window is None:
-            # The queries of a beginning again: without a mask a sample's memory grows with its length, and with one of
-            # queries by keys with its square.
+            # Computes the queries of the shared beginning again: without a mask a sample's memory grows with its
+            # length, with a mask of queries by keys with its square.
             query, asking = query.index_select(2, row.on(query.device)), seen
     parts = []
-    for q, k, v, own in zip(query.split(asking, 2), key.split(seen, 2), value.split(seen, 2), queries, strict=True):
+    for q, k, v, count in zip(query.split(asking, 2), key.split(seen, 2), value.split(seen, 2), queries, strict=True):
         if window is not None:
             unseen = max(0, k.shape[2] - q.shape[2] - window + 1)
             k, v = k[:, :, unseen:], v[:, :, unseen:]
         mask = _mask(q.shape[2], k.shape[2], window, q.device)
-        parts.append(sdpa_attention_forward(module, q, k, v, mask, is_causal=mask is None, **kwargs)[0][:, -own:])
+        parts.append(sdpa_attention_forward(module, q, k, v, mask, is_causal=mask is None, **kwargs)[0][:, -count:])
     return torch.cat(parts, dim=1), None
 
 
 def _in_blocks(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
-    """True if `PrefixAttention` can compute this."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and keeps_scores(arguments)
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(1, 1, queries, keys) bool: which keys the last tokens of a sample see; `None` if they are all of its tokens, and
-    see all up to their own."""
+    """(1, 1, queries, keys) bool: which keys the last tokens of a sample see; `None` for causal attention over all of
+    its tokens."""
     if queries == keys and (window is None or keys <= window):
         return None
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
@@ -132,7 +122,7 @@ def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if not _packing.get():
         return sdpa_mask(*args, **kwargs)
     if (local_attention := _probed.get()) is not None:
-        if kwargs.get("local_size") is not None:  # of a sliding window or of chunks
+        if kwargs.get("local_size") is not None:  # a sliding window or chunks
             local_attention.masks.add(kwargs["local_size"])
         if kwargs.get("use_vmap"):  # Transformers sets it for a mask function that the model defines
             local_attention.masks.add("mask function of the model")
@@ -147,21 +137,21 @@ def packs(model: PreTrainedModel) -> bool:
     """True if the model computes each sample of a packed row as if it were alone. If so, sets its attention to
     `PACKED`, which is plain sdpa for every other caller.
 
-    No flag of Transformers tells this. A recurrent layer, a custom attention or learned absolute positions would mix or
+    Transformers has no flag for this. A recurrent layer, a custom attention or learned absolute positions would mix or
     misplace samples, so a `probe_model` of the model is run on five tokens. Windows and chunks that its attention
-    layers do not know would be lost, so the masks that it asks for are compared with the layers' windows. What a user
-    has put on the model (`model_changes`) may do anything with a row, and sees padded samples.
+    layers do not pass would be lost, so the requested masks are compared with the layers' windows. A model with a
+    user's changes (`model_changes`), which may do anything with a row, gets padded samples.
 
-    The answer is kept in `model.packs_rows`. A model whose weights are filled later gets it from the model whose
-    weights it will have. A model with flash attention keeps it, and gets the bounds of the samples.
+    The answer is stored in `model.packs_rows`. A model whose weights are filled later copies it from the model that it
+    gets the weights of. A model with flash attention keeps that attention, and gets the bounds of the samples.
     """
-    known: bool | None = getattr(model, "packs_rows", None)
-    if known is None:
+    answer: bool | None = getattr(model, "packs_rows", None)
+    if answer is None:
         changes = forward_changes(model)
-        known, model.shares_rows = (False, False) if changes else _packs(model)
-        model.packs_rows = known
+        answer, model.shares_rows = (False, False) if changes else _packs(model)
+        model.packs_rows = answer
         base, attention = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
-        if not known:
+        if not answer:
             reason = f"it has {described(changes)}" if changes else "the model mixes samples that share a row"
             notice(f"{base} (attention {attention}): samples are padded, because {reason}.")
         elif not model.shares_rows:
@@ -169,14 +159,14 @@ def packs(model: PreTrainedModel) -> bool:
                 f"{base} (attention {attention}): a prompt is computed once for each of its samples; with attention "
                 f"sdpa, once for all."
             )
-    elif known and not is_flash(_attention_of(model)):
+    elif answer and not is_flash(_attention_of(model)):
         backbone_of(model).set_attn_implementation(PACKED)
-    return known
+    return answer
 
 
 def shares_rows(model: PreTrainedModel) -> bool:
-    """True if the model, one that `packs`, computes the tokens that samples have in common at their beginnings once for
-    all of them, and the rest of each as if it were alone."""
+    """True if the model, which must pass `packs`, can compute tokens that samples share at their beginnings once for
+    all of them, and the rest of each sample as if it were alone."""
     return bool(getattr(model, "shares_rows", False)) and not is_flash(_attention_of(model))
 
 
@@ -189,8 +179,8 @@ def packed_arguments(model: PreTrainedModel, row: PackedRow, ids: Tensor) -> dic
     """The arguments of a forward of a packed row beside its ids and positions.
 
     Args:
-        model: one that `packs`, and `shares` if the row's samples share their beginnings.
-        ids: (tokens,) of the row.
+        model: a model that passes `packs`, and `shares_rows` if the row's samples share their beginnings.
+        ids: (tokens,) token ids of the row.
     """
     if is_flash(_attention_of(model)):
         return flash_arguments(row.lengths, ids.device)
@@ -203,10 +193,10 @@ def _attention_of(model: PreTrainedModel) -> str | None:
 
 
 def _packs(model: PreTrainedModel) -> tuple[bool, bool]:
-    """The answers of `packs` and `shares_rows`."""
+    """The results of `packs` and `shares_rows`."""
     backbone = backbone_of(model)
     implementation = getattr(backbone.config, "_attn_implementation", None)
-    # the kernels of flash attention run on a GPU alone; whether the model mixes samples is seen with another attention
+    # flash attention runs only on a GPU; another attention also shows whether the model mixes samples
     if not may_pack(implementation) or getattr(backbone.config, "is_encoder_decoder", False):
         return False, False
     answers = map(_keeps_apart, _models_to_run(backbone))
@@ -218,12 +208,11 @@ def _packs(model: PreTrainedModel) -> tuple[bool, bool]:
 
 
 def _models_to_run(backbone: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The models of which the first that can be run answers for a backbone.
+    """Candidates to run; the first that can be run decides for the backbone.
 
-    A `probe_model` shows what a new model hides, whose parameters may begin at zero; and on a GPU rows of another
-    number of tokens are multiplied by other kernels, whose results in 16 bits differ by more than a weak mixing of
-    samples would change them. A quantized model has layers that cannot compute with other weights. One whose weights
-    are not read yet cannot be run itself.
+    A `probe_model` shows what a new model hides, whose parameters may begin at zero. Also, GPU kernels depend on the
+    number of tokens, and in 16 bits their results differ by more than a weak mixing of samples. A quantized model has
+    layers that cannot compute with other weights. A model whose weights are not read yet cannot be run itself.
     """
     if any(p.is_meta for p in backbone.parameters()):
         yield probe_model(backbone)
@@ -234,13 +223,13 @@ def _models_to_run(backbone: PreTrainedModel) -> Iterator[PreTrainedModel]:
     yield backbone
 
 
-# of the samples 1 2 3, 1 2, and 1 2 3 4 5; the last one begins with the first
+# the samples 1 2 3, 1 2, and 1 2 3 4 5; the last one begins with the first
 PROBED = PackedRow((3, 2, 5), (0, 1, 2), (Segment(0, 3), Segment(3, 5), Segment(5, 7, ((0, 3),))))
 
 
 def _keeps_apart(backbone: PreTrainedModel) -> tuple[bool, bool] | None:
-    """True if a backbone computes the same for two samples in a row as for each alone; and if so also for a third
-    sample that shares the tokens of the first; `None` if it cannot be run so. Its attention is `PACKED` afterwards."""
+    """True if a backbone computes the same for two samples in a row as for each alone, and then whether this also holds
+    for a third sample that shares the first one's tokens; `None` if it cannot run. Sets its attention to `PACKED`."""
     device = next(backbone.parameters()).device
     whole = torch.tensor([[1, 2, 3, 4, 5]], device=device) % backbone.config.get_text_config().vocab_size
     was_training = backbone.training
@@ -261,8 +250,8 @@ def _keeps_apart(backbone: PreTrainedModel) -> tuple[bool, bool] | None:
                 ).last_hidden_state[0]
         parts = packed[PROBED.columns.to(device)].split(PROBED.lengths)
         same = [
-            torch.allclose(one.float(), part.float(), rtol=1e-2, atol=1e-3)
-            for one, part in zip(separate, parts, strict=True)
+            torch.allclose(expected.float(), part.float(), rtol=1e-2, atol=1e-3)
+            for expected, part in zip(separate, parts, strict=True)
         ]
         packs = all(same[:2]) and local_attention.is_known_to_layers
         return packs, packs and same[2]
@@ -275,7 +264,7 @@ def _keeps_apart(backbone: PreTrainedModel) -> tuple[bool, bool] | None:
 
 @contextlib.contextmanager
 def packed_rows() -> Iterator[None]:
-    """Inside, a forward of a model with `PACKED` attention is of packed rows, for which no mask is made."""
+    """Makes forwards of a model with `PACKED` attention take packed rows, without masks, inside the context."""
     token = _packing.set(True)
     try:
         yield

@@ -1,9 +1,8 @@
 """Forwards of ragged samples through a Transformers model: the heads that compute a role's outputs, and the loops over
 micro-batches that the training engines share.
 
-The samples of a micro-batch are packed into one row without padding where `packed_attention` says that the model can
-compute them so, and right-padded otherwise. Logits are computed only for response tokens. Parallelism and optimizers
-are in the engines (`replicated`, `zero`, `megatron`).
+The samples of a micro-batch are packed into one row without padding if `packed_attention` allows it, and right-padded
+otherwise. Logits are computed only for response tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class RoleHead(nn.Module):
     forward.
 
     Attributes:
-        context: makes the context that forwards run in; one without effect, unless an engine sets another.
-        shared_tokens: how many tokens forwards have not computed again, because samples shared them.
+        context: function that makes the context of forwards; by default without effect.
+        shared_tokens: number of tokens that were not computed again because samples shared them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -61,12 +60,12 @@ class RoleHead(nn.Module):
         received: Tensor | None = None,
         returns_hidden: bool = False,
     ) -> Any:
-        """The role's outputs (`outputs`), or hidden states (1, tokens, width) where a pipeline stage is not the last.
+        """The role's outputs (`outputs`), or hidden states (1, tokens, width) if a pipeline stage is not the last.
 
         Args:
-            row: of the samples, where they share tokens.
-            received: the hidden states of the stage before, which replace the token ids; `None` in the first stage.
-            returns_hidden: return this stage's hidden states for the stage after it.
+            row: row of the samples if they share tokens.
+            received: hidden states of the previous stage, which replace the token ids; `None` in the first stage.
+            returns_hidden: whether to return this stage's hidden states for the next stage.
         """
         with self.context(), self.continuing(received):
             if returns_hidden:
@@ -79,22 +78,22 @@ class RoleHead(nn.Module):
 
     @property
     def shares(self) -> bool:
-        """True if the tokens that samples have in common at their beginnings are computed once for all of them. Dropout
-        would draw one mask for all."""
+        """True if tokens that samples share at their beginnings are computed once for all of them. Not with dropout,
+        which would use one mask for all."""
         return self.packed and shares_rows(self.model) and not has_dropout(self.model)
 
     def tree(self, samples: Rollouts) -> PrefixTree | None:
-        """The samples with the beginnings that they have in common; `None` if each is computed alone.
+        """The samples with the beginnings that they share; `None` if each is computed alone.
 
         Args:
-            samples: in host memory, with `prompts` and `responses`.
+            samples: samples in host memory, with `prompts` and `responses`.
         """
         tree = prefix_tree(samples) if self.shares and len(samples) > 1 else None
         return tree if tree is not None and any(tree.shared) else None
 
     @contextlib.contextmanager
     def continuing(self, received: Tensor | None) -> Iterator[None]:
-        """Inside, the model computes from these hidden states instead of from token ids, unless they are `None`."""
+        """Makes the model compute from these hidden states instead of token ids inside the context, unless `None`."""
         self._received = received
         try:
             yield
@@ -102,8 +101,8 @@ class RoleHead(nn.Module):
             self._received = None
 
     def _inputs(self, samples: Rollouts, row: PackedRow | None) -> tuple[dict[str, Any], Tensor, Tensor]:
-        """The model's arguments, and the row and the column of every token in its inputs, both (tokens,) int64 in host
-        memory. Indices are computed there, from the lengths, so that the host does not wait for the device."""
+        """The model's arguments, and row and column of every token in its inputs, both (tokens,) int64 in host memory.
+        Indices are computed there from the lengths, so that the host does not wait for the device."""
         tokens = _prompts_and_responses(samples)
         position = places(tokens.lengths)
         if self.packed:
@@ -131,10 +130,10 @@ class RoleHead(nn.Module):
 
 class PolicyHead(RoleHead):
     """Computes `logprobs` and `entropy` of every response token under softmax(logits / temperature): ragged float32,
-    both differentiable. A loss that does not depend on the entropies costs no gradient of them.
+    both differentiable. A loss that does not depend on the entropies does not compute their gradient.
 
     Args:
-        support: the tokens that both are of, as of `TokenLogprobs`.
+        support: tokens of the distribution, see `TokenLogprobs`.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, support: Support | None = None) -> None:
@@ -142,10 +141,10 @@ class PolicyHead(RoleHead):
         self.temperature, self.support = temperature, support
         # (logits, targets, temperature, support) -> logprobs, entropy; `vocab_parallel` for tensor parallelism
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = TokenLogprobs.apply
-        self.vocabulary_group: MeshGroup | None = None  # over which tensor parallelism splits the language head
+        self.vocabulary_group: MeshGroup | None = None  # group over which the language head is split
         changes = forward_changes(model)
         self.may_slice = not changes and logits_are_of_head(base_of(model))
-        # what a user has put on the model gets the logits of all tokens, in their places
+        # a user's changes of the model get the logits of all tokens, in their places
         self.takes_logits_to_keep = (
             not changes and "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
         )
@@ -157,13 +156,13 @@ class PolicyHead(RoleHead):
         row, column = row[before], column[before]
         device = responses.values.device
         if self.takes_logits_to_keep:
-            kept = column
+            logit_columns = column
             if not self.packed:
-                kept, column = torch.unique(column, return_inverse=True)
-            arguments["logits_to_keep"] = on_device(kept, device)
+                logit_columns, column = torch.unique(column, return_inverse=True)
+            arguments["logits_to_keep"] = on_device(logit_columns, device)
 
         def pick(full: Tensor) -> Tensor:
-            """The rows that predict a response token, of logits or of the head's input."""
+            """The rows of logits or of the head's input that predict a response token."""
             if not self.packed:
                 return full[on_device(row, device), on_device(column, device)]
             # squeeze, because the gradient of `full[0]` would be a second copy of it
@@ -178,8 +177,8 @@ class PolicyHead(RoleHead):
     def _in_slices(
         self, arguments: Mapping[str, object], pick: Callable[[Tensor], Tensor], targets: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Log-probabilities and entropies without the logits in memory; `None` if these are few, or if the model does
-        not have them from its head alone."""
+        """Log-probabilities and entropies without the logits in memory; `None` if the logits are few, or if they are
+        not the head's output alone."""
         base = base_of(self.model)
         if not self.may_slice or not works_in_slices(base, len(targets), self.vocabulary_group):
             return None
@@ -187,7 +186,7 @@ class PolicyHead(RoleHead):
         use = EntropyUse()
         with sliced(head, pick, targets, self.temperature, use, group, self.support) as results:
             logits = self._run(self.model, arguments).logits
-        # by their memory, because DeepSpeed's hooks return the same memory as another tensor
+        # compared by memory, because DeepSpeed's hooks return the same memory as another tensor
         if [logits.data_ptr()] != [result.data_ptr() for result in results]:
             raise RuntimeError(f"{type(base).__name__} changes its logits after its head, and was found not to.")
         columns: tuple[Tensor, Tensor] = Unstacked.apply(logits, use)
@@ -195,17 +194,17 @@ class PolicyHead(RoleHead):
 
 
 class ValueHead(RoleHead):
-    """Computes `values` of the states of a response, from before its first token to after its last: ragged float32, of
-    length + 1 per response. The model is a sequence classifier with a `score` layer, as TRL's critics are."""
+    """Computes `values` of the states of a response, from before its first token to after its last: ragged float32,
+    length + 1 per response. The model is a sequence classifier with a `score` layer, like TRL's critics."""
 
     def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples, packed_row)
         lengths = samples.ragged("responses").lengths + 1
         last = torch.cumsum(samples.lengths, 0) - 1
-        at = places(lengths) + torch.repeat_interleave(last - lengths + 1, lengths)
+        index = places(lengths) + torch.repeat_interleave(last - lengths + 1, lengths)
         hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
         values = base_of(self.model).score(
-            hidden[on_device(row[at], hidden.device), on_device(column[at], hidden.device)]
+            hidden[on_device(row[index], hidden.device), on_device(column[index], hidden.device)]
         )
         return {"values": Ragged(values.squeeze(-1).float(), lengths)}
 
@@ -216,7 +215,7 @@ class ScoreHead(RoleHead):
     def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples, packed_row)
         ones = torch.ones(len(samples), dtype=torch.long)
-        if not hasattr(base_of(self.model), "score"):  # a classifier of an encoder has pooling layers
+        if not hasattr(base_of(self.model), "score"):  # an encoder's classifier has pooling layers
             logits = self._run(self.model, arguments).logits[:, 0]
             return {"scores": Ragged(logits.float(), ones)}
         last = torch.cumsum(samples.lengths, 0) - 1
@@ -235,7 +234,6 @@ def tied_weight(model: PreTrainedModel) -> nn.Parameter | None:
 
 
 def _prompts_and_responses(samples: Rollouts) -> Ragged:
-    """The token ids of each sample, its prompt followed by its response."""
     pairs = zip(samples.ragged("prompts").rows(), samples.ragged("responses").rows(), strict=True)
     return Ragged(torch.cat([part for pair in pairs for part in pair]), samples.lengths)
 
@@ -250,24 +248,24 @@ def _response_positions(samples: Rollouts) -> Tensor:
 def cut(
     samples: Rollouts, budget: int, group: MeshGroup, in_step: bool, tree: PrefixTree | None = None
 ) -> list[list[int]]:
-    """This rank's micro-batches as indices of samples. Where a forward is collective (`in_step`, for ZeRO), empty
+    """This rank's micro-batches as indices of samples. If a forward is collective (`in_step`, for ZeRO), empty
     micro-batches are added so that every rank of the mesh has the same number.
 
     Args:
-        tree: of the samples, where they share tokens.
+        tree: prefix tree of the samples if they share tokens.
     """
     batches = micro_batches(samples.lengths.tolist(), budget, tree)
     return batches + [[] for _ in range(group.max(len(batches)) - len(batches))] if in_step else batches
 
 
 def placeholder() -> Rollouts:
-    """One sample of one token, for a forward that the mesh's collectives need on a rank without samples."""
-    one = Ragged(torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
-    return Rollouts(index=torch.zeros(1, dtype=torch.long), prompts=one, responses=one)
+    """One sample of one token, for a rank without samples that takes part in a collective forward."""
+    token = Ragged(torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
+    return Rollouts(index=torch.zeros(1, dtype=torch.long), prompts=token, responses=token)
 
 
 def row_of(tree: PrefixTree | None, batch: Sequence[int]) -> PackedRow | None:
-    """The row of a micro-batch, by the positions of its samples in the tree; `None` where they share nothing."""
+    """The row of a micro-batch, given the positions of its samples in the tree; `None` if they share nothing."""
     return None if tree is None or not batch else PackedRow.of(tree.select(batch))
 
 
@@ -279,7 +277,7 @@ def run_forward(
     device: torch.device,
     *,
     in_step: bool = False,
-    kept: KeptForward | None = None,
+    graphs: KeptForward | None = None,
     tree: PrefixTree | None = None,
 ) -> dict[str, Ragged]:
     """Run this rank's samples through a head without gradients. The outputs are on the CPU, in the samples' order. They
@@ -287,8 +285,8 @@ def run_forward(
     one before.
 
     Args:
-        kept: keeps the graphs for `run_training`.
-        tree: of the samples, where they share tokens.
+        graphs: stores the graphs for `run_training`.
+        tree: prefix tree of the samples if they share tokens.
     """
     inputs = samples.only(("index", "prompts", "responses"))
     batches = cut(inputs, budget, group, in_step, tree)
@@ -297,7 +295,7 @@ def run_forward(
         for batch in batches:
             micro = inputs.select(batch) if batch else placeholder()
             row = row_of(tree, batch)
-            out = head(micro.to(device), row) if kept is None else kept.run(head, micro, row, device)
+            out = head(micro.to(device), row) if graphs is None else graphs.run(head, micro, row, device)
             if batch:
                 parts.append(out)
     return in_order(parts, batches)
@@ -307,8 +305,8 @@ def in_order(parts: Sequence[Mapping[str, Ragged]], batches: Sequence[Sequence[i
     """The outputs of micro-batches, copied to the CPU, in the samples' order.
 
     Args:
-        parts: of each micro-batch that has samples.
-        batches: the indices of each micro-batch's samples.
+        parts: outputs of each micro-batch that has samples.
+        batches: indices of each micro-batch's samples.
     """
     if not parts:
         return {}
@@ -319,12 +317,13 @@ def in_order(parts: Sequence[Mapping[str, Ragged]], batches: Sequence[Sequence[i
 def statistics_in_order(
     parts: Sequence[Mapping[str, Tensor]], batches: Sequence[Sequence[int]], lengths: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """The statistics of micro-batches, float32 on the CPU, in the samples' order: (n,), or of response tokens
-    (tokens,). All of them are copied there at once.
+    """The statistics of micro-batches, float32 on the CPU, in the samples' order: (n,), or (tokens,) for response
+    tokens. Copies all of them at once.
 
     Args:
-        parts, batches: as of `in_order`.
-        lengths: of the responses of each micro-batch that has samples, (its samples,) int64 on the CPU.
+        parts: statistics of each micro-batch that has samples.
+        batches: indices of each micro-batch's samples.
+        lengths: response lengths of each micro-batch that has samples, (its samples,) int64 on the CPU.
     """
     if not parts or not parts[0]:
         return {}
@@ -348,29 +347,29 @@ def run_training(
     backward: Callable[[Tensor, bool], None],
     *,
     in_step: bool = False,
-    kept: KeptForward | None = None,
+    graphs: KeptForward | None = None,
     tree: PrefixTree | None = None,
 ) -> dict[str, Tensor]:
     """Run the forward and backward of this rank's share of one mini-batch, micro-batch by micro-batch.
 
     Args:
-        kept: the forwards that a scoring call has computed of some of the samples.
-        backward: adds the gradients of a loss, a 0-dimensional tensor, to the accumulated ones; is told whether it is
-            that of the last micro-batch.
-        tree: of the samples, where they share tokens.
+        graphs: forwards of some of the samples that a scoring call has computed.
+        backward: adds the gradients of a loss, a 0-dimensional tensor, to the accumulated ones. Its second argument is
+            True for the last micro-batch.
+        tree: prefix tree of the samples if they share tokens.
 
     Returns:
-        The statistics, as `base.TrainingEngine.train` returns them.
+        The statistics of `base.TrainingEngine.train`.
     """
-    begun = [] if kept is None else kept.take(samples)
+    begun = [] if graphs is None else graphs.take(samples)
     done = {position for positions, _ in begun for position in positions}
     rest = [position for position in range(len(samples)) if position not in done]
     of_rest = tree.select(rest) if tree is not None and begun else tree
     cuts = cut(samples.select(rest) if begun else samples, budget, group, in_step, of_rest)
-    batches = [positions for positions, _ in begun] + [[rest[at] for at in batch] for batch in cuts]
+    batches = [positions for positions, _ in begun] + [[rest[index] for index in batch] for batch in cuts]
     parts, lengths = list[dict[str, Tensor]](), list[Tensor]()
-    for at, batch in enumerate(batches):
-        is_last = at == len(batches) - 1
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
         if batch:
             micro = samples.select(batch).to(device)
             value, statistics = loss(begun.pop(0)[1] if begun else head(micro, row_of(tree, batch)), micro)

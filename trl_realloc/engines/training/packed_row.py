@@ -1,6 +1,5 @@
-"""`PackedRow`: the tokens of a micro-batch as one row, which has the beginnings that samples have in common once.
-
-Which beginnings these are is in `plan.prefix_tree`, attention over such a row in `packed_attention`.
+"""The tokens of a micro-batch as one row, in which beginnings that samples share occur once. `plan.prefix_tree` finds
+these beginnings.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from ...algorithms.rollout import on_device
 from ...plan.prefix_tree import PrefixTree
 
 
-Run = tuple[int, int]  # columns of the row, the first and the one after the last
+Run = tuple[int, int]  # columns of the row: the first one, and the one after the last
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The tokens of a sample that no sample to its left has.
+    """The tokens of a sample that it does not share with a sample to its left.
 
     Args:
-        begin, end: its columns.
-        before: the columns of the tokens before it in its sample, in their order; none of two such runs touch.
+        begin, end: columns of the segment.
+        before: runs of columns of the earlier tokens of its sample, in order; no two of them touch.
     """
 
     begin: int
@@ -35,16 +34,18 @@ class Segment:
 
     @property
     def first(self) -> int:
-        """Position in the sample of the first token."""
+        """Position of the first token in the sample."""
         return sum(end - begin for begin, end in self.before)
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Args:
-    lengths: tokens of each sample.
-    order: the samples, in the order in which their segments are in the row.
-    segments: one of each sample, in the row's order; perhaps without tokens.
+    """A micro-batch as one row of tokens.
+
+    Args:
+        lengths: tokens of each sample.
+        order: samples in the order of their segments in the row.
+        segments: one segment per sample, in the row's order; may be empty.
     """
 
     lengths: tuple[int, ...]
@@ -53,36 +54,36 @@ class PackedRow:
 
     @staticmethod
     def plain(lengths: Sequence[int]) -> PackedRow:
-        """A row of samples one after the other, which have nothing in common."""
+        """A row of samples one after the other, without shared tokens."""
         bounds = itertools.pairwise(itertools.accumulate(lengths, initial=0))
         return PackedRow(tuple(lengths), tuple(range(len(lengths))), tuple(itertools.starmap(Segment, bounds)))
 
     @staticmethod
     def of(tree: PrefixTree) -> PackedRow:
-        """A row of which the samples share all that the tree does."""
+        """A row in which the samples share all that the tree does."""
         if not any(tree.shared):
             return PackedRow.plain(tree.lengths)
         segments, end, path = list[Segment](), 0, tuple[Run, ...]()
-        for at, shared in zip(tree.order, tree.shared, strict=True):
+        for sample, shared in zip(tree.order, tree.shared, strict=True):
             before = _cropped(path, shared)
-            begin, end = end, end + tree.lengths[at] - shared
+            begin, end = end, end + tree.lengths[sample] - shared
             segments.append(Segment(begin, end, before))
             path = _joined(before, (begin, end))
         return PackedRow(tree.lengths, tree.order, tuple(segments))
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row."""
+        """Number of tokens of the row."""
         return self.segments[-1].end if self.segments else 0
 
     @property
     def saved(self) -> int:
-        """Tokens of the samples that are computed with those of others."""
+        """Number of the samples' tokens that are not computed again because they are shared."""
         return sum(self.lengths) - self.tokens
 
     @cached_property
     def own(self) -> list[int]:
-        """Tokens of each segment."""
+        """Number of tokens of each segment."""
         return [segment.end - segment.begin for segment in self.segments]
 
     @cached_property
@@ -91,14 +92,14 @@ class PackedRow:
         if not self.saved:
             return torch.arange(self.tokens)
         of_samples: list[Tensor] = [torch.empty(0, dtype=torch.long)] * len(self.lengths)
-        for at, segment in zip(self.order, self.segments, strict=True):
+        for sample, segment in zip(self.order, self.segments, strict=True):
             runs = (*segment.before, (segment.begin, segment.end))
-            of_samples[at] = torch.cat([torch.arange(begin, end) for begin, end in runs])
+            of_samples[sample] = torch.cat([torch.arange(begin, end) for begin, end in runs])
         return torch.cat(of_samples)
 
     @cached_property
     def taken(self) -> Tensor:
-        """(tokens of the row,) int64: of each column a token there, as its place among the samples' tokens."""
+        """(tokens of the row,) int64: for each column the index of one of its tokens among the samples' tokens."""
         taken = torch.empty(self.tokens, dtype=torch.long)
         taken[self.columns] = torch.arange(len(self.columns))
         return taken
@@ -111,8 +112,8 @@ class PackedRow:
 
     @cached_property
     def keys(self) -> tuple[list[int], Tensor]:
-        """What each segment that has tokens sees: the tokens of its sample up to its end, as their number for each such
-        segment, and the columns of all, (sum,) int64."""
+        """The tokens that each non-empty segment sees, which are those of its sample up to the segment's end: their
+        number per segment, and all their columns, (sum,) int64."""
         seen = [(*s.before, (s.begin, s.end)) for s in self.segments if s.end > s.begin]
         counts = [sum(end - begin for begin, end in runs) for runs in seen]
         return counts, torch.cat([torch.arange(*run) for runs in seen for run in runs])
@@ -137,10 +138,10 @@ def _joined(runs: tuple[Run, ...], run: Run) -> tuple[Run, ...]:
 
 
 def _cropped(runs: tuple[Run, ...], tokens: int) -> tuple[Run, ...]:
-    """The first so many columns of runs."""
-    kept = list[Run]()
+    """The first `tokens` columns of the runs."""
+    cropped = list[Run]()
     for begin, end in runs:
         if tokens > 0:
-            kept.append((begin, min(end, begin + tokens)))
+            cropped.append((begin, min(end, begin + tokens)))
             tokens -= end - begin
-    return tuple(kept)
+    return tuple(cropped)

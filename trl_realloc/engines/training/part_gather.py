@@ -1,6 +1,5 @@
-"""`PartGather`: full parameters of a split model on the first rank of its mesh, from the parts that all ranks hold.
-
-Tensors are sent from rank to rank over the mesh's group, a bucket at a time. Export in buckets is in `megatron`.
+"""Gathers full parameters of a split model on the first rank of its mesh, from the parts that all ranks hold. Tensors
+are sent from rank to rank over the mesh's group, a bucket at a time.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from .tensor_parallel import box_of, local
 
 
 _ABSENT = -2  # in the table of contributions: the rank does not contribute the parameter
-_WHOLE = -1  # it contributes all of it; 0 and above: a slice of this dimension
+_WHOLE = -1  # the rank contributes all of it; 0 and above: a slice of this dimension
 
 
 class PartGather:
-    """Made on all ranks of the mesh. Its methods are collective over the mesh.
+    """Gathers parameters on the first rank. Made on all ranks of the mesh; all methods are collective over the mesh.
 
     Args:
-        parameters: this rank's, by name.
-        specs: of all parameters of the full model, in the same order on every rank.
-        groups: of the mesh.
-        contributes: whether this rank, of all that have the same part of a parameter, is the one that sends it.
+        parameters: this rank's parameters by name.
+        specs: shape and dtype of all parameters of the full model, in the same order on every rank.
+        groups: process groups of the mesh.
+        contributes: returns whether this rank, among those with the same part of a parameter, sends it.
     """
 
     def __init__(
@@ -41,24 +40,24 @@ class PartGather:
     ) -> None:
         self.parameters, self.specs, self.groups = parameters, specs, groups
         mesh = groups.mesh
-        own = [
+        split_dims = [
             _split_dim(parameters[name]) if name in parameters and contributes(parameters[name], name) else _ABSENT
             for name in specs
         ]
-        # also connects the group: NCCL does so in its first operation, which all of its ranks must take part in
-        table = mesh.gather(torch.tensor(own, dtype=torch.int64, device=mesh.device))
+        # also connects the group: NCCL does so in its first operation, in which all of its ranks must take part
+        table = mesh.gather(torch.tensor(split_dims, dtype=torch.int64, device=mesh.device))
         self._dims = [dict(zip(specs, dims.tolist(), strict=True)) for dims in table]  # by the index of a rank
 
     def full(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Full parameters on the mesh's first rank, on the device that the group sends from; nothing elsewhere. Beyond
-        them the first rank holds one other rank's parts of them at a time.
+        them the first rank holds the parts of one other rank at a time.
 
         Args:
-            names: of parameters of one dtype, the same on every rank.
+            names: parameters of one dtype, the same on every rank.
         """
         mesh = self.groups.mesh
-        own = {name: self.parameters[name] for name in names if self._dims[mesh.index][name] != _ABSENT}
-        parts = {name: local(parameter.data).to(mesh.device) for name, parameter in own.items()}
+        local_parameters = {name: self.parameters[name] for name in names if self._dims[mesh.index][name] != _ABSENT}
+        parts = {name: local(parameter.data).to(mesh.device) for name, parameter in local_parameters.items()}
         if not mesh.is_leader:
             if sum(part.numel() for part in parts.values()):
                 mesh.send(torch.cat([part.reshape(-1) for part in parts.values()]), 0)
@@ -66,13 +65,13 @@ class PartGather:
         dtype = self.specs[names[0]].dtype
         full = {
             name: parts[name]
-            if name in own and box_of(own[name]) == whole(self.specs[name].shape)
+            if name in local_parameters and box_of(local_parameters[name]) == whole(self.specs[name].shape)
             else torch.empty(self.specs[name].shape, dtype=dtype, device=mesh.device)
             for name in names
         }
         for name, part in parts.items():
             if full[name] is not part:
-                _at(full[name], box_of(own[name])).copy_(part)
+                _at(full[name], box_of(local_parameters[name])).copy_(part)
         for index in range(1, mesh.size):
             boxes = {name: self._box(index, name) for name in names if self._dims[index][name] != _ABSENT}
             sizes = [math.prod(stop - start for start, stop in box) for box in boxes.values()]
@@ -86,7 +85,7 @@ class PartGather:
         return full
 
     def _box(self, index: int, name: str) -> Box:
-        """The part of a parameter that the rank with this index in the mesh contributes."""
+        """The part of a parameter that the rank at this index of the mesh contributes."""
         box, dim = whole(self.specs[name].shape), self._dims[index][name]
         if dim == _WHOLE:
             return box

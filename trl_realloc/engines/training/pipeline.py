@@ -1,8 +1,7 @@
 """Pipeline parallelism of a Transformers model: cuts the model to this rank's stage.
 
-A stage is the model with the other stages' layers replaced by identities, so every stage runs the family's own code and
-parameters keep their names. Micro-batches go through the stages in `stage_run`. What a pipeline trains is in
-`megatron`.
+In a stage the other stages' layers are replaced by identities, so every stage runs the family's own code and parameters
+keep their names. Micro-batches go through the stages in `stage_run`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def keep_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
     head, and the embedding too if the head shares its weight."""
     backbone, base = backbone_of(model), base_of(model)
     kept_layers = stage_layers(len(backbone.layers), stages)[stage]
-    for at in range(len(backbone.layers)):
-        if at not in kept_layers:
-            backbone.layers[at] = PassThrough()
+    for index in range(len(backbone.layers)):
+        if index not in kept_layers:
+            backbone.layers[index] = PassThrough()
     first, last = stage == 0, stage == stages - 1
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not first and not (last and tied_weight(model) is not None):
@@ -61,8 +60,8 @@ class PackedSamples:
     """A micro-batch of a pipeline.
 
     Args:
-        samples: on the device.
-        row: of the samples, where they share tokens.
+        samples: samples on the device.
+        row: row of the samples if they share tokens.
     """
 
     samples: Rollouts
@@ -70,7 +69,7 @@ class PackedSamples:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed."""
+        """Number of computed tokens."""
         return self.samples.tokens if self.row is None else self.row.tokens
 
 
@@ -79,10 +78,10 @@ class MiniBatch:
     """A mini-batch of one pipeline, divided into micro-batches.
 
     Args:
-        batches: the indices of each micro-batch's samples.
-        micros: the micro-batches.
-        loss: of a micro-batch.
-        statistics: of each micro-batch, filled on the last stage.
+        batches: indices of each micro-batch's samples.
+        micros: micro-batches.
+        loss: loss of a micro-batch, and its statistics.
+        statistics: statistics of each micro-batch, filled on the last stage.
     """
 
     batches: Sequence[Sequence[int]]
@@ -90,10 +89,10 @@ class MiniBatch:
     loss: TokenLoss
     statistics: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
-    def finish(self, at: int, outputs: Mapping[str, Ragged]) -> Tensor:
-        """The loss of a micro-batch, 0-dimensional, from the head's outputs. Keeps its statistics."""
-        value, statistics = self.loss(outputs, self.micros[at].samples)
-        self.statistics[at] = {name: sums.detach() for name, sums in statistics.items()}
+    def finish(self, micro_batch: int, outputs: Mapping[str, Ragged]) -> Tensor:
+        """The loss of a micro-batch, 0-dimensional, from the head's outputs. Stores its statistics."""
+        value, statistics = self.loss(outputs, self.micros[micro_batch].samples)
+        self.statistics[micro_batch] = {name: sums.detach() for name, sums in statistics.items()}
         return guarded(value.float())
 
 
@@ -102,9 +101,9 @@ class StagePipeline:
 
     Args:
         head: the role's model, reduced to this stage.
-        group: the pipeline's ranks, in the order of its stages.
-        device: of the model.
-        hidden: the width of the hidden states that are sent from stage to stage, in the model's dtype.
+        group: ranks of the pipeline, in the order of its stages.
+        device: device of the model.
+        hidden: width of the hidden states that are sent from stage to stage, in the model's dtype.
     """
 
     def __init__(self, head: RoleHead, group: MeshGroup, device: torch.device, hidden: int) -> None:
@@ -121,10 +120,10 @@ class StagePipeline:
 
     @property
     def before(self) -> int | None:
-        """The rank of the stage before; `None` on the first stage."""
+        """Global rank of the previous stage; `None` on the first stage."""
         return None if self.is_first else self.group.ranks[self.group.index - 1]
 
     @property
     def after(self) -> int | None:
-        """The rank of the stage after; `None` on the last stage."""
+        """Global rank of the next stage; `None` on the last stage."""
         return None if self.is_last else self.group.ranks[self.group.index + 1]

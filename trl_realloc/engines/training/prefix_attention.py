@@ -1,8 +1,5 @@
-"""Attention over a packed row in which samples share their beginnings, on a CPU: in blocks of queries and keys, so that
-no key or value is copied.
-
-By kernels for samples of different lengths, on GPUs: `varlen_attention`. With windows, masks or dropout:
-`packed_attention`.
+"""Attention on a CPU over a packed row in which samples share their beginnings, in blocks of queries and keys, so that
+no key or value is copied. GPUs use `varlen_attention`; windows, masks or dropout need `packed_attention`.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ from .packed_row import PackedRow
 
 
 class Block(NamedTuple):
-    """Columns of queries, and of the keys that they see: all of them, or if `is_causal`, where both are the same
-    columns, those up to their own."""
+    """Columns of queries and of the keys that they see: all of the keys, or, if `is_causal`, where both are the same
+    columns, the keys up to the query."""
 
     queries: slice
     keys: slice
@@ -26,31 +23,31 @@ class Block(NamedTuple):
 
 
 def blocks_of(row: PackedRow) -> list[Block]:
-    """The blocks of a row: one of each segment's own tokens, and one of each run of columns before segments, for all
-    segments that follow each other and have this run before them."""
-    own = [Block(slice(s.begin, s.end), slice(s.begin, s.end), True) for s in row.segments if s.end > s.begin]
+    """The blocks of a row: one for each segment's own tokens, and one for each run of columns before consecutive
+    segments."""
+    blocks = [Block(slice(s.begin, s.end), slice(s.begin, s.end), True) for s in row.segments if s.end > s.begin]
     shared, open_at = list[Block](), dict[tuple[int, int], int]()
     for segment in row.segments:
         for run in segment.before if segment.end > segment.begin else ():
-            at = open_at.get(run)
-            if at is not None and shared[at].queries.stop == segment.begin:
-                shared[at] = shared[at]._replace(queries=slice(shared[at].queries.start, segment.end))
+            index = open_at.get(run)
+            if index is not None and shared[index].queries.stop == segment.begin:
+                shared[index] = shared[index]._replace(queries=slice(shared[index].queries.start, segment.end))
             else:
                 open_at[run] = len(shared)
                 shared.append(Block(slice(segment.begin, segment.end), slice(*run), False))
-    return own + shared
+    return blocks + shared
 
 
 class PrefixAttention(torch.autograd.Function):
     """Causal attention within each sample of a packed row, (1, heads, tokens, head_dim).
 
-    The results of a token's blocks are added up by their normalizers, the logarithms of the sums of the exponentials.
-    With the normalizers over all keys, a block's backward is that of attention to its keys alone.
+    The results of a token's blocks are added with weights from their normalizers (log-sum-exp of the scores). With the
+    normalizers over all keys, a block's backward is that of attention to its keys alone.
 
     Args (of `apply`):
         query, key, value: (1, heads, tokens, head_dim) on a CPU; keys and values may have fewer heads.
-        row: of the tokens.
-        scaling: of the scores; `None` for head_dim ** -0.5.
+        row: row of the tokens.
+        scaling: factor of the scores; `None` for head_dim ** -0.5.
     """
 
     @staticmethod
@@ -64,8 +61,8 @@ class PrefixAttention(torch.autograd.Function):
             if not is_causal:
                 before = normalizer[:, :, q]
                 both = torch.logaddexp(before, sums)
-                known = result[:, :, q] * torch.exp(before - both)[..., None]
-                part, sums = known.add_(part * torch.exp(sums - both)[..., None]), both
+                earlier = result[:, :, q] * torch.exp(before - both)[..., None]
+                part, sums = earlier.add_(part * torch.exp(sums - both)[..., None]), both
             result[:, :, q], normalizer[:, :, q] = part, sums
         ctx.save_for_backward(query, key, value, result, normalizer)
         ctx.blocks, ctx.scaling = blocks, scaling
@@ -87,9 +84,9 @@ class PrefixAttention(torch.autograd.Function):
                 is_causal,
                 ctx.scaling,
             )
-            for total, at, part in zip(learned, (q, k, k), parts, strict=True):
+            for total, columns, part in zip(learned, (q, k, k), parts, strict=True):
                 if is_causal:  # the first block of these columns
-                    total[:, :, at] = part
+                    total[:, :, columns] = part
                 else:
-                    total[:, :, at] += part
+                    total[:, :, columns] += part
         return *learned, None, None

@@ -1,8 +1,7 @@
 """Makes the copies of a role's model equal before training: copies parameters and persistent buffers from one rank.
 
 Only tensors whose digests differ are sent. Parameters that are read later from a checkpoint's files are not sent, but
-the ranks must have the same files. The check that replicas stay equal during training is in
-`runtime/parameters/replica_check`.
+the ranks must have the same files.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ByteRange = tuple[int, int, int]  # number of a tensor, first byte, end
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers that have memory in this process, by name. Parameters that DeepSpeed has
-    partitioned are left out: their partitions come from one rank and so are consistent."""
+    partitioned are left out: their partitions come from one rank, so they are consistent."""
     parameters = dict(model.named_parameters())
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: t for name, t in model.state_dict().items() if name not in parameter_names and torch.is_tensor(t)}
@@ -46,8 +45,8 @@ def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:
     """Overwrite every rank's model with that of the mesh's first rank, in place. Collective over the mesh.
 
     Args:
-        model: full, on any device, or to be read from files; `None` on a rank without one. The first rank has one.
-        role: for the error message.
+        model: full model on any device, or to be read from files; `None` on a rank without one. The first rank has one.
+        role: name of the role in error messages.
 
     Returns:
         The names of the tensors that differed on some rank.
@@ -103,16 +102,16 @@ def follow(
     *,
     adapted: bool = False,
 ) -> None:
-    """Copy the tensors of the source rank's model to the target rank's, where both have one of the same name and shape.
-    Only tensors that differ are sent, from rank to rank over the host. Digests are computed on each rank's accelerator.
+    """Copy the tensors of the source rank's model to those of the same name and shape in the target rank's. Only
+    tensors that differ are sent, from rank to rank over the host. Digests are computed on each rank's accelerator.
     Called by these two ranks alone.
 
     Args:
         model: this rank's model.
         source, target, rank: global ranks; `rank` is this process.
         control: a gloo group with both ranks.
-        role: for the error message.
-        adapted: the source's model has adapters and the target's has none.
+        role: name of the role in error messages.
+        adapted: whether the source's model has adapters and the target's has none.
 
     Raises:
         EngineError: the models are read from different files; on both ranks.
@@ -154,8 +153,7 @@ def follow(
 
 
 def fingerprint(model: PreTrainedModel) -> int:
-    """Fingerprint of the files that the model's parameters will be read from; 0 for a model in memory, and for
-    `None`."""
+    """Fingerprint of the files that the model's parameters will be read from; 0 for a model in memory and `None`."""
     source = source_of(model)
     return 0 if source is None else source.fingerprint
 
@@ -168,7 +166,7 @@ def _other_files(role: str) -> str:
 
 
 def copy_tensors(source: Any, target: Any, *, adapted: bool = False) -> None:
-    """Copy tensors as `follow` does, from one model of this process to another."""
+    """Copy tensors like `follow`, between two models of this process."""
     named = base_names(source) if adapted else model_tensors(source)
     for name, tensor in model_tensors(target).items():
         original = named.get(name)
@@ -183,7 +181,6 @@ def base_names(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _structure(named: Mapping[str, Tensor]) -> int:
-    """A checksum of the names, shapes and dtypes."""
     return zlib.crc32(repr([(name, tuple(t.shape), t.dtype) for name, t in named.items()]).encode())
 
 
@@ -197,7 +194,6 @@ def _from_first(numbers: Tensor, group: MeshGroup) -> Tensor:
 
 
 def _digest_on(tensor: Tensor, device: torch.device) -> int:
-    """A tensor's digest, computed on `device`."""
     return int(digest(tensor.to(device)))
 
 
@@ -212,20 +208,20 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _pack(flat: Tensor, tensors: Sequence[Tensor], pieces: Sequence[_ByteRange]) -> None:
-    at = 0
+    offset = 0
     for row, start, stop in pieces:
-        flat[at : at + stop - start].copy_(_bytes(tensors[row])[start:stop])
-        at += stop - start
+        flat[offset : offset + stop - start].copy_(_bytes(tensors[row])[start:stop])
+        offset += stop - start
 
 
 def _unpack(flat: Tensor, tensors: Sequence[Tensor], pieces: Sequence[_ByteRange]) -> None:
-    at = 0
+    offset = 0
     for row, start, stop in pieces:
         whole = _bytes(tensors[row])  # the tensor's memory, or a copy if it is not contiguous
-        whole[start:stop].copy_(flat[at : at + stop - start])
+        whole[start:stop].copy_(flat[offset : offset + stop - start])
         if not tensors[row].is_contiguous():
             tensors[row].copy_(whole.view(tensors[row].dtype).view(tensors[row].shape))
-        at += stop - start
+        offset += stop - start
 
 
 def _slices(tensor: Tensor) -> Iterator[Tensor]:

@@ -1,8 +1,7 @@
 """Engine that trains and scores with a full replica of the model on every rank of the mesh (`zero_stage: 0`).
 
 Uses plain torch, so a single process needs neither DeepSpeed nor a launcher. Gradients are summed over the mesh after
-the last micro-batch. Replicas whose optimizer state or parameters are sharded are in `zero`, split models in
-`megatron`.
+the last micro-batch.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ if TYPE_CHECKING:
 
 
 class ReplicatedEngine:
-    """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods.
+    """Implements `base.TrainingEngine` and `base.InPlaceEngine`.
 
     Args:
-        head: the role's model, in its head. Parameters on the meta device are read onto `device`.
+        head: the role's model in its head. Parameters on the meta device are read onto `device`.
         group: the mesh.
-        device: that the model computes on.
+        device: device of the computation.
         compute_dtype: bfloat16 or float16 for mixed precision (float32 parameters, autocast); `None` to compute in the
             parameters' dtype.
-        make_optimizer: makes the optimizer of a module; `None` for a frozen role. Parameters of 16 bits are trained
-            through float32 master weights.
-        max_grad_norm: the global gradient is clipped to this norm; not clipped if 0 or less.
+        make_optimizer: makes the optimizer of a module; `None` for a frozen role. 16-bit parameters are trained through
+            float32 master weights.
+        max_grad_norm: norm to which the global gradient is clipped; not clipped if 0 or less.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class ReplicatedEngine:
 
     @property
     def parameter_specs(self) -> Mapping[str, TensorSpec]:
-        """See `base.ScoringEngine`."""
         return specs_of(self.head.model)
 
     @property
@@ -100,33 +98,35 @@ class ReplicatedEngine:
             return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, tree=tree)
 
     def forward_to_train(self, samples: Rollouts, micro_batch_tokens: int, most_tokens: int) -> dict[str, Ragged]:
-        """`forward` of samples that the role will be trained on. Keeps their graphs for this training, if these are not
-        too many.
+        """`forward` of samples that the role will be trained on. Keeps their graphs for this training, if they are not
+        too large.
 
         Args:
-            micro_batch_tokens: of the training.
+            micro_batch_tokens: most tokens of one forward of the training.
             most_tokens: most tokens of all kept graphs.
         """
         self.head.train()
         tree = self.head.tree(samples)
         if self._kept.tokens + (samples.tokens if tree is None else tree.tokens) > most_tokens:
             return self.forward(samples, micro_batch_tokens)
-        return run_forward(self._call, samples, micro_batch_tokens, self.group, self.device, kept=self._kept, tree=tree)
+        return run_forward(
+            self._call, samples, micro_batch_tokens, self.group, self.device, graphs=self._kept, tree=tree
+        )
 
     def train(
         self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, learning_rate: Rate
     ) -> dict[str, Tensor]:
-        statistics = self.add_gradients(samples, loss, micro_batch_tokens, kept=self._kept)
+        statistics = self.add_gradients(samples, loss, micro_batch_tokens, graphs=self._kept)
         self._step(samples, statistics, learning_rate)
         return statistics
 
     def add_gradients(
-        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, *, kept: KeptForward | None = None
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, *, graphs: KeptForward | None = None
     ) -> dict[str, Tensor]:
         """See `base.TrainingEngine`.
 
         Args:
-            kept: as of `run_training`.
+            graphs: forwards of some of the samples that a scoring call has computed.
         """
         assert self.optimizer is not None, "a frozen role cannot be trained"
         self.head.train()
@@ -138,17 +138,16 @@ class ReplicatedEngine:
             self.group,
             self.device,
             lambda value, is_last: self.scaler.scale(value).backward(),
-            kept=kept,
+            graphs=graphs,
             tree=self.head.tree(samples),
         )
 
     def _step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
-        """Take an optimizer step with the gradients that are there."""
         assert self.optimizer is not None and self._settings is not None, "a frozen role cannot be trained"
-        self.scaler.scale(torch.zeros((), device=self.device))  # makes its scale, also where there were no samples
+        self.scaler.scale(torch.zeros((), device=self.device))  # creates its scale, which a rank without samples lacks
         self._sum_gradients()
         self.scaler.unscale_(self.optimizer)
-        if self.scaler.is_enabled():  # it neither unscales other gradients nor sees that they are not finite
+        if self.scaler.is_enabled():  # other gradients would be neither unscaled nor checked
             self._clear_others()
         self.grad_norm = float(self._clip())
         if not math.isfinite(self.grad_norm):
@@ -161,7 +160,6 @@ class ReplicatedEngine:
         self.version += 1
 
     def drop(self) -> None:
-        """See `base.TrainingEngine`."""
         assert self.optimizer is not None, "a frozen role has no gradients"
         self.optimizer.zero_grad(set_to_none=True)
         self._clear_others()
@@ -178,13 +176,12 @@ class ReplicatedEngine:
         return self.masters
 
     def _clear(self) -> None:
-        """Forget all gradients and graphs."""
         self.drop()
         self._kept.forget()
 
     def _clear_others(self) -> None:
-        """Forget the gradients of trainable parameters that a user's optimizer leaves out. They count in the norm only,
-        as with Trainer."""
+        """Discard the gradients of trainable parameters that a user's optimizer leaves out. They count only in the
+        norm, as in Trainer."""
         for parameter in self._left_out:
             parameter.grad = None
 
@@ -193,7 +190,7 @@ class ReplicatedEngine:
         return [self._masters.of(p) for p in self.head.parameters() if p.requires_grad]
 
     def _clip(self) -> Tensor:
-        """Clip the gradients to `max_grad_norm`. Returns their norm before, a 0-dimensional tensor."""
+        """Clip the gradients to `max_grad_norm`. Returns the norm before clipping, a 0-dimensional tensor."""
         parameters = self._with_gradients()
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -205,8 +202,8 @@ class ReplicatedEngine:
         """Drop the gradients of a step that is not finite.
 
         Raises:
-            NonFiniteError: always, except where the losses are finite and the scaler of float16 has a scale of 1 or
-                more: the scaler then skips the step itself and lowers the scale.
+            NonFiniteError: always, except if the losses are finite and the float16 scaler has a scale of 1 or more: it
+                then skips the step itself and lowers the scale.
         """
         assert self.optimizer is not None, "a frozen role has no gradients"
         error = refusal(self.group, samples, statistics)
@@ -227,17 +224,16 @@ class ReplicatedEngine:
         return whole_pieces(self.export(piece_bytes, merged=False, names=names))
 
     def parts(self) -> Parts:
-        """See `base.ScoringEngine.parts`: here full parameters."""
+        """The full parameters."""
         return whole_parts(self.head.model)
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        """See `base.InPlaceEngine`."""
         with self._evaluating(), autocast(self.device, self.compute_dtype, keeps_weights=True):
             yield self.head.model
 
     def training_state(self) -> TrainingState:
-        """See `base.TrainingEngine`: here full tensors."""
+        """The full tensors."""
         assert self.optimizer is not None and self._settings is not None, "a frozen role has no training state"
         state = TrainingState(self.version, scaler=self.scaler.state_dict() if self.scaler.is_enabled() else {})
         state.group_numbers = self._settings.numbers()
@@ -250,7 +246,6 @@ class ReplicatedEngine:
 
     @contextlib.contextmanager
     def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
-        """See `base.TrainingEngine`."""
         assert self.optimizer is not None and self._settings is not None, "a frozen role has no training state"
         masters = self._named_masters()
         check_names(specs, [name for name, _ in masters])
@@ -309,12 +304,12 @@ class ReplicatedEngine:
 
 
 def whole_parts(model: nn.Module) -> Parts:
-    """The full parameters of a replica as `Parts`: those that are trained, or all if none is."""
+    """The full parameters of a replica as `Parts`: the trained ones, or all if none is trained."""
     named = list(model.named_parameters())
     trained = [(name, p) for name, p in named if p.requires_grad] or named
     return {name: [(tuple((0, size) for size in p.shape), p.data)] for name, p in trained}
 
 
-if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols
+if TYPE_CHECKING:  # the type checker verifies that the protocols are implemented
     _TRAINS: type[TrainingEngine] = ReplicatedEngine
     _LENDS: type[InPlaceEngine] = ReplicatedEngine

@@ -1,8 +1,5 @@
 """The language head and the log-probabilities in one function, slice by slice, so that the logits of all tokens are
 never in memory.
-
-Log-probabilities from logits that are in memory are in `token_logprobs`, and if these are split over a tensor-parallel
-group in `vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ from .token_logprobs import logits_gradient, precise, scaled
 from .token_support import highest_of, keep_above, keep_support
 
 
-# `MAX_LOGITS` and `LOGITS_SLICE` of a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and
-# again in the backward, which is a third more work of the head.
+# `MAX_LOGITS` and `LOGITS_SLICE` on a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and again
+# in the backward, which adds a third to the head's work.
 MAX_WHOLE_ON_CPU, SLICE_ON_CPU = 1 << 26, 1 << 24
 
 
 @dataclass
 class EntropyUse:
-    """Flag of one forward: the loss whose backward runs depends on its entropies."""
+    """Flag of one forward: whether the loss of the current backward depends on its entropies."""
 
     in_loss: bool = True
 
@@ -44,24 +41,24 @@ class SlicedLogprobs(torch.autograd.Function):
     """Log-probability of each target and entropy of each distribution, from the input of a linear language head, which
     may be a rank's part of the vocabulary.
 
-    Neither direction holds more logits than those of one slice of rows. The backward computes them again. Over a
-    tensor-parallel group the forward has two collectives, of four numbers per token, and the backward one, of the
+    Forward and backward hold the logits of only one slice of rows; the backward computes them again. Over a
+    tensor-parallel group the forward has two collectives of four numbers per token, and the backward one of the
     gradient of the head's input.
 
     Args (of `apply`):
-        hidden: (tokens, width), the input of the head.
+        hidden: (tokens, width), input of the head.
         weight, bias: (ids, width) and (ids,) or `None`, of the head or of the rank's part of it, which may be empty.
         targets: (tokens,) int64, ids of the full vocabulary.
-        temperature: the logits are divided by it.
-        dtype: of the products, as autocast or the head's own dtype say.
-        first: the first id of the rank's part.
-        group: the tensor-parallel group; `None` of a whole head.
-        use: that of an `Unstacked` after this function; `None` if there is none.
-        support: as of `vocab_parallel.SplitLogprobs`.
+        temperature: divisor of the logits.
+        dtype: dtype of the products, from autocast or the head.
+        first: first id of the rank's part.
+        group: tensor-parallel group; `None` for a whole head.
+        use: flag that an `Unstacked` after this function sets; `None` if there is none.
+        support: tokens of the distribution, as in `vocab_parallel.SplitLogprobs`.
 
     Returns:
         `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature): float32, or float64
-        of products in float64.
+        if the products are float64.
     """
 
     @staticmethod
@@ -80,21 +77,21 @@ class SlicedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         (tokens, ids), work = (hidden.shape[0], weight.shape[0]), precise(dtype)
         highest = torch.full((tokens,), float("-inf"), dtype=work, device=hidden.device)
-        # of each token the exponentials, the logits weighted by them, and the target's logit, each summed
+        # for each token: sum of exponentials, sum of logits weighted by them, and the target's logit
         sums = torch.zeros(3, tokens, dtype=work, device=hidden.device)
         local_targets = targets - first
         is_here = (local_targets >= 0) & (local_targets < ids)
         matrix = weight.to(dtype)
         least = None if support is None else torch.empty_like(highest)
-        # of a support all ranks compute together, in the same slices
+        # all ranks compute a support together, in the same slices
         together = None if support is None or group is None else group.max(ids)
         for rows in row_slices(hidden, weight, together):
             x = logits_of_rows(hidden[rows], matrix, bias).to(work) / temperature
             highest[rows] = highest_of(x, None if support is None else group)[:, 0]
             if support is not None and least is not None:
                 x -= highest[rows, None]
-                at = local_targets[rows].clamp(0, max(ids - 1, 0))
-                least[rows] = highest[rows] + keep_support(x, at, support, is_here[rows], group)
+                columns = local_targets[rows].clamp(0, max(ids - 1, 0))
+                least[rows] = highest[rows] + keep_support(x, columns, support, is_here[rows], group)
                 x += highest[rows, None]
             if not ids:
                 continue
@@ -112,7 +109,7 @@ class SlicedLogprobs(torch.autograd.Function):
         entropy = normalizer - sums[1] / sums[0]
         ctx.save_for_backward(hidden, local_targets, is_here, normalizer, entropy)
         # as attributes: ZeRO-3 frees a gathered weight after the forward and gathers it again before the backward,
-        # which the check of saved tensors takes for a change
+        # which the check of saved tensors would report as a change
         ctx.weight, ctx.bias, ctx.temperature, ctx.dtype, ctx.group = weight, bias, temperature, dtype, group
         ctx.use, ctx.least = use, None if least is None else least - normalizer
         ctx.set_materialize_grads(False)  # the gradient of an output that the loss does not use is `None`
@@ -133,11 +130,11 @@ class SlicedLogprobs(torch.autograd.Function):
         for rows in row_slices(hidden, weight):
             part = hidden[rows].to(ctx.dtype)
             log_p = logits_of_rows(part, matrix, bias).to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]
-            at = local_targets[rows].clamp(0, weight.shape[0] - 1)
+            columns = local_targets[rows].clamp(0, weight.shape[0] - 1)
             if ctx.least is not None:
-                keep_above(log_p, ctx.least[rows], at, is_here[rows])
+                keep_above(log_p, ctx.least[rows], columns, is_here[rows])
             of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
-            of_logits = logits_gradient(log_p, at, of_logprobs[rows], of_rows, is_here[rows]).to(ctx.dtype)
+            of_logits = logits_gradient(log_p, columns, of_logprobs[rows], of_rows, is_here[rows]).to(ctx.dtype)
             if of_hidden is not None:
                 of_hidden[rows] = (of_logits @ matrix).to(hidden.dtype)
             if of_weight is not None:
@@ -153,9 +150,8 @@ class SlicedLogprobs(torch.autograd.Function):
 class Unstacked(torch.autograd.Function):
     """The columns of a result of `sliced`, (tokens, 2): log-probabilities and entropies, (tokens,) each.
 
-    The gradient of the result has a column of zeros where the loss does not depend on the entropies. Zeros could be
-    told from a gradient only by a read that waits for the device, so that is noted in `use` here, which runs before
-    the backward of `SlicedLogprobs`.
+    The gradient of the result has a column of zeros if the loss does not depend on the entropies. Detecting the zeros
+    would wait for the device, so this function, which runs before the backward of `SlicedLogprobs`, notes it in `use`.
     """
 
     @staticmethod
@@ -178,10 +174,10 @@ def logits_of_rows(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tenso
 
 
 def row_slices(hidden: Tensor, weight: Tensor, ids: int | None = None) -> Iterator[slice]:
-    """Slices of the rows of `hidden` with at most `LOGITS_SLICE` logits each, or one row; none of an empty head.
+    """Slices of the rows of `hidden` with at most `LOGITS_SLICE` logits each, or one row; none for an empty head.
 
     Args:
-        ids: of the head; by default those of `weight`.
+        ids: number of ids of the head; by default those of `weight`.
     """
     ids = weight.shape[0] if ids is None else ids
     if not ids:
@@ -192,11 +188,11 @@ def row_slices(hidden: Tensor, weight: Tensor, ids: int | None = None) -> Iterat
 
 
 def works_in_slices(model: PreTrainedModel, tokens: int, group: MeshGroup | None = None) -> bool:
-    """True if the model's head is computed in slices for so many tokens: their logits are many, and the head is a plain
-    linear layer. A head that an adapter changes and one with hooks of Accelerate are computed whole.
+    """True if the model's head is computed in slices for this number of tokens: their logits are many, and the head is
+    a plain linear layer. A head that an adapter changes or that has Accelerate's hooks is computed whole.
 
     Args:
-        group: over which the head is split, if it is. All its ranks get the same answer.
+        group: group over which the head is split, if it is. All its ranks get the same answer.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or hasattr(head, "_hf_hook"):
@@ -210,7 +206,7 @@ def works_in_slices(model: PreTrainedModel, tokens: int, group: MeshGroup | None
 
 
 class _BackboneOutput(BaseModelOutput):
-    """A backbone's output in which everything that a model asks for beside the hidden states is `None`."""
+    """A backbone's output in which every field except the hidden states is `None`."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -218,10 +214,10 @@ class _BackboneOutput(BaseModelOutput):
 
 
 def logits_are_of_head(model: PreTrainedModel) -> bool:
-    """True if the logits that a model returns are those of its language head, which it does not scale or cap.
+    """True if a model returns the logits of its language head unchanged, without a scale or a cap.
 
-    The model's own forward is called with stand-ins for the backbone and the head. No weight is read, and nothing
-    depends on the samples, so that all ranks of a mesh get the same answer.
+    The model's own forward is called with stand-ins for the backbone and the head. No weight is read, and the result
+    does not depend on the samples, so all ranks of a mesh get the same answer.
     """
     head, backbone, ids = model.get_output_embeddings(), backbone_of(model), torch.zeros(1, 1, dtype=torch.long)
     if type(head) is not nn.Linear or backbone is model:
@@ -237,7 +233,7 @@ def logits_are_of_head(model: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
-    """Inside, calls of a module run another function. Its hooks run as ever."""
+    """Makes calls of a module run another function inside the context. Its hooks still run."""
     before = vars(module).get("forward")
     module.forward = forward  # type: ignore[method-assign]
     try:
@@ -259,15 +255,15 @@ def sliced(
     group: MeshGroup | None = None,
     support: Support | None = None,
 ) -> Iterator[list[Tensor]]:
-    """Inside, the forward of a language head returns log-probabilities and entropies, (tokens, 2) float32, in place of
-    logits. It is still a call of the module, so DeepSpeed gathers its weight as for any other. The result is one tensor
-    for the hooks and for the model around the head; `Unstacked` divides it.
+    """Makes the forward of a language head return log-probabilities and entropies, (tokens, 2) float32, instead of
+    logits inside the context. It is still a call of the module, so DeepSpeed gathers its weight as usual. The result is
+    one tensor for the hooks and for the model around the head; `Unstacked` divides it.
 
     Args:
-        use: that of the `Unstacked`.
-        pick: from the head's input to its rows for `targets`, (tokens, width).
-        group: over which the head is split, if it is. Transformers' forward of a split layer is replaced as well.
-        support: of the log-probabilities and entropies, as of `TokenLogprobs`.
+        use: flag that the `Unstacked` sets.
+        pick: returns the rows for `targets` of the head's input, (tokens, width).
+        group: group over which the head is split, if it is. Transformers' forward of a split layer is replaced as well.
+        support: tokens of the distribution, see `TokenLogprobs`.
 
     Yields:
         A list to which each such result is appended.

@@ -1,10 +1,10 @@
-"""Computation of a tensor-parallel rank's parts of linear layers and of the embedding. A block (attention, MLP) has one
-all-reduce of hidden states in its forward, at its end, and one of their gradient in its backward, at its beginning
-(Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""Tensor-parallel forwards of linear layers and of the embedding. A block (attention, MLP) has one all-reduce of hidden
+states at the end of its forward, and one of their gradient at the end of its backward (Shoeybi et al. 2019,
+arXiv 1909.08053, section 3).
 
-Which parameters are split is in `tensor_parallel`. They are DTensors, which say what part of a parameter a rank has.
-What is computed here are plain tensors: DTensor's dispatch takes four to eight times as long as that of a layer of
-plain tensors, and it sums the gradient of a block's input once for each of its projections.
+`tensor_parallel` splits the parameters. They are DTensors, which record a rank's part of a parameter. The computations
+use plain tensors: DTensor's dispatch takes four to eight times as long, and it would sum the gradient of a block's
+input once for each of its projections.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LEAF, _ENTERED = "_trl_realloc_leaf", "_trl_realloc_entered"  # attributes of a
 
 
 class _Enter(torch.autograd.Function):
-    """Passes on the input that every rank of the group has to layers whose outputs are divided. Each rank computes a
-    part of its gradient, and the backward sums them."""
+    """Passes the input, which every rank of the group has, to layers whose outputs are divided. Each rank computes a
+    part of its gradient, and the backward sums the parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: MeshGroup) -> Tensor:
@@ -42,7 +42,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The sum of the ranks' parts, which every rank then has. Overwrites its input."""
+    """The sum of the ranks' parts, on every rank. Overwrites its input."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: MeshGroup) -> Tensor:
@@ -56,22 +56,22 @@ class _Leave(torch.autograd.Function):
 
 
 def entered(x: Tensor, group: MeshGroup) -> Tensor:
-    """The input of a layer whose outputs are divided. Layers with the same input (queries, keys and values) have one,
-    so that its gradient is summed over the group once, in the dtype that autocast computes in."""
+    """The input of a layer whose outputs are divided. Layers with the same input (queries, keys and values) share one,
+    so that its gradient is summed over the group once, in autocast's dtype."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    known: Tensor | None = getattr(x, _ENTERED, None)
-    if known is None:
+    cached: Tensor | None = getattr(x, _ENTERED, None)
+    if cached is None:
         kind = x.device.type
         cast = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
-        known = _Enter.apply(cast, group.group)
-        setattr(x, _ENTERED, known)
-    assert known is not None, "it was made above"
-    return known
+        cached = _Enter.apply(cast, group.group)
+        setattr(x, _ENTERED, cached)
+    assert cached is not None, "it was made above"
+    return cached
 
 
 def left(part: Tensor, group: MeshGroup) -> Tensor:
-    """The sum of what the ranks of a group have computed of a layer whose inputs are divided. Overwrites it."""
+    """The sum over the ranks of their results of a layer whose inputs are divided. Overwrites `part`."""
     if torch.is_grad_enabled() and part.requires_grad:
         result: Tensor = _Leave.apply(part, group.group)
         return result
@@ -84,8 +84,8 @@ def left(part: Tensor, group: MeshGroup) -> Tensor:
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
-    """This rank's part of a split parameter as autograd sees it: a leaf with the same memory, which has the gradient. A
-    parameter that is not split is its own."""
+    """This rank's part of a split parameter as autograd sees it: a leaf with the same memory, which has the gradient.
+    Returns an unsplit parameter itself."""
     memory = memory_of(parameter)
     if memory is parameter:
         return parameter
@@ -106,7 +106,7 @@ def part_of(parameter: Tensor | None) -> Tensor | None:
 
 
 def clear_gradient(parameter: nn.Parameter) -> None:
-    """Forget the gradient of a parameter that may be split."""
+    """Clear the gradient of a parameter that may be split."""
     parameter.grad = None
     leaf: nn.Parameter | None = getattr(parameter, _LEAF, None)
     if leaf is not None:
@@ -117,7 +117,7 @@ def clear_gradient(parameter: nn.Parameter) -> None:
 
 
 def split_outputs(linear: nn.Linear, group: MeshGroup) -> None:
-    """Let a linear layer compute this rank's outputs."""
+    """Make a linear layer compute this rank's outputs."""
 
     def forward(input: Tensor) -> Tensor:
         return functional.linear(
@@ -128,7 +128,7 @@ def split_outputs(linear: nn.Linear, group: MeshGroup) -> None:
 
 
 def split_inputs(linear: nn.Linear, group: MeshGroup) -> None:
-    """Let a linear layer compute all outputs from this rank's inputs, which are those of `split_outputs`."""
+    """Make a linear layer compute all outputs from this rank's inputs, which are those of `split_outputs`."""
 
     def forward(input: Tensor) -> Tensor:
         result = left(functional.linear(input, _part(linear, "weight")), group)
@@ -139,12 +139,12 @@ def split_inputs(linear: nn.Linear, group: MeshGroup) -> None:
 
 
 def split_vocabulary(embedding: nn.Embedding, group: MeshGroup, first: Callable[[], int]) -> None:
-    """Let an embedding look up the tokens of this rank's part of the vocabulary.
+    """Make an embedding look up the tokens of this rank's part of the vocabulary.
 
     Args:
-        first: the first of them.
+        first: returns the first token id of this part.
     """
-    whole = embedding.forward  # a subclass may scale what it looks up
+    whole = embedding.forward  # a subclass may scale the embeddings
 
     def forward(input: Tensor) -> Tensor:
         ids, weight, start = input, _part(embedding, "weight"), first()
@@ -152,17 +152,17 @@ def split_vocabulary(embedding: nn.Embedding, group: MeshGroup, first: Callable[
         if not len(weight):
             return left(weight.new_zeros(*ids.shape, weight.shape[1]), group)
         with _computing(embedding, weight) as padding:
-            found = whole(torch.where(is_here, ids - start, 0))
+            embedded = whole(torch.where(is_here, ids - start, 0))
         if padding is not None:  # its row has no gradient
-            found = torch.where((ids == padding)[..., None], found.detach(), found)
-        return left(torch.where(is_here[..., None], found, 0.0), group)
+            embedded = torch.where((ids == padding)[..., None], embedded.detach(), embedded)
+        return left(torch.where(is_here[..., None], embedded, 0.0), group)
 
     embedding.forward = forward  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _computing(embedding: nn.Embedding, weight: Tensor) -> Iterator[int | None]:
-    """Inside, an embedding has a part of its rows. Yields the id of its padding token in the whole vocabulary."""
+    """Gives an embedding a part of its rows inside the context. Yields its padding id in the full vocabulary."""
     parameter, padding = embedding._parameters["weight"], embedding.padding_idx
     embedding._parameters["weight"], embedding.padding_idx = weight, None  # type: ignore[assignment]
     try:

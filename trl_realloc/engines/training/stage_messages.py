@@ -1,6 +1,5 @@
-"""Tensors between neighbouring stages of a pipeline: a `StageLink` sends and receives those of two stages.
-
-The names and the order of the messages follow from the stages' tasks. Which tasks these are is `stage_run`'s caller's.
+"""Tensors between neighbouring stages of a pipeline: a `StageLink` sends and receives those of two stages. The names
+and the order of the messages follow from the stages' tasks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class StageTask(NamedTuple):
 
     @property
     def channel(self) -> tuple[int, bool]:
-        """All tasks of a channel send in one direction along the line."""
+        """Key shared by all tasks that send in one direction along the line for a model."""
         return self.model, self.is_backward
 
 
@@ -38,12 +37,12 @@ Channels = Collection[tuple[int, bool]]
 def message_order(
     first: Sequence[StageTask], second: Sequence[StageTask], sends: Channels, receives: Channels
 ) -> list[StageTask]:
-    """The order in which two neighbours come to their messages, where these have no tags: as the first of them sends
-    and takes them. A message that the second sends earlier than the first takes it comes before the next that is taken.
+    """The order in which two neighbours reach their messages without tags: the order in which the first stage sends and
+    takes them. A message that the second sends earlier than the first takes it comes before the next taken one.
 
     Args:
-        first, second: the tasks of both stages, in the order in which they are run.
-        sends, receives: the channels that the first sends to the second and receives from it.
+        first, second: tasks of both stages, in the order in which they run.
+        sends, receives: channels that the first sends to the second and receives from it.
     """
     order, arrived = list[StageTask](), set[StageTask]()
     sent = (task for task in second if task.channel in receives)
@@ -59,20 +58,20 @@ def message_order(
 class StageLink:
     """The messages between this rank and one neighbour. A send does not wait for its receive.
 
-    gloo tells messages apart by their tags, and a stage receives the next message while it computes. NCCL has no tags:
-    the messages of two ranks run one after the other, each when both ranks have come to it, and a receive occupies the
-    device. So both ranks come to them in one order, and a message is received when it is taken, or when one is sent
-    that follows it in the order. No order of tasks ends in a deadlock then, even if every message stops its rank until
-    the other has come to it: of two neighbours that wait for different messages, both have come to the earlier one, and
-    on a line of stages there is no other circle.
+    gloo distinguishes messages by their tags, and a stage receives the next message while it computes. NCCL has no
+    tags: the messages of two ranks run one after the other, each when both ranks have reached it, and a receive
+    occupies the device. So both ranks reach them in one order, and a message is received when it is taken, or when a
+    message that follows it in the order is sent. Then no order of tasks deadlocks, even if every message blocks its
+    rank until the other has reached it: of two neighbours that wait for different messages, both have reached the
+    earlier one, and a line of stages has no other cycle.
 
     Args:
-        group: a process group that both ranks are in.
-        peer: the neighbour's global rank.
-        order: `message_order`.
-        sends: the channels that this rank sends.
+        group: a process group with both ranks.
+        peer: global rank of the neighbour.
+        order: result of `message_order`.
+        sends: channels that this rank sends.
         empty: makes the tensor that a message is received in.
-        has_tags: the group's backend tells messages apart by their tags.
+        has_tags: whether the group's backend distinguishes messages by their tags.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class StageLink:
             self.wait(task)
 
     def take(self, task: StageTask) -> Tensor:
-        """The tensor of a message. Those that the neighbour sends before it are received too."""
+        """The tensor of a message. Messages that the neighbour sends before it are received too."""
         self._receive_before(self._numbers[task] + 1)
         work, tensor = self._arriving.pop(task)
         work.wait()

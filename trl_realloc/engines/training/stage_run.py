@@ -1,7 +1,6 @@
-"""`StageRun`: the forwards and backwards of a mini-batch on one stage, in any order that the other stages can follow.
+"""The forwards and backwards of a mini-batch on one stage, in any order that the other stages can follow.
 
-`run_pipeline` runs one model, by 1F1B or forward only. The order of two models that train at the same time is from
-`fused_training`. Cutting a model to a stage is in `pipeline`, messages in `stage_messages`.
+`run_pipeline` runs one model, by 1F1B or forward only. `fused_training` orders two models that train at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .pipeline import PackedSamples, StagePipeline
 from .stage_messages import StageLink, StageTask, message_order
 
 
-Orders = Sequence[Sequence[StageTask]]  # the tasks of each stage of a line, in the order in which they are run
+Orders = Sequence[Sequence[StageTask]]  # tasks of each stage of a line, in the order in which they run
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class StageWork:
     """One model's micro-batches on one stage.
 
     Args:
-        micros: every rank of the pipeline has the same.
+        micros: micro-batches, the same on every rank of the pipeline.
         finish: called on the last stage with the index of a micro-batch and the head's outputs; returns the loss, a
             0-dimensional tensor.
         call: runs a stage's forward in its context, such as autocast.
@@ -61,7 +60,7 @@ def run_pipeline(work: StageWork, *, trains: bool) -> None:
     """Run all micro-batches of one model forward, and backward if `trains`. Collective over the pipeline.
 
     With a backward, a stage has the activations of at most as many micro-batches as there are stages from it to the
-    last one. Without, of the hidden states that it sends it keeps as many as there are stages.
+    last one. Without, it holds at most as many sent hidden states as there are stages.
     """
     group, count = work.pipeline.group, len(work.micros)
     orders = [
@@ -78,11 +77,14 @@ def _unmeasured(model: int, is_backward: bool, tokens: int) -> AbstractContextMa
 
 
 class StageRun:
-    """Args:
-    works: of each model, by `StageTask.model`.
-    orders: of the stages of the line. A forward whose backward is not in it computes without a graph.
-    line: the ranks of the stages. A model may have several pipelines there, in either direction.
-    measured: a context that measures a forward or backward (`is_backward`) of a model, of so many tokens.
+    """Runs the tasks of one stage and exchanges messages with its neighbours.
+
+    Args:
+        works: micro-batches of each model, by `StageTask.model`.
+        orders: tasks of every stage of the line. A forward whose backward is not in it computes without a graph.
+        line: ranks of the stages. A model may have several pipelines there, in either direction.
+        measured: context that measures a forward or backward; its arguments are model, `is_backward` and number of
+            tokens.
     """
 
     def __init__(
@@ -95,15 +97,14 @@ class StageRun:
         self.works, self.orders, self.line, self.measured = works, orders, line, measured
         self._trained = {task for task in orders[line.index] if task.is_backward}
         self._links: dict[int | None, StageLink] = {}
-        for at in (line.index - 1, line.index + 1):
-            if 0 <= at < line.size:
-                self._connect(at)
-        # by task between a forward and its backward: the stage's input and output
+        for index in (line.index - 1, line.index + 1):
+            if 0 <= index < line.size:
+                self._connect(index)
+        # task -> the stage's input and output between a forward and its backward
         self._activations: dict[StageTask, tuple[Tensor | None, Tensor]] = {}
 
-    def _connect(self, at: int) -> None:
-        """Make the link to a neighbour in the line."""
-        line, peer = self.line, self.line.ranks[at]
+    def _connect(self, index: int) -> None:
+        line, peer = self.line, self.line.ranks[index]
         sends, receives = list[tuple[int, bool]](), list[tuple[int, bool]]()
         for model, work in enumerate(self.works):
             for is_backward, source, target in (
@@ -112,11 +113,11 @@ class StageRun:
             ):
                 sends += [(model, is_backward)] * (target == peer)
                 receives += [(model, is_backward)] * (source == peer)
-        own, other = self.orders[line.index], self.orders[at]
-        if line.index < at:
-            order = message_order(own, other, sends, receives)
+        own_tasks, other = self.orders[line.index], self.orders[index]
+        if line.index < index:
+            order = message_order(own_tasks, other, sends, receives)
         else:
-            order = message_order(other, own, receives, sends)
+            order = message_order(other, own_tasks, receives, sends)
 
         def empty(task: StageTask) -> Tensor:
             return self.works[task.model].empty(task.micro_batch)
@@ -152,7 +153,7 @@ class StageRun:
             after.wait(task._replace(is_backward=False))  # its gradient is here, so it has arrived
         hidden, computed = self._activations.pop(task)
         with self.measured(task.model, True, work.micros[task.micro_batch].tokens):
-            if computed.requires_grad:  # not in the first stage if nothing of it is trained
+            if computed.requires_grad:  # not in the first stage if it has no trained parameter
                 torch.autograd.backward(computed, gradient)
         if before is not None:
             assert hidden is not None, "a stage that sends gradients has received hidden states"

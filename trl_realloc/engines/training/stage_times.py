@@ -1,6 +1,5 @@
-"""`StageTimes`: seconds of the forwards and backwards of a pipeline's stage, measured while they run.
-
-It also has the start and end of each of them in the latest mini-batch. The caller of `fused_training` uses the times.
+"""Seconds of the forwards and backwards of a pipeline's stage, measured while they run, with the start and end of each
+of them in the latest mini-batch.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from ..device import is_accelerator
 
 
-DECAY = 0.5  # of what was measured in earlier mini-batches, for each mini-batch
-MIN_SPREAD = 0.05  # of the tokens, relative; below it seconds are taken as proportional to tokens
+DECAY = 0.5  # weight of earlier mini-batches, per mini-batch
+MIN_SPREAD = 0.05  # relative spread of the tokens; below it seconds are taken as proportional to tokens
 
 
 @dataclass
@@ -42,8 +41,7 @@ class TokenFit:
             setattr(self, name, DECAY * getattr(self, name))
 
     def line(self) -> tuple[float, float]:
-        """(seconds of a micro-batch, seconds of one of its tokens), neither negative; NaN before the first
-        measurement."""
+        """(seconds of a micro-batch, seconds per token of it), neither negative; NaN before the first measurement."""
         if not self.n:
             return float("nan"), float("nan")
         tokens, seconds = self.tokens / self.n, self.seconds / self.n
@@ -57,7 +55,7 @@ def epoch_of_clock() -> float:
     """Offset in seconds that turns `time.perf_counter()` into seconds since the epoch.
 
     The two clocks cannot be read at once. If the process is interrupted between them, the offset is wrong by
-    milliseconds, and the tasks of two ranks seem to overlap. Of five readings the quickest counts.
+    milliseconds, and the tasks of two ranks seem to overlap. So the quickest of five readings is used.
     """
     readings = []
     for _ in range(5):
@@ -67,16 +65,16 @@ def epoch_of_clock() -> float:
 
 
 class StageTimes:
-    """The times of one rank. On an accelerator they are those of the device, which the host does not wait for: a task
-    begins when the device has its input and has ended what it was given before, not when the host asks for it.
+    """The times of one rank. On an accelerator they are device times, for which the host does not wait: a task begins
+    when the device has its input and has finished its earlier work, not when the host launches it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.fits: dict[tuple[int, bool], TokenFit] = defaultdict(TokenFit)
         self._events: list[tuple[tuple[int, bool], int, torch.Event, torch.Event]] = []
-        # of the latest mini-batch: the tasks in the order in which they were run, and the offset that makes their
-        # times seconds since the epoch
+        # latest mini-batch: the tasks in the order in which they ran, and the offset that converts their times to
+        # seconds since the epoch
         self._tasks: list[tuple[float, float]] = []
         self._device_tasks: list[tuple[torch.Event, torch.Event]] = []
         self._epoch = 0.0
@@ -101,7 +99,7 @@ class StageTimes:
             self._tasks.append((began, ended))
 
     def begin_mini_batch(self) -> None:
-        """Take what the device has measured until now, which counts for less from mini-batch to mini-batch."""
+        """Collect what the device has measured until now; its weight decays with each mini-batch."""
         for fit in self.fits.values():
             fit.fade()
         running = []
@@ -113,8 +111,8 @@ class StageTimes:
         self._events = running
 
     def begin_tasks(self) -> None:
-        """The tasks of a mini-batch follow. On an accelerator the device should have nothing left to do: its times are
-        counted from when it comes to this."""
+        """Start the tasks of a mini-batch. An accelerator should be idle: its times count from when it reaches this
+        point."""
         self._tasks, self._device_tasks = [], []
         if is_accelerator(self.device):
             self._begin = torch.Event(self.device, enable_timing=True)
@@ -124,8 +122,8 @@ class StageTimes:
             self._epoch = epoch_of_clock()
 
     def of_tasks(self) -> list[tuple[float, float]]:
-        """The start and the end of each task since `begin_tasks`, in the order in which they were run, seconds since
-        the epoch; NaN for those that the device has not ended."""
+        """(start, end) of each task since `begin_tasks`, in the order in which they ran, in seconds since the epoch;
+        NaN for tasks that the device has not finished."""
         if self._begin is None:
             return [(self._epoch + start, self._epoch + end) for start, end in self._tasks]
         begin, unknown = self._begin, (float("nan"), float("nan"))

@@ -1,7 +1,7 @@
 """Splits the parameters of a Transformers model over a tensor-parallel group, by the model's own `tp_plan`.
 
-How a split layer computes is in `split_layers`. The vocabulary stays split up to the loss (`vocab_parallel`), and
-adapters are split with the weights that they adapt. Pipeline stages are in `pipeline`.
+The forwards of split layers are in `split_layers`. The vocabulary stays split up to the loss (`vocab_parallel`), and
+adapters are split with the weights that they adapt.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# The style of a parameter that every rank has in full, and of whose gradient each rank has the part of its heads.
+# The style of a parameter that every rank has in full, but whose gradient each rank computes only for its heads.
 # Transformers sums the gradient in a hook after every backward, which would add the earlier micro-batches again. The
 # engine sums it once, after the last micro-batch.
 PARTIAL = "replicated_with_grad_allreduce"
 
 
 def split_tensors(model: PreTrainedModel, group: MeshGroup) -> frozenset[str]:
-    """Split the model's parameters over the group, in place. Returns the names of the parameters that are not split,
-    but of whose gradient each rank computes only a part."""
+    """Split the model's parameters over the group, in place. Returns the names of unsplit parameters whose gradient
+    each rank computes only in part."""
     styles = {name: (model.get_submodule(name), style) for name, style in _styles(model)}
     assert group.group is not None, "several ranks share the parameters"
     mesh = DeviceMesh.from_group(group.group, group.device.type)
@@ -45,7 +45,7 @@ def split_tensors(model: PreTrainedModel, group: MeshGroup) -> frozenset[str]:
     named = dict(model.named_parameters())
     for name, (module, style) in styles.items():
         for leaf, dim in _DIVIDED.get(style, {}).items():
-            if f"{name}.{leaf}" in named:  # a tied parameter is there once
+            if f"{name}.{leaf}" in named:  # a tied parameter occurs once
                 module._parameters[leaf] = _divided(module._parameters[leaf], mesh, dim)
         if style == "colwise":
             split_outputs(module, group)
@@ -60,12 +60,12 @@ def split_tensors(model: PreTrainedModel, group: MeshGroup) -> frozenset[str]:
     return frozenset(f"{name}.{leaf}" for name in partly for leaf, _ in styles[name][0].named_parameters())
 
 
-# by Transformers' name of how a module is split, the dimension in which each of its parameters is
+# Transformers' tensor-parallel style of a module -> the dimension in which each of its parameters is split
 _DIVIDED = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}, "embedding_rowwise": {"weight": 0}}
 
 
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """A parameter of which each rank has an interval of a dimension, the last ones perhaps a shorter one or none."""
+    """A parameter of which each rank has an interval of a dimension; the last ranks may have a shorter one or none."""
     part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
@@ -75,11 +75,8 @@ def _first_row(module: nn.Module) -> int:
 
 
 def splits_adapter(config: PeftConfig) -> bool:
-    """True if the parameters of an adapter can be split with the weights that they adapt, as those of plain LoRA can.
-
-    Args:
-        config: PEFT config of the adapter.
-    """
+    """True if the parameters of an adapter of this PEFT config can be split with the weights that they adapt, as in
+    plain LoRA."""
     unsupported = ("use_dora", "trainable_token_indices", "target_parameters")
     is_lora = str(config.peft_type).rpartition(".")[2] == "LORA"
     return is_lora and not any(getattr(config, key, None) for key in unsupported)
@@ -90,17 +87,13 @@ _SHARING = ("FROD", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA")
 
 
 def stages_adapter(config: PeftConfig) -> bool:
-    """True if each parameter that an adapter trains is in one pipeline stage alone.
-
-    Args:
-        config: PEFT config of the adapter.
-    """
+    """True if each parameter that an adapter of this PEFT config trains is in only one pipeline stage."""
     kind = str(config.peft_type).rpartition(".")[2]
     return kind not in _SHARING and not getattr(config, "trainable_token_indices", None)
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """For each parameter the modules that have it, with its name in each; in the order of `named_parameters`."""
+    """The modules that have each parameter, with its name in each; in the order of `named_parameters`."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -110,7 +103,7 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """The name of each split module, with Transformers' name of how it is split."""
+    """(name, Transformers' tensor-parallel style) of each split module."""
     base = base_of(model)
     prefix = f"{base.base_model_prefix}."
     tp_plan: Mapping[str, str] = {
@@ -147,7 +140,7 @@ def base_name(name: str) -> str:
 
 
 def _base_name(name: str) -> tuple[str, str]:
-    """A module's name in the base model; and `lora_A` or `lora_B` if the module is part of an adapter, else ""."""
+    """A module's name in the base model; and `lora_A` or `lora_B` for a part of an adapter, else ""."""
     plain = base_name(name)
     for adapter in ("lora_A", "lora_B"):
         before, separator, _ = plain.partition(f".{adapter}.")
@@ -162,13 +155,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's part of a parameter's gradient, split as the parameter is; `None` if there is no gradient."""
+    """This rank's part of a parameter's gradient, split like the parameter; `None` if there is no gradient."""
     return leaf_of(parameter).grad
 
 
 def box_of(parameter: Tensor) -> tuple[tuple[int, int], ...]:
-    """This rank's part of a parameter, as intervals of indices of the full one. DTensor splits as `torch.chunk`
-    does."""
+    """This rank's part of a parameter, as intervals of indices of the full one. DTensor splits like `torch.chunk`."""
     box = tuple((0, size) for size in parameter.shape)
     if not isinstance(parameter, DTensor):
         return box
@@ -189,8 +181,8 @@ def split_dims(parameter: Tensor) -> frozenset[int]:
 
 
 def largest_part(parameter: Tensor) -> int:
-    """Elements of the largest part that a rank of the tensor group has of a parameter, the same on all of its ranks, of
-    which the last may have less."""
+    """Elements of the largest part of a parameter on any rank of the tensor-parallel group. The last rank's part may be
+    smaller."""
     sizes: list[int] = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for dim in split_dims(parameter):

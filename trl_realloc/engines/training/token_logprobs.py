@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of tokens from logits in memory, and the gradient of both with respect to logits.
+"""Log-probabilities and entropies of tokens from logits in memory, and their gradient with respect to logits.
 
-From the input of the language head, without its logits in memory: `sliced_head`. From logits that are split over a
-tensor-parallel group: `vocab_parallel`. Both use the gradient from here.
+`sliced_head` computes them without the logits in memory, `vocab_parallel` from logits that are split over a
+tensor-parallel group. Both use the gradient from here.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class TokenLogprobs(torch.autograd.Function):
 
     Args (of `apply`):
         targets: (tokens,) int64.
-        temperature: the logits are divided by it.
-        support: the tokens that both are of, beside the target; `None` for the whole vocabulary.
+        temperature: divisor of the logits.
+        support: rules for the tokens of the distribution, which always has the target; `None` for the whole vocabulary.
 
     Returns:
         `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature) over the support:
-        float32, or float64 of logits in float64.
+        float32, or float64 for logits in float64.
     """
 
-    # elements of the float32 working copy: 16 MiB, which a CPU's caches hold; 64 MiB where each operation is a kernel
+    # elements of the float32 working copy: 16 MiB, which fits a CPU's caches; 64 MiB where each operation is a kernel
     SLICE, SLICE_ON_ACCELERATOR = 1 << 22, 1 << 24
 
     @staticmethod
@@ -78,8 +78,8 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def slices(logits: Tensor, dtype: torch.dtype, copies: int) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Slices of the rows, each with working memory for copies of it. That is the same for all slices, because on a
-        CPU the first use of new memory takes longer than the arithmetic."""
+        """Slices of the rows, each with working memory for its copies. All slices share this memory, because on a CPU
+        the first use of new memory takes longer than the arithmetic."""
         slices = TokenLogprobs.rows(logits, logits.shape[1])
         longest = slices[0].stop if slices else 0
         work = [logits.new_empty((longest, logits.shape[1]), dtype=dtype) for _ in range(copies)]
@@ -88,7 +88,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def rows(logits: Tensor, ids: int) -> list[slice]:
-        """The slices of the rows of logits, if so many ids are in each."""
+        """The slices of the rows of logits, with at most this number of ids in each."""
         size = TokenLogprobs.SLICE_ON_ACCELERATOR if is_accelerator(logits.device) else TokenLogprobs.SLICE
         tokens, step = len(logits), max(1, size // max(ids, 1))
         return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
@@ -103,8 +103,8 @@ def scaled(gradients: tuple[Tensor | None, ...], like: Tensor, temperature: floa
     """The gradients of log-probabilities and entropies, (tokens,) each, divided by the temperature.
 
     Args:
-        gradients: of log-probabilities and entropies; `None` where the loss does not depend on them.
-        like: (tokens,), of the dtype and on the device of the result.
+        gradients: gradients of log-probabilities and entropies; `None` if the loss does not depend on them.
+        like: (tokens,) tensor with the dtype and device of the result.
     """
     of_logprobs, of_entropy = gradients
     return (
@@ -127,9 +127,9 @@ def logits_gradient(
 
     Args:
         log_p: (rows, ids), log-probabilities of all ids, or of the rank's part of the vocabulary. Overwritten.
-        targets: (rows,) int64, an index into the ids; any index where `is_here` is False.
-        of_logprobs: (rows,), the loss's derivative by each l.
-        entropy: the loss's derivative by each H, and H, (rows,) each; `None` if the loss does not depend on H.
+        targets: (rows,) int64, index into the ids; any index where `is_here` is False.
+        of_logprobs: (rows,), derivative of the loss by each l.
+        entropy: derivative of the loss by each H, and H, (rows,) each; `None` if the loss does not depend on H.
         is_here: (rows,) bool, whether the target is in the rank's part of the vocabulary; `None` for everywhere.
     """
     ones = torch.ones_like(of_logprobs) if is_here is None else is_here.to(of_logprobs.dtype)

@@ -1,8 +1,8 @@
-"""`keep_support`: leaves the logits of the tokens that a token of a response was drawn among, so that log-probabilities
-are those of the distribution that was drawn from (top-k, top-p and min-p).
+"""Restricts logits to the sampling support (top-k, top-p and min-p), so that log-probabilities match the sampling
+distribution.
 
-Every rule keeps the tokens whose logits reach a threshold, so a row's support is one number. The draw itself, whose
-rules these are, is in `engines/generation/token_draw`.
+Every rule keeps the tokens whose logits reach a threshold, so a row's support is one number. The sampling itself is in
+`engines/generation/token_draw`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from ..base import Support
 from ..mesh_group import MeshGroup
 
 
-# halvings of the interval in which a nucleus's threshold lies, some 20 nats at first: beyond float32's spacing there
+# halvings of the interval of a nucleus's threshold, some 20 nats at first: beyond float32's spacing there
 HALVINGS = 28
 
 
 def keep_support(
     x: Tensor, targets: Tensor, support: Support, is_here: Tensor | None = None, group: MeshGroup | None = None
 ) -> Tensor:
-    """Set the logits of tokens outside of the support to -inf in place, but never the target's: it was drawn, so the
+    """Set the logits of tokens outside the support to -inf in place, but never the target's: it was sampled, so the
     engine kept it, although rounding may put it on the other side of the threshold here.
 
     Args:
         x: (rows, ids), logits after temperature, minus the row's greatest; of a rank's part of the vocabulary, which
             may be empty.
-        targets: (rows,) int64, an index into the ids; any index where `is_here` is False.
+        targets: (rows,) int64, index into the ids; any index where `is_here` is False.
         is_here: (rows,) bool, whether the target is in the rank's part; `None` for everywhere.
-        group: over which the vocabulary is split; `None` of a whole one. Its ranks call this together.
+        group: group over which the vocabulary is split; `None` for a whole one. Its ranks call this together.
 
     Returns:
-        (rows,): a number between the logits of the last token that the rules keep and the next one; `keep_above` finds
-        the same tokens by it.
+        (rows,): a threshold between the logit of the last token that the rules keep and the next one, with which
+        `keep_above` finds the same tokens.
     """
     least = x.new_full((len(x), 1), -torch.inf)
     if support.min_p > 0:
@@ -45,7 +45,7 @@ def keep_support(
         least = torch.maximum(least, _kth_largest(x, support.top_k, group))
     if support.top_p < 1:
         least = _nucleus(x, least, support.top_p, group)
-    # between two tokens, so that the rounding of a logit that is computed again changes nothing
+    # between two tokens, so that the rounding of a recomputed logit changes nothing
     below = highest_of(x.masked_fill(x >= least, -torch.inf), group)
     least = torch.where(below.isinf(), below, (least + below) / 2)[:, 0]
     keep_above(x, least, targets, is_here)
@@ -56,22 +56,22 @@ def keep_above(x: Tensor, least: Tensor, targets: Tensor, is_here: Tensor | None
     """Set the logits below a threshold to -inf in place, except the target's. Returns `x`.
 
     Args:
-        x: (rows, ids), of any origin, with `targets` and `is_here` as of `keep_support`.
-        least: (rows,), by the same origin.
+        x: (rows, ids), logits with any offset. `targets` and `is_here` as in `keep_support`.
+        least: (rows,), thresholds with the same offset.
     """
     if not x.shape[1]:
         return x
     outside = x < least[:, None]
-    kept = torch.zeros_like(targets, dtype=torch.bool) if is_here is None else ~is_here
-    at = targets[:, None]
-    outside.scatter_(1, at, outside.gather(1, at) & kept[:, None])
+    is_elsewhere = torch.zeros_like(targets, dtype=torch.bool) if is_here is None else ~is_here
+    columns = targets[:, None]
+    outside.scatter_(1, columns, outside.gather(1, columns) & is_elsewhere[:, None])
     return x.masked_fill_(outside, -torch.inf)
 
 
 def _kth_largest(x: Tensor, k: int, group: MeshGroup | None) -> Tensor:
     """(rows, 1): the k-th largest logit of the whole row; -inf if the vocabulary has fewer."""
     largest = x.topk(min(k, x.shape[1]), -1).values
-    if group is not None:  # parts of the vocabulary may have fewer ids, or other numbers of them
+    if group is not None:  # parts of the vocabulary may have fewer ids, or different numbers of them
         padded = x.new_full((len(x), k), -torch.inf)
         padded[:, : largest.shape[1]] = largest
         parts = [torch.empty_like(padded) for _ in range(group.size)]
@@ -81,11 +81,9 @@ def _kth_largest(x: Tensor, k: int, group: MeshGroup | None) -> Tensor:
 
 
 def _nucleus(x: Tensor, least: Tensor, p: float, group: MeshGroup | None) -> Tensor:
-    """(rows, 1): the threshold of the most probable tokens that have the probability `p` together, of those whose
-    logits reach `least`. By halving an interval, because sorting a row takes longer on a GPU, and cannot be divided
-    over a group.
-
-    The tokens at and above `low` always have the probability, those at and above `high` never.
+    """(rows, 1): the threshold of the most probable tokens that together have the probability `p`, among those whose
+    logits reach `least`. Halves an interval, because sorting a row takes longer on a GPU, and cannot be divided over a
+    group. The tokens at and above `low` always have the probability, those at and above `high` never.
     """
     probs = x.exp().masked_fill_(x < least, 0.0)
     total = _sum(probs, group)
@@ -106,7 +104,7 @@ def _sum(x: Tensor, group: MeshGroup | None) -> Tensor:
 
 
 def highest_of(x: Tensor, group: MeshGroup | None = None) -> Tensor:
-    """(rows, 1): the greatest of each row, of all ranks of a group over which rows are split; -inf of empty rows."""
+    """(rows, 1): the greatest value of each row, over all ranks of a group that splits rows; -inf for empty rows."""
     highest = x.amax(-1, keepdim=True) if x.shape[1] else x.new_full((len(x), 1), -torch.inf)
     return _reduced(highest, dist.ReduceOp.MAX, group)
 

@@ -1,7 +1,5 @@
 """Attention within the samples of a packed row by kernels for samples of different lengths: Transformers' own path for
 flash attention, and torch's on CUDA.
-
-Which models can be packed, and attention by one call for each sample, is in `packed_attention`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from .packed_row import PackedRow, Segment
 
 logger = logging.get_logger(__name__)
 
-LARGEST_HEAD = 256  # of flash attention
+LARGEST_HEAD = 256  # largest head size of flash attention
 HEAD_MULTIPLE = 8  # its kernels refuse other head sizes, or pad them
 OLDEST_CAPABILITY = (8, 0)  # Ampere; a V100 or a T4 has no kernel
 
@@ -41,22 +39,22 @@ def flash_arguments(lengths: Sequence[int], device: torch.device) -> dict[str, A
 
 
 def sample_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """(samples + 1,) int32: where each sample of a packed row begins, and the end of the last."""
+    """(samples + 1,) int32: the start of each sample of a packed row, and the end of the last."""
     return _bounds(tuple(lengths), device)
 
 
-@functools.lru_cache(maxsize=4)  # all layers of a forward have the same
+@functools.lru_cache(maxsize=4)  # the same for all layers of a forward
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     bounds = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
     return bounds.to(device, non_blocking=True)
 
 
 def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
-    """True if torch's attention for samples of different lengths can compute this: on a GPU that has the kernel, in 16
-    bits (by autocast too), without what changes the scores.
+    """True if torch's attention for samples of different lengths supports these arguments: on a GPU that has the
+    kernel, in 16 bits (by autocast too), without changes of the scores.
 
     Args:
-        arguments: of Transformers' attention functions, without windows.
+        arguments: arguments of Transformers' attention functions, without windows.
     """
     dtype, size = computed_in(query), query.shape[-1]
     is_half = dtype in (torch.float16, torch.bfloat16)
@@ -73,18 +71,18 @@ def keeps_scores(arguments: Mapping[str, Any]) -> bool:
 
 
 def computed_in(query: Tensor) -> torch.dtype:
-    """The dtype that attention is computed in: that of autocast, which casts the arguments of torch's own attention
-    functions. The query of a float32 model is float32 under autocast, because its rotary embedding is."""
+    """The dtype of the attention: that of autocast, which casts the arguments of torch's own attention functions. The
+    query of a float32 model is float32 under autocast, because its rotary embedding is."""
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 @functools.cache
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """True if a device computes torch's attention for samples of different lengths, and its gradients."""
+    """True if a device supports torch's attention for samples of different lengths, and its gradients."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return False
-    # in a thread of its own, where gradient checkpointing does not count the tensors that the trial saves
+    # in a separate thread, where gradient checkpointing does not count the tensors that the trial saves
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_try_kernel, device, dtype, head_dim).result()
 
@@ -93,13 +91,13 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     query, key, value = (torch.zeros(1, 1, 3, head_dim, device=device, dtype=dtype) for _ in range(3))
     value += torch.tensor([0.0, 2.0, 4.0], device=device)[:, None]
     try:
-        # the second sample sees the first token of the first one, which its one query has to be aligned with
+        # the second sample sees the first token of the first one, with which its one query has to be aligned
         row = PackedRow((2, 2), (0, 1), (Segment(0, 2), Segment(2, 3, ((0, 1),))))
         result = varlen_attention(query.requires_grad_(), key, value, row, None, None)
         torch.autograd.grad(result.sum(), query)
         if not torch.allclose(result[0, :, 0, 0].float(), torch.tensor([0.0, 1.0, 2.0], device=device)):
             raise RuntimeError(f"its result is {result[0, :, 0, 0].tolist()}, where it should be [0, 1, 2]")
-    except (RuntimeError, TypeError, ValueError) as error:  # no kernel; a release of torch that takes other arguments
+    except (RuntimeError, TypeError, ValueError) as error:  # no kernel; a release of torch with other arguments
         logger.warning(
             f"torch's attention for samples of different lengths does not run on {device} with heads of {head_dim} in "
             f"{dtype}, so each sample's attention is a call of its own, which is slower: {error}"
@@ -111,16 +109,16 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: int | None, scaling: float | None
 ) -> Tensor:
-    """Causal attention within each sample. Where samples share their beginnings, each gets a copy of the keys and
-    values there. A segment has fewer queries than keys then, and its last query is that of its last key.
+    """Causal attention within each sample. If samples share their beginnings, each gets a copy of the keys and values
+    there. A segment then has fewer queries than keys, and its last query belongs to its last key.
 
     Args:
         query, key, value: (1, heads, tokens, head_dim); `key` and `value` may have fewer heads.
-        row: of the tokens.
-        window: a token sees so many tokens, itself included; `None` for all before it.
+        row: row of the tokens.
+        window: number of tokens that a token sees, itself included; `None` for all before it.
 
     Returns:
-        (1, tokens, heads, head_dim), in the dtype of autocast where it is on.
+        (1, tokens, heads, head_dim), in the dtype of autocast if it is on.
     """
     dtype = computed_in(query)
     q, k, v = (part.to(dtype).squeeze(0).transpose(0, 1) for part in (query, key, value))

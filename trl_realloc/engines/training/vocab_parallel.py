@@ -1,6 +1,5 @@
 """Log-probabilities of tokens whose logits are split over a tensor-parallel group, without gathering the logits.
-
-Log-probabilities from full logits are in `token_logprobs`, the splitting of the language head in `tensor_parallel`.
+`tensor_parallel` splits the language head.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class SplitLogprobs(torch.autograd.Function):
     Args (of `apply`):
         logits: (tokens, ids) of the rank's part of the vocabulary, which may be empty.
         targets: (tokens,) int64, ids of the full vocabulary.
-        temperature: the logits are divided by it.
-        first: the first id of the rank's part.
-        group: the tensor-parallel group.
-        support: as of `TokenLogprobs`. top-p takes some 30 collectives more for each slice, of a number per token, and
-            top-k one of k numbers.
+        temperature: divisor of the logits.
+        first: first id of the rank's part.
+        group: tensor-parallel group.
+        support: tokens of the distribution, see `TokenLogprobs`. Top-p adds some 30 collectives per slice of one number
+            per token, and top-k one of k numbers.
     """
 
     @staticmethod
@@ -56,8 +55,8 @@ class SplitLogprobs(torch.autograd.Function):
         if support is not None and least is not None:
             for rows in TokenLogprobs.rows(logits, group.max(ids)):
                 x = logits[rows].to(dtype) / temperature - highest[rows, None]
-                at = local_targets[rows].clamp(0, ids - 1)
-                least[rows] = highest[rows] + keep_support(x, at, support, is_here[rows], group)
+                columns = local_targets[rows].clamp(0, ids - 1)
+                least[rows] = highest[rows] + keep_support(x, columns, support, is_here[rows], group)
         for rows in slices:
             x = logits[rows].to(dtype) / temperature
             if least is not None:
@@ -81,10 +80,10 @@ class SplitLogprobs(torch.autograd.Function):
         of_logprobs, of_entropy = scaled(gradients, normalizer, ctx.temperature)
         for rows, (log_p,) in TokenLogprobs.slices(logits, normalizer.dtype, 1) if logits.shape[1] else ():
             log_p.copy_(logits[rows]).div_(ctx.temperature).sub_(normalizer[rows, None])
-            at = local_targets[rows].clamp(0, logits.shape[1] - 1)
+            columns = local_targets[rows].clamp(0, logits.shape[1] - 1)
             if ctx.least is not None:
-                keep_above(log_p, ctx.least[rows], at, is_here[rows])
+                keep_above(log_p, ctx.least[rows], columns, is_here[rows])
             of_rows = None if of_entropy is None else (of_entropy[rows], entropy[rows])
-            of_logits = logits_gradient(log_p, at, of_logprobs[rows], of_rows, is_here[rows])
+            of_logits = logits_gradient(log_p, columns, of_logprobs[rows], of_rows, is_here[rows])
             logits[rows] = of_logits.to(logits.dtype)
         return logits, None, None, None, None, None

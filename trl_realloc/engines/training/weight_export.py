@@ -1,7 +1,5 @@
-"""Exports a model's parameters in buckets under checkpoint names, with adapters merged into the weights.
-
-How a bucket gets into a generation engine is in `generation/weight_buffers`. Gathering partitioned parameters (ZeRO-3)
-is in `zero`, which passes the function for it.
+"""Exports a model's parameters in buckets under checkpoint names, with adapters merged into the weights. The engine
+passes a function that gathers partitioned parameters (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from ..transformers_compat import form_in_checkpoint, tied_names
 from .deepspeed_compat import full_numel, full_shape
 
 
-_BASE = "base_model.model."  # of the names in a PEFT model that are the base model's
+_BASE = "base_model.model."  # prefix of the base model's names in a PEFT model
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 
 
@@ -49,15 +47,15 @@ def buckets(
     names: Collection[str] | None = None,
 ) -> Iterator[Bucket]:
     """Yield the model's parameters as full tensors, in buckets of at most `bucket_bytes` or of one larger tensor. Under
-    checkpoint names its persistent buffers come too, in a bucket of their own.
+    checkpoint names its persistent buffers come too, in a separate bucket.
 
-    The tensors may be the live parameters: a receiver copies what it keeps. Collective if `gather` is.
+    The tensors may be the live parameters, so a receiver that keeps them copies them. Collective if `gather` is.
 
     Args:
-        gather: the context in which the given parameters are full, where they are partitioned.
-        merged: under checkpoint names, with adapters merged into the weights. Otherwise under the module's names, with
-            the adapters as parameters of their own.
-        names: without `merged`, the parameters to export; `None` for all.
+        gather: context in which the given parameters are full, if they are partitioned.
+        merged: True for checkpoint names, with adapters merged into the weights. False for the module's names, with
+            the adapters as separate parameters.
+        names: parameters to export if not `merged`; `None` for all.
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
     rename = partial(checkpoint_names, model) if merged else list
@@ -70,7 +68,7 @@ def buckets(
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a checkpoint of the model has beside its parameters, such as a scale of each layer or the bias of a
+    """Buffers that a checkpoint of the model has beside its parameters, such as a scale per layer or the bias of a
     router, by their names in the base model without adapters."""
     named: dict[str, Tensor] = {}
     checkpoint_name = _Adapters(model).checkpoint_name if hasattr(model, "get_base_model") else str
@@ -89,20 +87,20 @@ def whole_pieces(exported: Iterator[Bucket]) -> Iterator[list[Piece]]:
 
 
 def checkpoint_names(model: PreTrainedModel, tensors: list[tuple[str, Tensor]]) -> Bucket:
-    """The tensors under the names, and in the form, that the family's checkpoints have. Since Transformers 5 they may
-    differ from the module's: GPT-NeoX's `lm_head` is saved as `embed_out`, and the experts of a mixture, which the
-    module has fused, are saved one by one."""
+    """The tensors under the names, and in the form, of the family's checkpoints. Since Transformers 5 they may differ
+    from the module's: GPT-NeoX's `lm_head` is saved as `embed_out`, and the experts of a mixture, which the module has
+    fused, are saved one by one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return form_in_checkpoint(base, tensors) if isinstance(base, PreTrainedModel) else tensors
 
 
 def specs_of(model: nn.Module) -> dict[str, TensorSpec]:
-    """Shape and dtype of every parameter, also of those that ZeRO-3 has partitioned."""
+    """Shape and dtype of every parameter, including those that ZeRO-3 has partitioned."""
     return {name: TensorSpec(full_shape(p), p.dtype) for name, p in model.named_parameters()}
 
 
 def _full_bytes(parameter: nn.Parameter) -> int:
-    return full_numel(parameter) * parameter.element_size()  # of a partitioned parameter numel() is 0
+    return full_numel(parameter) * parameter.element_size()  # numel() of a partitioned parameter is 0
 
 
 def _plain(model: nn.Module) -> Iterator[_Weight]:
@@ -122,26 +120,26 @@ def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
     tied = tied_names(model.get_base_model())
     for name, weight in named.items():
         other = named.get(tied.get(name, ""))
-        # an adapter may change one of two tied parameters; both are then parameters of their own
+        # an adapter may change one of two tied parameters, which are then exported separately
         if other is None or set(weight.sources) != set(other.sources):
             yield weight
 
 
 def adapters_untie(model: PreTrainedModel) -> bool:
     """True if an adapter changes one of two parameters that the base model ties, the head or the embedding, so that
-    `buckets` gives both.
+    `buckets` returns both.
 
     Args:
-        model: with adapters; may be on the meta device.
+        model: model with adapters; may be on the meta device.
     """
     return not tied_names(model.get_base_model()).keys().isdisjoint(weight.name for weight in _weights(model))
 
 
 def why_not_merged(model: PreTrainedModel) -> str | None:
-    """Why PEFT cannot merge the adapters of a model, as a sentence without its end; `None` if it can.
+    """The reason why PEFT cannot merge the adapters of a model, as a sentence without its end; `None` if it can.
 
     Args:
-        model: with adapters; may be on the meta device.
+        model: model with adapters; may be on the meta device.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -167,9 +165,9 @@ class _Adapters:
 
         modules = dict(model.named_modules(remove_duplicate=False))
         self._tuned = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
-        # that all adapter layers share, as VB-LoRA's vectors
+        # parameters that all adapter layers share, as VB-LoRA's vectors
         self._shared = [p for name, p in model.named_parameters() if not name.startswith(_BASE)]
-        # the prefix of the module that computes in the place of each wrapped one, by the prefix of the wrapper
+        # prefix of a wrapper -> prefix of the module that computes in its place
         self._used = {
             f"{name}.": f"{name}.{_used_copy(module)}."
             for name, module in modules.items()
@@ -177,8 +175,8 @@ class _Adapters:
         }
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The name in the checkpoint of a parameter or buffer. `None` for an adapter's own, and for the copies of a
-        module that do not compute (`modules_to_save`)."""
+        """The name in the checkpoint of a parameter or buffer. `None` for an adapter's own, and for copies of a module
+        that do not compute (`modules_to_save`)."""
         if not name.startswith(_BASE):
             return None
         if any(name.startswith(wrapper) and not name.startswith(used) for wrapper, used in self._used.items()):
@@ -199,7 +197,7 @@ class _Adapters:
 
     def _owners(self, name: str) -> list[str]:
         """The adapter layers around a parameter, the outermost first: PEFT wraps a module once for each of its
-        parameters that has an adapter of its own."""
+        parameters that has a separate adapter."""
         return [layer for layer in self._tuned if name.startswith(f"{layer}.")]
 
 
@@ -210,13 +208,9 @@ def _used_copy(wrapper: Any) -> str:
 
 
 def _merged(parameter: nn.Parameter, layers: Sequence[Any]) -> Tensor:
-    """A base layer's parameter after PEFT's own merge, which is right for every kind of adapter (DoRA and IA3 do not
-    only add a product). The layers are unchanged afterwards: `safe_merge` replaces tensors, and the old ones are put
-    back.
-
-    Args:
-        layers: that adapt the base layer, the outermost first.
-    """
+    """A base layer's parameter after PEFT's own merge by `layers`, the outermost first. It supports every kind of
+    adapter (DoRA and IA3 do more than add a product). The layers are unchanged afterwards: `safe_merge` replaces
+    tensors, and the old ones are put back."""
     merged_before = [list(layer.merged_adapters) for layer in layers]
     before = [(base, base.data) for base in layers[-1].get_base_layer().parameters()]
     try:
@@ -235,7 +229,7 @@ def check_names(saved: Collection[str], names: Collection[str]) -> None:
 
     Args:
         saved: names of the parameters of the state.
-        names: of all parameters that the role trains.
+        names: names of all parameters that the role trains.
 
     Raises:
         EngineError: the state has other parameters.

@@ -1,8 +1,8 @@
-"""Parameters that are read when an engine knows which part of them its rank has. Until then the model is on the meta
-device and notes where they come from (`WeightSource`).
+"""Parameters that are read once an engine knows its rank's part of them. Until then the model is on the meta device and
+notes their source (`WeightSource`).
 
-An engine splits the model on the meta device; `fill` then gives each parameter that is left its memory. Reading a
-checkpoint's files is in `checkpoint_files`, splitting a model in the engines.
+An engine splits the model on the meta device; `fill` then allocates and reads the remaining parameters. Reading a
+checkpoint's files is in `checkpoint_files`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
     """Source of the parameters of a model on the meta device.
 
     Attributes:
-        fingerprint: of the parameters' values, a positive int64; equal on ranks that read equal files.
+        fingerprint: positive int64 that identifies the parameters' values; equal on ranks that read equal files.
     """
 
     @property
@@ -57,7 +57,7 @@ def source_of(model: PreTrainedModel) -> WeightSource | None:
 
 
 def set_source(model: nn.Module, source: WeightSource) -> None:
-    """Note where the model's parameters come from. Copies of the model come from there too."""
+    """Set the source of the model's parameters, also for copies of the model."""
     setattr(model, _SOURCE, source)
 
 
@@ -69,9 +69,9 @@ class Unread:
     """One parameter of a model on the meta device that a source has.
 
     Args:
-        name: in the source.
-        parameter: as the engine split it; may be a DTensor.
-        places: the modules that have it, with its name in each; several if it is tied.
+        name: name in the source.
+        parameter: parameter as the engine split it; may be a DTensor.
+        places: modules that have it, with its name in each; several if it is tied.
     """
 
     name: str
@@ -97,26 +97,26 @@ def unread(model: nn.Module, source: WeightSource) -> list[Unread]:
     Raises:
         EngineError: the source lacks one.
     """
-    known = frozenset(source.names())
-    found: dict[nn.Parameter, Unread] = {}
+    stored = frozenset(source.names())
+    items: dict[nn.Parameter, Unread] = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
             name = base_name(f"{prefix}.{leaf}" if prefix else leaf)
-            item = found.setdefault(parameter, Unread(name, parameter))
+            item = items.setdefault(parameter, Unread(name, parameter))
             item.places.append((module, leaf))
-            if item.name not in known:
+            if item.name not in stored:
                 item.name = name
-    lost = [item.name for item in found.values() if item.name not in known]
+    lost = [item.name for item in items.values() if item.name not in stored]
     if lost:
         raise EngineError(f"the checkpoint has no {lost[0]} ({len(lost)} parameters have neither a file nor a value).")
-    return list(found.values())
+    return list(items.values())
 
 
 def fill(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter of the model that is on the meta device its memory on `device`, and read it: of a DTensor
-    this rank's part. Does nothing for a model in memory. Parameters in memory and buffers stay where they are."""
+    """Allocate every parameter of the model that is on the meta device on `device`, and read it, or this rank's part of
+    a DTensor. Does nothing for a model in memory. Parameters in memory and buffers stay where they are."""
     with reading(model) as (parameters, read), torch.no_grad():
         for item in parameters:
             box = box_of(item.parameter)
@@ -126,8 +126,7 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 
 def to_device(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters and buffers of a module that are in memory to a device. A parameter that has been split is
-    there already."""
+    """Move a module's parameters and buffers that are in memory to a device. A split parameter is there already."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta and not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
@@ -135,7 +134,7 @@ def to_device(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def reading(model: nn.Module) -> Iterator[tuple[list[Unread], Read]]:
-    """The parameters of a model that are to be read, and the function that reads them. The model forgets its source at
+    """The parameters of a model that are to be read, and the function that reads them. The model's source is removed at
     the end."""
     source = source_of(model)
     if source is None:
@@ -169,22 +168,22 @@ class Uninitialized:
 
 
 def stand_in(model: nn.Module) -> None:
-    """Replace the parameters on the meta device by zeros in host memory that all share one element, so that adapters
-    are created on the CPU. `forget_stand_ins` undoes it."""
+    """Replace the parameters on the meta device by zeros in host memory that share one element, so that adapters are
+    created on the CPU. `forget_stand_ins` undoes it."""
     source = source_of(model)
     for item in unread(model, source) if source is not None else ():
         item.replace(torch.zeros((), dtype=item.parameter.dtype).expand(item.parameter.shape))
 
 
 def forget_stand_ins(model: nn.Module) -> None:
-    """Put the parameters that the model's source has back onto the meta device, the copies of them that adapters train
-    (`modules_to_save`) too."""
+    """Put the parameters of the model's source back onto the meta device, and the copies of them that adapters train
+    (`modules_to_save`)."""
     source = source_of(model)
     if source is None:
         return
-    known, meta = frozenset(source.names()), dict[nn.Parameter, nn.Parameter]()
+    stored, meta = frozenset(source.names()), dict[nn.Parameter, nn.Parameter]()
     for prefix, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
-            if parameter is not None and base_name(f"{prefix}.{leaf}" if prefix else leaf) in known:
+            if parameter is not None and base_name(f"{prefix}.{leaf}" if prefix else leaf) in stored:
                 new = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 module._parameters[leaf] = meta.setdefault(parameter, new)

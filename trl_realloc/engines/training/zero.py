@@ -2,7 +2,7 @@
 
 A job has several of these engines on different meshes. Accelerate's DeepSpeed integration spans the whole job, so
 `deepspeed.initialize` is called here with the mesh's process groups. The settings for this are in `zero_setup`, the
-workarounds and whatever is not in DeepSpeed's documentation in `deepspeed_compat`.
+workarounds and undocumented interfaces in `deepspeed_compat`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 
 class ZeroEngine:
-    """Keeps `base.TrainingEngine` and `base.InPlaceEngine`, whose docstrings describe the methods. The arguments that
-    are not listed are those of `ReplicatedEngine`.
+    """Implements `base.TrainingEngine` and `base.InPlaceEngine`. Arguments that are not listed are those of
+    `ReplicatedEngine`.
 
     Args:
         stage: 1, 2 or 3; 3 for a frozen role.
@@ -86,7 +86,7 @@ class ZeroEngine:
         self._sends_partitions = stage == 3 and has_plain_partitions(settings)
         self.compute_dtype = None if parameter_dtype(settings) else compute_dtype
         # inside DeepSpeed's forward, which turns off autocast that is on around it (torch_autocast.py:128). On a CPU it
-        # would not, because it asks for CUDA's autocast
+        # would not, because it checks CUDA's autocast.
         head.context = partial(autocast, device, self.compute_dtype)
         self._linear = partial(compat.memory_efficient_linear, stage, settings)
         if self.frozen:
@@ -105,7 +105,7 @@ class ZeroEngine:
             else:
                 dtype = parameter_dtype(settings)
                 if dtype is not None and source_of(head.model) is not None:
-                    cast_parameters(head.model, dtype)  # as DeepSpeed does, before the device has them in float32
+                    cast_parameters(head.model, dtype)  # as in DeepSpeed, before the device gets them in float32
                 fill(head.model, device)
             if make_optimizer and optimizer is None:
                 optimizer = make_optimizer(head.model)
@@ -124,16 +124,15 @@ class ZeroEngine:
 
     @property
     def parameter_specs(self) -> Mapping[str, TensorSpec]:
-        """See `base.ScoringEngine`."""
         return specs_of(self.head.model)
 
     @property
     def has_replicas(self) -> bool:
-        return self.group.size > 1 and self.stage < 3  # in stage 3 each rank has a part of its own
+        return self.group.size > 1 and self.stage < 3  # in stage 3 each rank has another part
 
     @property
     def flat_partition(self) -> tuple[int, int] | None:
-        """(number, count) of the range of every flattened parameter that this rank has in stage 3."""
+        """(index, count) of this rank's range of every flattened parameter in stage 3."""
         return (self.group.index, self.group.size) if self.stage == 3 else None
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> dict[str, Ragged]:
@@ -151,14 +150,13 @@ class ZeroEngine:
         return statistics
 
     def add_gradients(self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int) -> dict[str, Tensor]:
-        """See `base.TrainingEngine`."""
         with self._within_step():
             self._has_gradients = True
             return self._backward(samples, loss, micro_batch_tokens, steps=False)
 
     def drop(self) -> None:
-        """See `base.TrainingEngine`. DeepSpeed forgets gradients in a step alone, and skips the step if they are not
-        finite. It cannot forget a part of them: `_within_step` refuses the next step."""
+        """See `base.TrainingEngine`. DeepSpeed clears gradients only in a step, and skips the step if they are not
+        finite. It cannot clear a part of them: `_within_step` refuses the next step."""
         if self._has_gradients and not self._is_within_step:
             with self._within_step():
                 self._backward(placeholder(), _nan, 1, steps=True)
@@ -170,11 +168,11 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def _within_step(self) -> Iterator[GroupSettings]:
-        """Context of forwards and backwards of one optimizer step, which have to be done whole. Yields the optimizer's
+        """Context of the forwards and backwards of one optimizer step, which must be completed. Yields the optimizer's
         settings.
 
         Raises:
-            EngineError: another one was not.
+            EngineError: an earlier step was not completed.
         """
         assert self._settings is not None, "a frozen role cannot be trained"
         if self._is_within_step:
@@ -224,7 +222,7 @@ class ZeroEngine:
             NonFiniteError: the step was skipped.
         """
         self._forget()
-        # DeepSpeed computes the norm in every step, to find gradients that are not finite (`zero_setup`)
+        # DeepSpeed computes the norm in every step, to detect gradients that are not finite (`zero_setup`)
         self.grad_norm = float(self.engine.get_global_grad_norm())
         if getattr(self.engine.optimizer, "overflow", False):
             error = refusal(self.group, samples, statistics)
@@ -238,16 +236,16 @@ class ZeroEngine:
         return buckets(self.head.model, self._gather, bucket_bytes, merged=merged, names=names)
 
     def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
-        """See `base.TrainingEngine`. In stage 3 every rank sends its partitions to the first. A gather would make each
-        parameter whole on every rank, and a second time inside the all-gather of a backend such as gloo."""
+        """See `base.TrainingEngine`. In stage 3 every rank sends its partitions to the first. A gather would assemble
+        each parameter on every rank, and once more inside the all-gather of a backend such as gloo."""
         if not self._sends_partitions:
             return whole_pieces(self.export(piece_bytes, merged=False, names=names))
         chosen = [(name, p) for name, p in self.head.model.named_parameters() if names is None or name in names]
         return partition_pieces(chosen, self.group, piece_bytes)
 
     def parts(self) -> Parts:
-        """See `base.ScoringEngine.parts`. In stage 3 a rank has a contiguous range of every flattened parameter, which
-        is several boxes of it. Their tensors are views of DeepSpeed's partition."""
+        """See `base.ScoringEngine`. In stage 3 a rank has a contiguous range of every flattened parameter, which is
+        several boxes of it. Their tensors are views of DeepSpeed's partition."""
         if self.stage < 3:
             return whole_parts(self.head.model)
         named = list(self.head.model.named_parameters())
@@ -263,13 +261,12 @@ class ZeroEngine:
             yield self.head.model
 
     def _without_hooks(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, the modules have no hooks of DeepSpeed's."""
         if self.stage < 3:
             return contextlib.nullcontext()
         return compat.without_hooks(self.engine.optimizer, self.head.modules())
 
     def training_state(self) -> TrainingState:
-        """See `base.TrainingEngine`: here ranges of the flattened parameters, as views of DeepSpeed's partitions."""
+        """Ranges of the flattened parameters, as views of DeepSpeed's partitions."""
         if self.stage < 3 and self._state_names():
             compat.link_state(self.engine.optimizer)
         keys, scalars = [MASTER, *self._state_names()], self._scalars()
@@ -281,7 +278,6 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def loading(self, specs: StateSpecs) -> Iterator[TrainingState]:
-        """See `base.TrainingEngine`."""
         assert self._settings is not None, "a frozen role has no training state"
         trained = self._trained()
         check_names(specs, [name for name, _ in trained])
@@ -306,11 +302,11 @@ class ZeroEngine:
 
     def _state_part(self, parameter: nn.Parameter, key: str) -> StateTensor:
         """This rank's part of one tensor of the training state: a range of the flattened tensor."""
-        found = compat.state_range(self.engine.optimizer, parameter, None if key == MASTER else key, self.group.index)
+        located = compat.state_range(self.engine.optimizer, parameter, None if key == MASTER else key, self.group.index)
         shape = compat.full_shape(parameter)
-        if found is None:  # the parameter is in other ranks' partitions
+        if located is None:  # the parameter is in other ranks' partitions
             return StateTensor(TensorSpec(shape, torch.float32), [])
-        start, flat = found
+        start, flat = located
         return StateTensor(TensorSpec(shape, flat.dtype), flat_cells(shape, start, flat))
 
     def close(self) -> None:
@@ -321,14 +317,12 @@ class ZeroEngine:
         return outputs
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[object]:
-        """Inside, the parameters are full."""
         return contextlib.nullcontext() if self.stage < 3 else compat.full(parameters)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.head.model.named_parameters() if p.requires_grad]
 
     def _flat_states(self) -> list[dict[str, Any]]:
-        """The optimizer state of each of this rank's flat partitions."""
         return list(self.engine.optimizer.optimizer.state.values())
 
     def _state_names(self) -> list[str]:
@@ -348,6 +342,6 @@ def _nan(outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict
     return torch.nan * torch.stack([column.values.sum() for column in outputs.values()]).sum(), {}
 
 
-if TYPE_CHECKING:  # the type checker proves that the engine keeps its protocols
+if TYPE_CHECKING:  # the type checker verifies that the protocols are implemented
     _TRAINS: type[TrainingEngine] = ZeroEngine
     _LENDS: type[InPlaceEngine] = ZeroEngine

@@ -1,6 +1,6 @@
 """The memory of a ZeRO optimizer's gradients between its steps.
 
-Uses DeepSpeed beyond its documentation, as `deepspeed_compat` does. Line numbers in comments are of release 0.19.8.
+Uses undocumented DeepSpeed interfaces, like `deepspeed_compat`. Line numbers in comments are of release 0.19.8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class GradientMemory:
     """The memory of stage 3's gradients. DeepSpeed keeps it between the steps; here it is freed.
 
-    Not in other stages, and not if the optimizer is offloaded, whose gradients are in pinned host memory.
+    Not in other stages, and not for an offloaded optimizer, whose gradients are in pinned host memory.
     """
 
     def __init__(self, optimizer: ZeROOptimizer) -> None:
@@ -33,7 +33,7 @@ class GradientMemory:
             self._buffer.untyped_storage().resize_(size)
 
     def allocate(self) -> None:
-        """Give the gradients memory, in which they are zero. Does nothing if they have it."""
+        """Allocate the gradients as zeros. Does nothing if they have memory."""
         if self._buffer is not None and not self._buffer.untyped_storage().nbytes():
             self._resize(self._bytes)
             self._buffer.zero_()

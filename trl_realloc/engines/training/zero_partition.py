@@ -1,5 +1,5 @@
-"""Partitions a model as DeepSpeed's stage 3 does, one parameter at a time; of a model on the meta device it reads only
-this rank's partition of each. Sends the partitions to the mesh's first rank, piece by piece.
+"""Partitions a model like DeepSpeed's stage 3, one parameter at a time; reads only this rank's partition of a model on
+the meta device. Sends the partitions to the mesh's first rank, piece by piece.
 
 The layout of DeepSpeed's partitions is in `realloc/layout` (`zero3_layout`).
 """
@@ -27,11 +27,12 @@ def partition_loaded(
     model: nn.Module, settings: Mapping[str, object], topology: Topology, device: torch.device
 ) -> None:
     """Partition the parameters of a model in memory over the mesh, so that the device has one full parameter at a time.
-    `deepspeed.initialize` would move all of the model there first. Does nothing for a model on the meta device, and
-    where DeepSpeed's partitions are not plain, which it makes itself.
+    `deepspeed.initialize` would move the whole model there first. Does nothing for a model on the meta device, and if
+    DeepSpeed's partitions are not plain: DeepSpeed makes those itself.
 
     Args:
-        settings, device: as of `partition_unread`.
+        settings: DeepSpeed's config of the engine.
+        device: device of the computation.
     """
     if source_of(model) is not None or not has_plain_partitions(settings):
         return
@@ -43,7 +44,7 @@ def partition_loaded(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device)
             partitioner.partition(parameter)
-    to_device(model, device)  # DeepSpeed moves no model that has partitions
+    to_device(model, device)  # DeepSpeed does not move a model that has partitions
 
 
 def partition_unread(
@@ -54,14 +55,14 @@ def partition_unread(
 
     Args:
         settings: DeepSpeed's config of the engine.
-        device: that the model computes on.
+        device: device of the computation.
     """
     if source_of(model) is None:
         return
     dtype = parameter_dtype(settings)
     group = topology.group
     partitioner = Partitioner(group, settings, topology)
-    to_device(model, device)  # DeepSpeed moves and casts no model that has partitions
+    to_device(model, device)  # DeepSpeed neither moves nor casts a model that has partitions
     if dtype is not None:
         cast_parameters(model, dtype)
     with reading(model) as (parameters, read), torch.no_grad():
@@ -87,26 +88,27 @@ def partition_of(parameter: nn.Parameter, group: MeshGroup) -> list[tuple[Box, T
 def partition_pieces(
     parameters: Sequence[tuple[str, nn.Parameter]], group: MeshGroup, piece_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Partitioned parameters in pieces on the mesh's first rank, nothing elsewhere. Each other rank sends its part of
-    parameters of `piece_bytes` together, or its part of one larger parameter in messages of at most that size. Beyond
-    its partitions no rank has more than two messages: the one that is written, and the next. Collective over the mesh.
+    """Partitioned parameters in pieces on the mesh's first rank, nothing elsewhere. Each other rank sends its parts of
+    several parameters in messages of up to `piece_bytes`, and its part of a larger parameter in several messages.
+    Beyond its partitions no rank has more than two messages: the one that is written, and the next. Collective over the
+    mesh.
 
     Args:
-        parameters: with their names, the same on every rank.
+        parameters: (name, parameter) pairs, the same on every rank.
     """
-    group.barrier()  # connects the group: NCCL does so in its first operation, which all of its ranks must take part in
+    group.barrier()  # connects the group: NCCL does so in its first operation, in which all of its ranks must take part
     size_of = {name: full_numel(p) * p.element_size() for name, p in parameters}
     for bucket in in_buckets(parameters, lambda item: size_of[item[0]], piece_bytes, lambda item: item[1].dtype):
         for owner in range(group.size):
             ranges = [part for name, p in bucket for part in _ranges(name, p, owner, piece_bytes)]
             for message in in_buckets(ranges, lambda part: part.bytes, piece_bytes):
                 if owner == group.index:
-                    own = [partition(part.parameter)[part.low : part.high] for part in message]
+                    local_parts = [partition(part.parameter)[part.low : part.high] for part in message]
                     if group.is_leader:
-                        yield [part.piece(values) for part, values in zip(message, own, strict=True)]
+                        yield [part.piece(values) for part, values in zip(message, local_parts, strict=True)]
                     else:
-                        group.send(torch.cat(own) if len(own) > 1 else own[0], 0)
-                    del own
+                        group.send(torch.cat(local_parts) if len(local_parts) > 1 else local_parts[0], 0)
+                    del local_parts
                 elif group.is_leader:
                     sizes = [part.high - part.low for part in message]
                     received = torch.empty(sum(sizes), dtype=message[0].parameter.dtype, device=group.device)
@@ -117,7 +119,7 @@ def partition_pieces(
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements `low` to `high` of a rank's partition of a parameter, of which `start` is the first in the parameter."""
+    """Elements `low` to `high` of a rank's partition; `start` is the index of the first one in the parameter."""
 
     name: str
     parameter: nn.Parameter

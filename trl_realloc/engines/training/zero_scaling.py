@@ -1,4 +1,4 @@
-"""Treatment of gradients that are not finite in a ZeRO optimizer: DeepSpeed's check, and its loss scaler of float16."""
+"""Treatment of gradients that are not finite in a ZeRO optimizer: DeepSpeed's check, and its float16 loss scaler."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def check_gradients(optimizer: ZeROOptimizer) -> None:
-    """Have a ZeRO optimizer skip steps whose gradients are not finite. DeepSpeed looks for them in float16 and float32,
-    and not where the first parameter is in bfloat16 without a config that says so (stage_1_and_2.py:3042)."""
+    """Make a ZeRO optimizer skip steps whose gradients are not finite. DeepSpeed checks them in float16 and float32,
+    but not if the first parameter is in bfloat16 without a config that says so (stage_1_and_2.py:3042)."""
     if hasattr(optimizer, "check_grad_overflow"):
         optimizer.check_grad_overflow = True
 
 
 def loss_scale(optimizer: ZeROOptimizer) -> dict[str, Any]:
-    """The state of DeepSpeed's dynamic loss scaler under the names of torch's `GradScaler`, so that an engine of
-    another kind goes on with it; empty without one."""
+    """The state of DeepSpeed's dynamic loss scaler under the names of torch's `GradScaler`, so that another engine can
+    continue with it; empty without one."""
     scaler: Any = getattr(optimizer, "loss_scaler", None)
     if not getattr(scaler, "dynamic", False):
         return {}
@@ -33,7 +33,7 @@ def loss_scale(optimizer: ZeROOptimizer) -> dict[str, Any]:
 
 
 def set_loss_scale(optimizer: ZeROOptimizer, state: Mapping[str, object]) -> None:
-    """Go on with the scale of `loss_scale`, and the number of steps since it was changed."""
+    """Continue with the scale of `loss_scale`, and the number of steps since it changed."""
     scaler: Any = getattr(optimizer, "loss_scaler", None)
     if state and getattr(scaler, "dynamic", False):
         scaler.cur_scale = state["scale"]

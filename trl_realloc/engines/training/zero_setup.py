@@ -1,6 +1,4 @@
-"""Sets up DeepSpeed for an engine on one mesh: its config and its process groups.
-
-The engine is in `zero`; workarounds where DeepSpeed assumes that an engine spans the whole process or job are in
+"""Sets up DeepSpeed for an engine on one mesh: its config and its process groups. Workarounds are in
 `deepspeed_compat`.
 """
 
@@ -21,8 +19,7 @@ from ..mesh_group import MeshGroup
 
 @dataclass(frozen=True)
 class Topology:
-    """DeepSpeed's `mpu` argument: the mesh is the data-parallel group, and each rank alone is a model-parallel
-    group."""
+    """DeepSpeed's `mpu` argument: the mesh is the data-parallel group, and each rank by itself a model-parallel one."""
 
     group: MeshGroup
     alone: dist.ProcessGroup | None
@@ -56,13 +53,13 @@ def deepspeed_config(
     stage: int, user_config: Mapping[str, object] | None, max_grad_norm: float, trained: int
 ) -> dict[str, Any]:
     """The config of an engine, from the user's DeepSpeed config (that of `accelerate launch`): ZeRO options, offload,
-    precision and clipping are the user's; batch sizes, optimizer and scheduler are the trainer's. Gradients are reduced
-    in smaller buckets than DeepSpeed's own (`REDUCE_BUCKET`, or all trained elements) where the user names no size.
+    precision and clipping are the user's; batch sizes, optimizer and scheduler are the trainer's. If the user sets no
+    bucket size, gradients are reduced in smaller buckets than DeepSpeed's (`REDUCE_BUCKET`, or all trained elements).
 
     Args:
-        user_config: `None` for DeepSpeed's defaults.
-        trained: elements of the trained parameters; 0 for an engine without an optimizer. DeepSpeed fails if the config
-            offloads an optimizer that is not there.
+        user_config: the user's config; `None` for DeepSpeed's defaults.
+        trained: number of elements of the trained parameters; 0 for an engine without an optimizer, for which an
+            offload of the optimizer is removed, because DeepSpeed would fail.
     """
     config = _without_auto(copy.deepcopy(dict(user_config or {})))
     for key in ("train_batch_size", "optimizer", "scheduler"):
@@ -70,19 +67,19 @@ def deepspeed_config(
     zero = config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
     if not trained:
         zero.pop("offload_optimizer", None)
-        # otherwise small parameters would stay full beside their partitions, and a reallocation fills the partitions
-        # only
+        # otherwise small parameters would stay full beside their partitions, but a reallocation fills only the
+        # partitions
         zero["stage3_param_persistence_threshold"] = 0
     zero.setdefault("reduce_bucket_size", max(1, min(REDUCE_BUCKET, trained)))
     config["train_micro_batch_size_per_gpu"] = config["gradient_accumulation_steps"] = 1
     config.setdefault("gradient_clipping", max(max_grad_norm, 0.0))
     config.setdefault("steps_per_print", 1 << 60)
-    # DeepSpeed finds gradients that are not finite by their norm, and then skips the step
+    # DeepSpeed detects gradients that are not finite by their norm, and then skips the step
     zero.pop("compute_grad_norm", None)
     config.get("bf16", {}).pop("check_grad_overflow", None)
     if config.get("bf16", {}).get("enabled"):
-        # otherwise stage 1 with gradients in float32 adds a micro-batch's once more in each that follows
-        # (bf16_optimizer.py:508, 0.19.8: the gradients in bfloat16 are added up too, and not cleared between)
+        # otherwise stage 1 with gradients in float32 adds a micro-batch's gradients again with each later one
+        # (bf16_optimizer.py:508, 0.19.8: the gradients in bfloat16 are accumulated too, and not cleared between)
         config["bf16"]["immediate_grad_update"] = True
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
@@ -102,7 +99,7 @@ def scales_losses(user_config: Mapping[str, object] | None) -> bool:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters of a copy of a model that DeepSpeed trains, as DeepSpeed casts that model's. The buffers keep
+    """Cast the parameters of a copy of a model as DeepSpeed casts those of the model that it trains. The buffers keep
     their dtype: the frequencies of a rotary embedding in 16 bits would give other angles at position 2,000."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -110,8 +107,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def unify_trained(model: nn.Module) -> None:
-    """Cast a model's trained parameters to one dtype, in place, that of 16 bits if they have several: those of an
-    adapter in float32 beside a layer that is trained whole in bfloat16. DeepSpeed makes one tensor of all of them, and
+    """Cast a model's trained parameters to one dtype, in place; to the 16-bit one if they have several, as with a
+    float32 adapter beside a layer that is fully trained in bfloat16. DeepSpeed makes one tensor of all of them, and
     keeps float32 master weights in either case."""
     trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     dtypes = {p.dtype for p in trained}

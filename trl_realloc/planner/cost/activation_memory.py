@@ -32,8 +32,8 @@ class LayerActivations:
 
 
 def layer_activations(spec: ModelSpec) -> LayerActivations:
-    """The tensors that PyTorch saves in a layer of a Llama, as Transformers computes it with an attention kernel that
-    keeps no matrix of weights. `tests/planner/test_activation_memory.py` compares them with what it does save.
+    """The tensors that PyTorch saves in a Llama layer of Transformers with an attention kernel that keeps no attention
+    matrix. `tests/planner/test_activation_memory.py` compares them with PyTorch's saved tensors.
 
     | tensors | bytes per token |
     | --- | --- |
@@ -43,7 +43,8 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
     | of the MLP: gate, its activation, up, their product | 4 a intermediate |
 
     p and a are the bytes of an element of the parameters and of the activations; q and kv the channels of all heads. A
-    model whose MLP has no gate keeps less than is counted for its MLP's parameters. 0 for a model known by its shapes.
+    model whose MLP has no gate keeps less than this estimate. 0 for a model of which only the parameter shapes are
+    known.
     """
     if not spec.layers:
         return LayerActivations(0.0, 0.0)
@@ -56,7 +57,7 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
 
 
 def kept_casts(spec: ModelSpec) -> float:
-    """Bytes of the weights that generation by Transformers under autocast keeps cast until it ends."""
+    """Bytes of the cast weights that a Transformers generation under autocast keeps until it ends."""
     return spec.elements * spec.activation_bytes if spec.activation_bytes < spec.bytes_per_element else 0.0
 
 
@@ -70,14 +71,14 @@ def working_bytes(
     backward: bool,
     held: int = 1,
 ) -> float:
-    """Bytes of the activations, logits and cast weights of a forward of so many tokens, with `backward` of a training
-    step.
+    """Bytes of the activations, logits and cast weights of a forward of `tokens` tokens, or with `backward` of a
+    training step.
 
-    The bytes of a layer are as measured. If they were not measured, they are those of `layer_activations`. In either
-    case tensor parallelism splits the part that it splits there. If activations are recomputed, only the input of a
-    layer is kept, in the parameters' dtype if that is wider.
-    Under autocast each layer's weights are cast to 16 bits, and without recomputation kept for the backward.
-    Logits take two float32 copies; many are computed in slices where the model can (`ModelSpec.whole_logits`).
+    The bytes of a layer are measured, or else from `layer_activations`. Tensor parallelism splits the same share in
+    both cases. If activations are recomputed, only the input of a layer is kept, in the parameters' dtype if
+    that is wider. Under autocast each layer's weights are cast to 16 bits, and without recomputation kept for the
+    backward. Logits take two float32 copies; many are computed in slices if the model supports it
+    (`ModelSpec.whole_logits`).
 
     Args:
         held: number of micro-batches whose activations a stage holds at the same time.
@@ -91,19 +92,19 @@ def working_bytes(
     cast = 0.0
     if spec.activation_bytes < spec.bytes_per_element:
         cast = spec.activation_bytes * spec.layer_elements / strategy.tp
-    # layers hand on the parameters' dtype where it is wider: autocast leaves the residual stream as it is
+    # the residual stream has the parameters' dtype if it is wider: autocast does not change it
     layer_input = tokens * spec.hidden * max(spec.activation_bytes, spec.bytes_per_element)
-    kept = layer_input * layers if workload.recompute else (one_layer + cast) * (layers - 1)
+    saved = layer_input * layers if workload.recompute else (one_layer + cast) * (layers - 1)
     answered = tokens * workload.mean_response / workload.mean_length
     elements = answered * spec.outputs / strategy.tp
     logits = 8 * elements
     if in_slices(spec, elements):
-        # with the sum of the head's gradients
+        # with the sum of the gradients of the head's weights
         of_slice = slice_bytes(spec.activation_bytes, backward=backward) * LOGITS_SLICE
         logits = of_slice + 6 * spec.head_elements / strategy.tp if backward else 2 * of_slice
     if not backward:
         return one_layer / 2 + cast + logits / 2
-    return held * kept + one_layer + cast + logits
+    return held * saved + one_layer + cast + logits
 
 
 def in_slices(spec: ModelSpec, logits: float) -> bool:
@@ -112,11 +113,11 @@ def in_slices(spec: ModelSpec, logits: float) -> bool:
 
 
 def slice_bytes(activation_bytes: float, *, backward: bool) -> int:
-    """The most bytes of memory for each logit of a slice, where logits are computed in slices. The forward has four
-    float32 tensors at a time. The backward has three, with one in 16 bits if the products are in 16 bits; in float32 it
-    has four if the loss depends on the entropies.
+    """Peak bytes per logit of a slice, where logits are computed in slices. The forward has four float32 tensors at a
+    time. The backward has three, and one in 16 bits if the products are in 16 bits; in float32 it has four if the loss
+    depends on the entropies.
 
     Args:
-        activation_bytes: of the dtype that the products are computed in.
+        activation_bytes: bytes per element of the dtype of the products.
     """
     return 14 if backward and activation_bytes <= 2 else 16

@@ -9,7 +9,7 @@ from .activation_memory import in_slices, layer_activations
 from .hardware import Device, Link, Sharing
 
 
-BACKWARD_LOGITS = 1.35  # times the bytes that a logit's forward moves: those that its backward moves
+BACKWARD_LOGITS = 1.35  # bytes that a logit's backward moves, relative to its forward
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AnalyticRates:
         return self.device.between
 
     def across(self, members: int) -> Link:
-        """See `Rates`.
+        """The link of a collective over nodes with `members` devices in each.
 
         A ring all-reduce, all-gather or reduce-scatter over n devices moves as many bytes from each node to the next as
         from each device to the next: 2 (n - 1) / n or (n - 1) / n of them. NCCL divides the bytes among rings that
@@ -88,15 +88,14 @@ class AnalyticRates:
         return True
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        flops = (
-            2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
-        )  # causal attention computes half of the pairs
+        # causal attention computes half of the pairs
+        flops = 2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
         read = spec.layer_elements * spec.bytes_per_element / self._read
         moved = self.device.passes * layer_activations(spec).of(tp) * tokens / self._read
         return max(max(flops / self._flops(spec), read) / tp + moved, self.device.launch)
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
-        # the gradients of what goes in, and of the parameters that are trained
+        # the gradients of the inputs, and those of the trained parameters
         return (1 + spec.trained_share) * self.layer(spec, tokens, squared, tp)
 
     def head(self, spec: ModelSpec, tokens: float, tp: int, *, backward: bool = False) -> float:
@@ -124,9 +123,9 @@ class AnalyticRates:
         return compute, (spec.layer_elements * _decoded_bytes(spec) / tp + cache) / self._read
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
-        # each device of a tensor group draws from all logits
-        drawn = self.device.sampled_bytes * samples * spec.outputs / self._read
-        return self._head(spec, samples, tp, _decoded_bytes(spec)) + drawn
+        # each device of a tensor-parallel group samples from all logits
+        sampling = self.device.sampled_bytes * samples * spec.outputs / self._read
+        return self._head(spec, samples, tp, _decoded_bytes(spec)) + sampling
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
         # Reads the gradient, reads and writes the float32 weight and two moments, and writes the weight once more.
@@ -152,5 +151,5 @@ class AnalyticRates:
 
 
 def _decoded_bytes(spec: ModelSpec) -> int:
-    """Bytes of an element that a decode step reads: generation under autocast keeps its weights cast."""
+    """Bytes of a weight in a decode step: generation under autocast keeps the weights cast."""
     return min(spec.bytes_per_element, spec.activation_bytes)

@@ -27,10 +27,10 @@ class CallCost:
     """Seconds and memory of one call.
 
     Args:
-        parts: seconds by cause, of the device that takes longest.
+        parts: seconds of the slowest device, by the keys of `PARTS`.
         static: bytes that each device of the mesh holds during the whole iteration.
         transient: additional bytes that each device holds while the call runs.
-        gradients: of them those of gradients. They are freed after an optimizer step, in every engine.
+        gradients: bytes of gradients in `transient`. Every engine frees them after an optimizer step.
     """
 
     parts: Mapping[str, float]
@@ -60,8 +60,8 @@ class StageSeconds:
 
     Args:
         computes: seconds of arithmetic of the forward and of the backward.
-        collectives: seconds of the tensor-parallel collectives of both.
-        message: seconds of a message to the next stage; 0 without one.
+        collectives: seconds of tensor-parallel collectives of the forward and of the backward.
+        message: seconds of a message to the next stage; 0 without a pipeline.
     """
 
     computes: tuple[float, float]
@@ -77,7 +77,6 @@ class StageSeconds:
         return sum(self.collectives)
 
     def times(self, factor: float) -> StageSeconds:
-        """A micro-batch that takes `factor` times as long."""
         computes, collectives = (
             (factor * forward, factor * backward) for forward, backward in (self.computes, self.collectives)
         )
@@ -89,10 +88,10 @@ class TrainingStage:
     """The slowest stage of a pipeline that trains.
 
     Args:
-        micro_batches: of a mini-batch of one replica.
-        seconds: of one micro-batch.
+        micro_batches: number of micro-batches in a replica's mini-batch.
+        seconds: seconds of one micro-batch.
         kept: bytes of a micro-batch's activations from its forward to its backward.
-        working: further bytes while one micro-batch is computed.
+        working: additional bytes while one micro-batch is computed.
     """
 
     micro_batches: int

@@ -18,8 +18,8 @@ class DeviceMemory:
 
     Args:
         total: bytes.
-        headroom: share of `total` that a plan leaves free, for fragments of the allocator and for what the estimate
-            does not count. 0 or more and below 1.
+        headroom: share of `total` that a plan leaves free for fragmentation and for memory that the estimate does not
+            count. 0 or more and below 1.
         context: bytes of one process's CUDA context, with the kernels and workspaces of its libraries.
         communicator: bytes of the buffers of one NCCL communicator.
     """
@@ -40,16 +40,15 @@ class DeviceMemory:
         return self.context > 0
 
     def takes_engine(self, share: float) -> bool:
-        """True if a vLLM engine can reserve this share of the device next to two contexts: that of the engine's process
-        and that of the rank's process."""
+        """True if a vLLM engine can reserve this share of the device beside the contexts of two processes, the engine's
+        and the rank's."""
         return share * self.total <= self.usable - 2 * self.context
 
     def check_engine(self, share: float) -> None:
-        """Refuse a share of the device that a vLLM engine cannot reserve beside the contexts of its own process and its
-        rank's, even where nothing else is on the device.
+        """Refuses a share that a vLLM engine cannot reserve (`takes_engine`) even on an otherwise empty device.
 
         Raises:
-            PlanError: names the setting, and a share to set it to.
+            PlanError: names the setting and the largest share that it may have.
         """
         contexts = 2 * self.context
         most = math.floor(100 * (self.usable - contexts) / self.total + 1e-9) / 100
@@ -63,11 +62,10 @@ class DeviceMemory:
 
 # NVIDIA's driver takes 0.3 to 0.5 GB of a data-centre GPU for a process; kernels and cuBLAS's workspace add as much.
 CONTEXT = 0.8e9
-# By NCCL's default buffers: 4 MiB for each of some 16 to 32 channels and each of the neighbours in a ring or a tree.
+# NCCL's default buffers: 4 MiB for each of some 16 to 32 channels and each of the neighbours in a ring or a tree.
 COMMUNICATOR = 0.2e9
 HEADROOM = 0.1
 
 
 def gpu_memory(total: float, headroom: float = HEADROOM) -> DeviceMemory:
-    """The memory of a GPU with so many bytes."""
     return DeviceMemory(total, headroom, CONTEXT, COMMUNICATOR)

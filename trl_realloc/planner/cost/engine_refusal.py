@@ -1,4 +1,4 @@
-"""The refusal where a vLLM engine's share of a device is too small for the engine, wherever it is placed."""
+"""The error for a share of a device that is too small for a vLLM engine under every assignment."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .engine_room import EngineRoom
 from .pricing import Pricing
 
 
-MAX_TENSOR = 64  # largest tensor degree that a refusal suggests
+MAX_TENSOR = 64  # largest tensor-parallel degree that the message suggests
 
 
 class SmallShareError(PlanError):
-    """More of the same devices would not mend it."""
+    """No vLLM engine fits into its share of a device, on however many such devices."""
 
 
 def check_share(call: Call, specs: Sequence[ModelSpec], pricing: Pricing, assignments: Iterable[Assignment]) -> None:
-    """Refuse a share that has room for none of these engines.
+    """Refuses a share of a device in which none of these engines fits.
 
     Args:
-        assignments: all that the call may have.
+        assignments: all assignments that the call may have.
 
     Raises:
-        SmallShareError: names the share, what the engine that needs least needs, and what would be enough.
+        SmallShareError: names the share, the least that an engine needs, and settings that would be enough.
     """
     needs = [(room.needed, a, room) for a in assignments if (room := _room(a, specs, pricing)) is not None]
     if not needs or any(a.engine != "vllm" for a in assignments) or any(need <= room.share for need, _, room in needs):
         return
-    _, assignment, room = min(needs, key=lambda each: (each[0], -each[2].share))
+    _, assignment, room = min(needs, key=lambda need: (need[0], -need[2].share))
     tp, tokens, share = assignment.strategy.tp, pricing.longest_request, pricing.share_of(assignment)
     ways = [*_shares(room, pricing), *_larger_nodes(room, tp, share, specs, pricing)]
     enough = f"{' or '.join(ways)} would be enough for the engine." if ways else "no share of such devices is enough."
@@ -47,7 +47,7 @@ def check_share(call: Call, specs: Sequence[ModelSpec], pricing: Pricing, assign
 
 
 def _shares(room: EngineRoom, pricing: Pricing) -> list[str]:
-    """The share that would be enough, if a device can give it."""
+    """The smallest share that is large enough, if a device has so much memory."""
     memory = pricing.memory
     assert memory is not None, "an engine with room has a device of known memory"
     share = math.ceil(100 * room.needed / memory.total) / 100
@@ -59,8 +59,8 @@ def _shares(room: EngineRoom, pricing: Pricing) -> list[str]:
 
 
 def _larger_nodes(room: EngineRoom, tp: int, share: float, specs: Sequence[ModelSpec], pricing: Pricing) -> list[str]:
-    """The smallest nodes with whose tensor degree this share would be enough, if the models can be split so."""
-    degrees = (1 << at for at in range(MAX_TENSOR.bit_length()))
+    """The smallest node size whose tensor-parallel degree makes this share enough, if the models can be split so."""
+    degrees = (1 << power for power in range(MAX_TENSOR.bit_length()))
     for degree in degrees:
         if degree > max(tp, pricing.cluster.devices_per_node) and all(spec.generates_under(degree) for spec in specs):
             split = Assignment(DeviceMesh(0, degree), ParallelStrategy(1, degree), "vllm", memory_share=share)
@@ -71,7 +71,7 @@ def _larger_nodes(room: EngineRoom, tp: int, share: float, specs: Sequence[Model
 
 
 def _room(assignment: Assignment, specs: Sequence[ModelSpec], pricing: Pricing) -> EngineRoom | None:
-    """`EngineRoom` for the model that needs most memory. `None` if the memory of the devices is unknown."""
+    """The room of the model that needs most memory. `None` if the memory of the devices is unknown."""
     share = math.ceil(pricing.workload.episodes / assignment.strategy.dp)
     rooms = [room for spec in specs if (room := pricing.engine_room(spec, assignment, share)) is not None]
     return max(rooms, key=lambda room: room.needed, default=None)

@@ -10,10 +10,10 @@ from ...plan.model_spec import ModelSpec
 
 # tokens of vLLM's largest forward (`max_num_batched_tokens`) on GPUs of 70 GiB or more; 8,192 on others
 BATCHED = 16_384
-# Bytes per token and channel, at 16 bits, of a forward of vLLM that keeps nothing for a backward: what tensor
-# parallelism splits, and what it does not. Assumed, not measured here.
+# Bytes per token and channel, at 16 bits, of a forward of vLLM without a backward: the part that tensor parallelism
+# splits, and the part that it does not split. Assumed, not measured here.
 OF_FORWARD_SPLIT, OF_FORWARD_WHOLE = 14, 6
-# Bytes of captured CUDA graphs, which vLLM leaves out of its cache too. Assumed; vLLM logs what it estimates.
+# Bytes of captured CUDA graphs, which are outside vLLM's cache too. Assumed; vLLM logs its estimate.
 CUDA_GRAPH_BYTES = 6e8
 
 
@@ -25,7 +25,7 @@ class EngineRoom:
         share: memory that the engine reserves on the device.
         weights: the engine's part of the model.
         peak: memory of its largest forward.
-        request: keys and values of the longest request that it may get.
+        request: keys and values of the longest possible request.
     """
 
     share: float
@@ -44,13 +44,13 @@ class EngineRoom:
 
 
 def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float:
-    """Bytes that a vLLM engine on GPUs keeps out of its cache for its largest forward, which it runs when it starts:
-    the activations of `BATCHED` tokens, if its requests can have so many together; of each sample float32 logits of a
-    token, twice where they are divided by a temperature, and how often each token of the vocabulary was drawn (4 bytes,
-    and a bit for the prompt); and CUDA graphs.
+    """Bytes that a vLLM engine on GPUs does not use for its cache, because its largest forward (run when it starts)
+    needs them: the activations of `BATCHED` tokens, or fewer if its requests are shorter; for each sample two float32
+    copies of the logits of a token, and the counts of sampled tokens (4 bytes per token of the vocabulary, and a bit
+    for the prompt); and CUDA graphs.
 
     Args:
-        samples: that the engine gets; it decodes `MAX_SLOTS` at once at most.
+        samples: number of samples of the engine; it decodes at most `MAX_SLOTS` at once.
         longest: tokens of the longest request.
     """
     samples = min(samples, MAX_SLOTS)

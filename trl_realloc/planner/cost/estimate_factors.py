@@ -1,6 +1,6 @@
-"""`Corrections`: how much longer the calls of a run take than estimated, as factors of the estimates.
+"""`Corrections`: calibration factors of the estimates, (measured seconds) / (estimated seconds) of a run's calls.
 
-`learning` computes them from a run, `pricing` and `problem` apply them, and `profile` keeps them for the next run.
+`learning` computes them from a run, and a `Profile` stores them for the next one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _Seconds = Annotated[float, Ge(0), Le(1e9)]
 
 @dataclass(frozen=True)
 class Corrections:
-    """Factors of the estimates that were computed without corrections.
+    """Factors by which uncorrected estimates are multiplied.
 
     Args:
-        calls: by call, the factor of its seconds.
-        layouts: by call and layout (`layout_name`), a factor relative to that of `calls`. Other layouts of the call
-            have the median of these.
-        moves: by the call that receives the parameters, the factor of a reallocation's seconds.
-        functions: by call, the seconds of reward functions on the whole batch, for which there is no estimate. Each of
-            dp replicas takes a share of 1 / dp of them.
-        handover: seconds that each call takes to receive and send samples; `None` where no run has shown them.
+        calls: factor of a call's seconds, by call.
+        layouts: factor relative to `calls`, by call and layout (`layout_name`). Other layouts of the call have the
+            median of these.
+        moves: factor of a reallocation's seconds, by the call that receives the parameters.
+        functions: seconds of reward functions on the whole batch, by call. They have no estimate. Each of dp replicas
+            takes 1 / dp of them.
+        handover: seconds that each call takes to receive and send samples; `None` if not measured.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -46,7 +46,7 @@ class Corrections:
     handover: _Seconds | None = None
 
     def factor(self, call: Call, assignment: Assignment) -> float:
-        """The factor of a call's seconds. A call that no run has shown has the median of the calls of its kind."""
+        """The factor of a call's seconds; for a call that has not run, the median of the calls of its kind."""
         if call.name not in self.calls:
             return _median(self.calls[name] for name in self.calls if name.split(".")[1:2] == [str(call.kind)])
         layouts = self.layouts.get(call.name, {})
@@ -54,12 +54,12 @@ class Corrections:
         return self.calls[call.name] * (_median(layouts.values()) if relative is None else relative)
 
     def move(self, call: str) -> float:
-        """The factor of the seconds of a reallocation to a call. One that no run has shown has the median of all."""
+        """The factor of the seconds of a reallocation to a call; the median of all if it has not run."""
         return self.moves.get(call, _median(self.moves.values()))
 
     def without_seconds(self) -> Corrections:
-        """The factors alone. The seconds depend on the batch and on the reward functions, and another run may have
-        others."""
+        """The factors alone: the seconds depend on the batch and the reward functions, which may differ in another
+        run."""
         return replace(self, functions={}, handover=None)
 
     def without_calls(self, names: Collection[str]) -> Corrections:
@@ -78,25 +78,25 @@ class Corrections:
     ) -> Corrections:
         """These corrections after a run under a plan.
 
-        Where the plan's layout of a call is known, another factor means that the machine has changed: it changes the
-        factors of the call's other layouts too. Where it is not, it is a property of the layout.
+        If the call has run in this layout before, a new factor means that the machine has changed: it changes the
+        factors of the call's other layouts too. Otherwise the factor is a property of the layout.
 
         Args:
-            factors: by call, of the estimates without corrections.
-            functions: by call, the seconds of a replica's share.
+            factors: measured / uncorrected estimated seconds, by call.
+            functions: seconds of a replica's share of the batch, by call.
         """
         calls = dict(self.calls)
-        layouts = {name: dict(known) for name, known in self.layouts.items()}
+        layouts = {name: dict(relative) for name, relative in self.layouts.items()}
         for name, factor in factors.items():
-            layout, known = layout_name(plan[name]), layouts.setdefault(name, {})
-            if layout not in known:
-                known[layout] = factor / calls[name] if name in calls and known else 1.0
-            calls[name] = factor / known[layout]
+            layout, relative = layout_name(plan[name]), layouts.setdefault(name, {})
+            if layout not in relative:
+                relative[layout] = factor / calls[name] if name in calls and relative else 1.0
+            calls[name] = factor / relative[layout]
         whole = {**self.functions, **of_batch(plan, functions)}
         return Corrections(calls, layouts, {**self.moves, **moves}, whole, handover)
 
     def described(self, least: float = 0.05) -> str:
-        """The factors that differ from 1 by more than `least`, as text: `actor.train x 3.02`. Empty without any."""
+        """The factors that differ from 1 by more than `least`, as text: `actor.train x 3.02`."""
         whole = {name: factor * _median(self.layouts.get(name, {}).values()) for name, factor in self.calls.items()}
         whole |= {f"reallocation to {name}": factor for name, factor in self.moves.items()}
         texts = [f"{name} x {factor:.3g}" for name, factor in whole.items() if abs(factor - 1) > least]
@@ -104,16 +104,12 @@ class Corrections:
 
 
 def of_batch(plan: ExecutionPlan, functions: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of reward functions on the whole batch, by call.
-
-    Args:
-        functions: by call, the seconds of a replica's share.
-    """
+    """Seconds of reward functions on the whole batch, from those of a replica's share; both by call."""
     return {name: plan[name].strategy.dp * seconds for name, seconds in functions.items()}
 
 
 def layout_name(assignment: Assignment) -> str:
-    """The properties of an assignment that its seconds depend on, as text: `zero dp2`."""
+    """Text of the properties of an assignment on which its seconds depend: `zero dp2`."""
     flags = [name for name in ("offload", "drop") if getattr(assignment, name)]
     return " ".join([assignment.engine, str(assignment.strategy), *flags])
 

@@ -84,12 +84,10 @@ class Sharing:
 
     @staticmethod
     def of(processors: float) -> Sharing:
-        """The `Sharing` of devices that take turns on `processors` processors.
-
-        They do not slow each other down in any other way.
-        """
-        at = max(1, math.ceil(processors))
-        return Sharing(((at, max(1.0, at / processors)),))
+        """The `Sharing` of devices that take turns on `processors` processors and do not slow each other down
+        otherwise."""
+        devices = max(1, math.ceil(processors))
+        return Sharing(((devices, max(1.0, devices / processors)),))
 
     def slowdown(self, devices: float) -> float:
         """The factor by which each of `devices` devices is slower than a single device.
@@ -98,11 +96,11 @@ class Sharing:
         number of devices, because no processors are left.
         """
         before, above = 1.0, 1.0
-        for at, slower in self.slower:
-            if devices <= at:
-                share = (devices - before) / (at - before) if at > before else 1.0
+        for count, slower in self.slower:
+            if devices <= count:
+                share = (devices - before) / (count - before) if count > before else 1.0
                 return above + max(0.0, share) * (slower - above)
-            before, above = at, slower
+            before, above = count, slower
         return above * devices / before
 
 
@@ -121,21 +119,20 @@ class Device:
         memory_efficiency: fraction of `memory_bandwidth` that reading weights and caches reaches.
         launch: least seconds of one layer's forward. The host launches the kernels of a layer one by one.
         decode_launch: least seconds of one layer in a decode step, where an engine replays a captured graph.
-        step: seconds of a decode step outside the device's arithmetic: scheduling, launches and Python. The host's
-            processors decide it, which are no property of the device (`DECODE_STEP`). The default is used until a run
-            has shown it (`profile.DecodeHost`).
-        sample: seconds of a decode step for each of its samples, beside the device's arithmetic.
+        step: host seconds of a decode step: scheduling, launches and Python. They depend on the host's processors, not
+            on the device. The default is used until a run has measured them (`profile.DecodeHost`).
+        sample: host seconds per sample of a decode step.
         call: seconds that a call takes to receive and send samples.
         overlap: fraction of ZeRO stage 3's communication that overlaps with arithmetic.
-        single_flops: peak FLOP/s of float32 matrix products without tensor cores; 0 where they are those of bf16.
-        passes: how many times what a layer's forward keeps for its backward is moved from or to device memory in the
-            forward, by all that is no matrix product. A backward moves twice as much.
-        logit_bytes: bytes that are moved for each logit in the forward, beside the head's product.
+        single_flops: peak FLOP/s of float32 matrix products without tensor cores; 0: the same as `flops`.
+        passes: number of reads and writes of a layer's saved activations in its forward by all kernels that are no
+            matrix products. A backward moves twice as many bytes.
+        logit_bytes: bytes that the forward moves for each logit, without the head's matrix product.
         sampled_bytes: bytes that an engine's sampler moves for each logit of a decode step: some 12 reads and writes of
-            float32 (the cast, temperature, softmax, the draw, the rank of the drawn token).
-        own_adapters: whether each device of a node has an adapter of its own, so that a collective over several devices
-            of each node has the bandwidth of all their adapters. False if the devices of a node share one adapter, and
-            if `between` was fitted to collectives of whole nodes, which has this bandwidth already.
+            float32 (the cast, temperature, softmax, sampling, the rank of the sampled token).
+        own_adapters: whether each device of a node has a network adapter, so that a collective over several devices of
+            each node has the bandwidth of all their adapters. False if the devices of a node share one adapter, or if
+            `between` was fitted to collectives of whole nodes and so is the bandwidth of all adapters.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -168,8 +165,7 @@ class Device:
 # HDR InfiniBand (200 Gb/s) with A100s and NDR (400 Gb/s) in the other nodes. Host bandwidth is PCIe 4 (A100, L40S,
 # RTX 4090) and PCIe 5 (the other GPUs) with 16 lanes. L40S and RTX 4090 have no NVLink: L40S send to each other by
 # PCIe, RTX 4090 through host memory, which takes two copies. Their nodes are assumed to have one adapter, of 200 Gb/s
-# and of 25 Gb/s. Which part of the FLOP/s models reach, and what they move beside matrix products, was fitted to one
-# run on an H200 (docs/hardware.md).
+# and of 25 Gb/s. `efficiency`, `passes` and `logit_bytes` were fitted to one run on an H200 (docs/hardware.md).
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -249,17 +245,14 @@ def read_device(path: Path) -> Device:
 
 
 def _numbers(value: object) -> object:
-    """A value of a YAML file in which texts like `362e12`, which YAML does not read as numbers, are numbers."""
+    """Texts such as `362e12`, which YAML does not read as numbers, as numbers."""
     if isinstance(value, Mapping):
         return {key: _numbers(part) for key, part in value.items()}
     return number_of_text(value)
 
 
 class Rates(Protocol):
-    """Unit costs of one kind of device, in seconds of one device.
-
-    The costs of collectives are computed from the links.
-    """
+    """Unit costs of one kind of device, in seconds of one device. Collectives are priced by the links."""
 
     @property
     def name(self) -> str: ...
@@ -271,18 +264,18 @@ class Rates(Protocol):
         """The link of a collective over a group with devices in several nodes.
 
         Args:
-            members: number of the group's devices in a node, from 1. If nodes differ, the smallest of these numbers.
+            members: number of the group's devices in a node, 1 or more. If nodes differ, the smallest of these numbers.
         """
 
     @property
     def host_bandwidth(self) -> float: ...
     @property
     def step(self) -> float:
-        """Seconds of a decode step beside its samples and layers."""
+        """Seconds of a decode step in addition to its samples and layers."""
 
     @property
     def sample(self) -> float:
-        """Seconds of each sample of a decode step beside `decode` and `decode_head`."""
+        """Seconds per sample of a decode step in addition to `decode` and `decode_head`."""
 
     @property
     def call(self) -> float: ...
@@ -301,8 +294,8 @@ class Rates(Protocol):
 
     @property
     def layout_error(self) -> float:
-        """Standard deviation of the estimates of one call under several layouts, as a share. 0 by specification, where
-        the estimates of all layouts err alike, as that of the device does."""
+        """Relative standard deviation of the estimates of one call under several layouts. 0 for rates by specification,
+        whose error is the same for all layouts."""
 
     @property
     def hop(self) -> float:
@@ -312,7 +305,7 @@ class Rates(Protocol):
         """Seconds of a reallocation in addition to its messages: agreeing on it, packing and unpacking.
 
         Args:
-            size: bytes that the device with the most sends or receives.
+            size: largest number of bytes that a device sends or receives.
         """
 
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Unit costs fitted to a profile: what the cost model asks of a machine that was measured.
+"""`MeasuredRates`: unit costs of a measured machine, fitted to its profile.
 
 Each kind of work is a sum of non-negative unit costs times counts (tokens, squared lengths, steps, bytes), fitted by
 least squares of the relative error.
@@ -21,10 +21,10 @@ from .zero_costs import DataParallelGroup
 
 
 CPU_ERROR = 0.08  # measured by benchmarks/planner.py
-LAYOUT_ERROR = 0.12  # of a call in a layout that was not measured: of the presets but flatten in that benchmark
-MIN_ZERO = 0.1  # of the formula, below which a measurement is taken for noise
+LAYOUT_ERROR = 0.12  # error of a call in a layout that was not measured: all presets but `flatten` in that benchmark
+MIN_ZERO = 0.1  # smallest factor of ZeRO's formula; a smaller measurement is taken for noise
 ACCELERATOR_ERROR = 0.1  # assumed: no estimate from measured rates has been compared with an accelerator
-FEWEST = 2  # observations of a kind of work, below which nothing is fitted
+FEWEST = 2  # smallest number of observations of a kind of work to which unit costs are fitted
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Passes:
     """Unit costs of the measured model's forwards and training.
 
     Args:
-        layers: of the measured model.
+        layers: number of layers of the measured model.
         forward, train: seconds of a token, and of a unit of squared length.
         step: seconds of an optimizer step.
         answered: share of the tokens that are response tokens.
@@ -48,14 +48,14 @@ class _Passes:
 class MeasuredRates:
     """`Rates` fitted to a profile.
 
-    Where devices share processors, measured seconds are divided by the measured slowdown, so that a rate is that of one
+    Where devices share processors, measured seconds are divided by the measured slowdown: all rates are those of one
     device working alone.
     """
 
-    # Replicas reduce their gradients after the backward, and what overlaps under ZeRO is in the measured factors.
+    # Replicas reduce their gradients after the backward. Overlap under ZeRO is part of the measured factors.
     overlap = 0.0
     decodes_whole = True
-    sample = 0.0  # what a sample takes is in `decode` and `decode_head`
+    sample = 0.0  # the cost of a sample is in `decode` and `decode_head`
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -89,7 +89,7 @@ class MeasuredRates:
         return self.profile.links or self.profile.observations
 
     def _link_then(self, devices: int) -> Link:
-        """The link of a group of so many devices on the network on which the observations were made."""
+        """The link between `devices` devices on the network of the observations, which may not be the planned one."""
         rows = self.profile.observations
         far = self._link(True, rows) if devices > self._per_node else None
         return far or self._link(False, rows) or self.inside
@@ -111,7 +111,7 @@ class MeasuredRates:
 
     @cached_property
     def host_bandwidth(self) -> float:
-        """Bytes/s of copies to the device. A vLLM engine's weights go through host memory too."""
+        """Bytes/s of copies to the device."""
         rows = self._alone("copy")
         if not rows:
             return 5e9
@@ -124,17 +124,17 @@ class MeasuredRates:
         return float(np.median(rows)) / 6 if rows else 0.0
 
     def measured(self, spec: ModelSpec, tp: int, pp: int, generates: bool) -> bool:
-        """True if the profile covers the model under these degrees. It needs observations with this tensor-parallel
-        degree and, for a pipeline, an observation of a forward with tp 1 and pp 2."""
+        """True if the profile has observations with this tensor-parallel degree and, for a pipeline, of a forward with
+        tp 1 and pp 2."""
         work = "generate" if generates else "forward"
         deep = pp == 1 or bool(self._of(spec, "forward", 1, 2))
-        reads = bool(self._of(spec, "forward", tp))  # a generation reads its prompts in a forward
-        return deep and reads and len(self._of(spec, work, tp)) >= FEWEST
+        forwards = bool(self._of(spec, "forward", tp))  # a prefill is estimated from them
+        return deep and forwards and len(self._of(spec, work, tp)) >= FEWEST
 
     @cached_property
     def hop(self) -> float:
-        """Seconds of a micro-batch and stage beyond the arithmetic: the median over the measured pipelines, whose
-        arithmetic is expected to take (micro + pp - 1) / micro of one stage's share."""
+        """Seconds per micro-batch and stage beyond the arithmetic: the median over the measured pipelines. The
+        arithmetic is expected to take (micro + pp - 1) / micro times one stage's share."""
         overheads = []
         for row in self.profile.observations:
             if row.pp > 1 and row.work == "forward":
@@ -150,13 +150,13 @@ class MeasuredRates:
 
     @cached_property
     def _packing(self) -> float:
-        """Bytes/s at which parts are copied into a message and out of it. On devices that share processors, which are
-        CPU ranks, that of copies in host memory; on others the copies take no time beside the messages."""
+        """Bytes/s of copying parts into a message and out of it: the bandwidth of host memory on CPU ranks (devices
+        that share processors). On other devices the copies overlap with the messages."""
         return self.host_bandwidth if self.sharing else np.inf
 
     @cached_property
     def _agreement(self) -> float:
-        """Seconds of a reallocation that do not depend on its size: the median over the measured ones."""
+        """Seconds of a reallocation that do not depend on its size: the median over the measurements."""
         per_byte = 1 / self._link_then(self._per_node).bandwidth + 2 / self._packing
         rows = [row for row in self.profile.observations if row.work == "move"]
         return float(np.median([max(0.0, row.seconds - row.bytes * per_byte) for row in rows])) if rows else 0.0
@@ -187,7 +187,7 @@ class MeasuredRates:
 
     @property
     def step(self) -> float:
-        """Seconds of a decode step beyond its samples, of the one model that generates."""
+        """Seconds of a decode step of the generating model, without the cost of its samples."""
         keys = {(o.model, o.layers) for o in self.profile.observations if o.work == "generate" and o.tp == 1}
         return max((self._fitted_decoding(key, layers, 1)[1][1] for key, layers in keys), default=0.0)
 
@@ -195,10 +195,10 @@ class MeasuredRates:
         rows = [row for row, _ in self._of(spec, "activations")]
         if len(rows) < FEWEST:
             return None
-        at = ("activations", model_key(spec), spec.layers)
-        if at not in self._fits:
-            self._fits[at] = fit_unit_costs([(o.tokens, o.squared) for o in rows], [o.bytes for o in rows])
-        return dot(self._fits[at], (tokens, squared)) / max(rows[0].layers, 1)
+        key = ("activations", model_key(spec), spec.layers)
+        if key not in self._fits:
+            self._fits[key] = fit_unit_costs([(o.tokens, o.squared) for o in rows], [o.bytes for o in rows])
+        return dot(self._fits[key], (tokens, squared)) / max(rows[0].layers, 1)
 
     def optimizer(self, elements: float, element_bytes: int) -> float:
         sizes = {(o.model, o.layers): o.elements for o in self.profile.observations if o.work == "train" and o.tp == 1}
@@ -206,14 +206,14 @@ class MeasuredRates:
         return elements * float(np.median(per_element)) if per_element else 0.0
 
     def zero(self, stage: int, *, trains: bool) -> float:
-        """The median over the measured models of what a stage adds to the arithmetic of replicas, over the formula."""
-        at = ("zero", stage, trains)
-        if at not in self._fits:
+        """The median over the measured models of (seconds that the ZeRO stage adds) / (seconds by the formula)."""
+        key = ("zero", stage, trains)
+        if key not in self._fits:
             work = "train" if trains else "forward"
             rows = [row for row in self.profile.observations if row.work == work and row.zero_stage == stage]
             factors = [self._zero_factor(row) for row in rows]
-            self._fits[at] = max(MIN_ZERO, float(np.median(factors))) if factors else 1.0
-        factor: float = self._fits[at]
+            self._fits[key] = max(MIN_ZERO, float(np.median(factors))) if factors else 1.0
+        factor: float = self._fits[key]
         return factor
 
     def _zero_factor(self, row: Observation) -> float:
@@ -248,11 +248,8 @@ class MeasuredRates:
     ) -> list[tuple[Observation, float]]:
         """Observations of one kind of work, each with the seconds that a device working alone would have taken.
 
-        Of several observations of the same work the fastest counts. Of models of several depths the one nearest to
-        `layers` is used.
-
-        Args:
-            among: in place of the profile's observations.
+        Repeated observations count once, with the shortest time. Of models that differ in depth alone, the one whose
+        depth is nearest to `layers` is used. `among` replaces the profile's observations.
         """
         kind = (work, model, tp, pp, 0)
         observations = self.profile.observations if among is None else among
@@ -264,17 +261,17 @@ class MeasuredRates:
         return [(row, row.seconds / self._slowdown(row)) for row in fastest.values()]
 
     def _slowdown(self, row: Observation) -> float:
-        """Factor by which an observation took longer because other devices of its node worked at the same time."""
+        """Factor by which an observation took longer because other devices of the node worked at the same time."""
         return self.sharing.slowdown(min(row.devices, self._per_node)) if self.sharing else 1.0
 
     def _passes(self, spec: ModelSpec, tp: int) -> _Passes:
         return self._passes_of(model_key(spec), spec.layers, tp)
 
     def _passes_of(self, key: str, layers: int, tp: int) -> _Passes:
-        at = (key, layers, tp)
-        if at not in self._fits:
-            self._fits[at] = self._fit_passes(*at)
-        passes: _Passes = self._fits[at]
+        cache_key = (key, layers, tp)
+        if cache_key not in self._fits:
+            self._fits[cache_key] = self._fit_passes(*cache_key)
+        passes: _Passes = self._fits[cache_key]
         return passes
 
     def _fit_passes(self, key: str, layers: int, tp: int) -> _Passes:
@@ -299,11 +296,11 @@ class MeasuredRates:
         return _Passes(depth, (forward[0], forward[1]), (train[0], train[1]), step, max(answered, 1e-6))
 
     def _of_layer(self, spec: ModelSpec, tp: int, tokens: float, squared: float, *, backward: bool) -> float:
-        """One layer's share of a whole pass, without the tensor-parallel collectives, which the measurement contains
-        and the cost model adds separately.
+        """One layer's share of a whole pass without the tensor-parallel collectives, which the measurement contains and
+        the cost model adds separately.
 
-        A part has at least its share of the whole layer's arithmetic. The measurement may have less left: where ranks
-        share processors, one computes while another waits for a message.
+        The result is at least the part's share of the whole layer's arithmetic. The difference can be smaller: where
+        ranks share processors, one computes while another waits for a message.
         """
         layer, share = (self._layer_under(spec, degree, tokens, squared, backward=backward) for degree in (tp, 1))
         if tp == 1:
@@ -312,7 +309,6 @@ class MeasuredRates:
         return max(layer - collectives, share / tp)
 
     def _layer_under(self, spec: ModelSpec, tp: int, tokens: float, squared: float, *, backward: bool) -> float:
-        """One layer's share of a whole pass under a tensor-parallel degree, as measured."""
         passes = self._passes(spec, tp)
         whole = dot(passes.forward, (tokens, squared))
         if backward:
@@ -320,20 +316,20 @@ class MeasuredRates:
         return whole * (1 - _head_share(spec, passes.layers)) / passes.layers
 
     def _fitted_decoding(self, key: str, layers: int, tp: int) -> tuple[int, tuple[float, float, float, float]]:
-        """The number of layers of the measured model, and its seconds of a prompt token, of a step, of a sample in a
-        step and of a cached token in a step."""
-        at = ("decode", key, layers, tp)
-        if at not in self._fits:
+        """The number of layers of the measured model, and its seconds per prompt token, per step, per sample of a step
+        and per cached token of a step."""
+        cache_key = ("decode", key, layers, tp)
+        if cache_key not in self._fits:
             rows = self._alone("generate", key, tp, layers=layers)
             counts = [(o.tokens, o.steps, o.grown, o.cached) for o, _ in rows]
             depth = max([1, *(o.layers for o, _ in rows)])
-            self._fits[at] = depth, fit_unit_costs(counts, [seconds for _, seconds in rows])
-        fitted: tuple[int, tuple[float, float, float, float]] = self._fits[at]
+            self._fits[cache_key] = depth, fit_unit_costs(counts, [seconds for _, seconds in rows])
+        fitted: tuple[int, tuple[float, float, float, float]] = self._fits[cache_key]
         return fitted
 
 
 def _head_share(spec: ModelSpec, layers: int) -> float:
-    """The share of the arithmetic outside the layers, in a pass through so many layers."""
+    """The share of the arithmetic outside the layers in a pass through `layers` layers."""
     return spec.head_elements / (spec.head_elements + layers * spec.layer_elements)
 
 
@@ -342,10 +338,10 @@ def dot(rates: Sequence[float], counts: Sequence[float]) -> float:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds at 0 units, seconds of a unit) of the line through the smallest and the largest of (units, seconds).
+    """(intercept, slope) in seconds of the line through the smallest and the largest of the points (units, seconds).
 
-    The points between are not used: a network that lets bursts pass moves some hundred KB faster than its rate, and
-    plans move large messages.
+    The points between are not used: a network that allows bursts sends some hundred KB faster than its rate, and plans
+    send large messages.
     """
     (few, short), (many, long) = min(points), max(points)
     slope = (long - short) / (many - few) if many > few and long > short else long / many
@@ -356,8 +352,8 @@ def fit_unit_costs(counts: Sequence[Sequence[float]], seconds: Sequence[float]) 
     """Non-negative unit costs that explain the seconds, by least squares of the relative error.
 
     Args:
-        counts: of each observation, one count for each unit cost.
-        seconds: of each observation, above 0.
+        counts: one row per observation with a count for each unit cost.
+        seconds: seconds of each observation, above 0.
     """
     relative = np.asarray(counts, float) / np.asarray(seconds, float)[:, None]
     scale = np.abs(relative).max(axis=0)

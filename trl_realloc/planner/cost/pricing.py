@@ -1,7 +1,7 @@
 """The cost model: time and memory of one call under one assignment. Reallocations are in `reallocation_cost`.
 
-The time of a call is the sum of its causes (`call_cost.PARTS`). docs/studies/planner.md has the formulas with their
-sources. The choice between assignments is in `fastest`.
+The time of a call is the sum of its parts (`call_cost.PARTS`). docs/studies/planner.md has the formulas with their
+sources.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from .zero_costs import DataParallelGroup, backward_bucket, gathered_bytes, held
 
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
-SLEEP = 0.5  # seconds of a vLLM engine to give its memory back and to take it again (docs/hardware.md)
+SLEEP = 0.5  # seconds in which a vLLM engine frees its memory and allocates it again (docs/hardware.md)
 # Bytes/s of weights on their way to a vLLM engine on GPUs. An engine on one GPU opens the sender's memory: two copies
 # on the device, each read and written, at 70 % of an A100's 2.0e12 (by data sheet, not measured). For several GPUs they
 # are copied to pinned host memory, from where each worker copies its part: 55e9 in pieces of 268 MB, 34e9 in pieces of
-# 1 MB (an H200, docs/hardware.md). The workers' pages are not pinned, so theirs is the least that it takes.
+# 1 MB (an H200, docs/hardware.md). The workers' pages are not pinned, so their copies may be slower.
 ON_DEVICE, TO_HOST, FROM_HOST = 3.5e11, 5.5e10, 3.4e10
-ENGINE_MEMORY_SHARES = tuple(
-    step / 20 for step in range(3, 20)
-)  # of a device, that the planner tries for a vLLM engine
+# shares of a device's memory that the planner tries for a vLLM engine
+ENGINE_MEMORY_SHARES = tuple(step / 20 for step in range(3, 20))
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
 
 
@@ -44,15 +43,15 @@ class Pricing:
     """The cost model of a job: cluster, workload, unit costs and memory.
 
     Args:
-        memory: of a device. `None` if unknown; then no plan is refused for its memory.
+        memory: memory of a device. `None` if unknown; then no plan is refused for its memory.
         vllm_share: fraction of a device's memory that a vLLM engine reserves. `None`: on one device the planner's
             choice, else `MEMORY_SHARE`.
-        vllm_sleeps: whether vLLM engines give it back between their calls. `None`: only if no plan fits otherwise, or
-            where the planner chooses the share.
-        context_length: tokens of the longest request that an engine may get; `None`: of the workload's longest sample.
+        vllm_sleeps: whether vLLM engines free this memory between their calls. `None`: only if no plan fits otherwise,
+            or where the planner chooses the share.
+        context_length: tokens of the longest request that an engine may get; `None`: the workload's longest sample.
         moments: bytes of optimizer state for each trained element, without the float32 master weight.
         default_cap: largest number of tokens of one forward if the plan has no `micro_batch_tokens`. `None`: no cap.
-        corrections: of the estimates, by the runs before.
+        corrections: calibration factors of the estimates, learned from earlier runs.
     """
 
     cluster: Cluster
@@ -68,36 +67,36 @@ class Pricing:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The shares of a device that a vLLM engine may have; none where the planner does not choose."""
+        """The shares of a device that the planner tries for a vLLM engine; empty if it does not choose the share."""
         if self.vllm_share is not None or self.memory is None:
             return ()
         return tuple(share for share in ENGINE_MEMORY_SHARES if self.memory.takes_engine(share))
 
     def fits(self, size: float) -> bool:
-        """True if a device has so many bytes for a plan, or if its memory is unknown."""
+        """True if a plan may use `size` bytes of a device, or if its memory is unknown."""
         return self.memory is None or size <= self.memory.usable
 
     def tried_shares(self, specs: Sequence[ModelSpec], assignment: Assignment) -> tuple[float, ...]:
-        """Those of `shares` that the planner tries for the engines of an assignment: on one device all. On several,
-        where there are engines on meshes of many sizes: the least with which an engine starts, the least with which it
-        decodes all of its samples at once, one between them, and `MEMORY_SHARE`, if it is enough."""
+        """The `shares` that the planner tries for the engines of an assignment: all of them on one device. On several
+        devices, where meshes of many sizes are tried: the smallest share with which an engine starts, the smallest with
+        which it decodes all its samples at once, one between these two, and `MEMORY_SHARE` if it is large enough."""
         if self.cluster.size == 1 or not self.shares:
             return self.shares
-        each = math.ceil(self.workload.episodes / assignment.strategy.dp)
-        rooms = [room for spec in specs if (room := self.engine_room(spec, assignment, each)) is not None]
+        samples = math.ceil(self.workload.episodes / assignment.strategy.dp)
+        rooms = [room for spec in specs if (room := self.engine_room(spec, assignment, samples)) is not None]
         if not rooms or self.memory is None:
             return self.shares[-1:]
         starts = max(room.needed for room in rooms) / self.memory.total
-        # in requests, one of which is counted already; a request may be longer than any sample
-        requests = self.workload.most_cached(min(each, MAX_SLOTS)) / self.longest_request
+        # number of longest requests; `needed` already has room for one; a request may be longer than any sample
+        requests = self.workload.most_cached(min(samples, MAX_SLOTS)) / self.longest_request
         all_at_once = max(room.needed + room.request * max(0.0, requests - 1) for room in rooms)
         least, most = (self._enough(share) for share in (starts, all_at_once / self.memory.total))
         between = self._enough((least + most) / 2)
         return tuple(sorted({least, between, most, *(share for share in self.shares if share == MEMORY_SHARE > least)}))
 
     def _enough(self, share: float) -> float:
-        """The least of `shares` that is not below this one, or the largest."""
-        return next((known for known in self.shares if known >= share), self.shares[-1])
+        """`share` rounded up to one of `shares`."""
+        return next((larger for larger in self.shares if larger >= share), self.shares[-1])
 
     def share_of(self, assignment: Assignment) -> float:
         """The share of a device that the vLLM engine of an assignment takes."""
@@ -131,7 +130,7 @@ class Pricing:
         return self.shared(total, assignment.mesh.size, assignment.strategy.pp)
 
     def _sharing(self, kind: CallKind, assignment: Assignment) -> Pricing:
-        """The cost model of a call that computes a prompt once for those of its samples that are in one micro-batch."""
+        """The cost model of a call that computes a prompt once per micro-batch, not once per sample."""
         strategy, work = assignment.strategy, self.workload
         parts = work.mini_batches if kind is CallKind.TRAIN else 1.0
         samples = work.episodes / max(1.0, parts) / strategy.dp / strategy.pp
@@ -150,10 +149,8 @@ class Pricing:
     # --- links of the groups of a mesh -------------------------------------------------------------------------------
 
     def _links(self, assignment: Assignment) -> tuple[Link, Link]:
-        """The links of the collectives of tensor-parallel groups, and of the messages between pipeline stages.
-
-        A link is the slowest one of all groups. A stage's device sends its messages by its own adapter.
-        """
+        """The slowest link of all tensor-parallel groups, and that between pipeline stages, where each device sends by
+        its own network adapter."""
         strategy, per_node, rates = assignment.strategy, self.cluster.devices_per_node, self.rates
         tensor = pipeline = rates.inside
         if assignment.mesh.size > per_node:  # whole nodes, where groups of neighbours lie side by side
@@ -164,11 +161,8 @@ class Pricing:
         return tensor, pipeline
 
     def _replicas(self, spec: ModelSpec, assignment: Assignment) -> DataParallelGroup:
-        """The data-parallel groups of an assignment, with the link of the slowest one.
-
-        Each has one of every tp x pp neighbouring devices. All groups of a node communicate at the same time, each by
-        the adapters of its own devices: no device is in two groups.
-        """
+        """The data-parallel groups of an assignment, with the link of the slowest one. Each group has one of every
+        tp x pp neighbouring devices. Groups communicate at the same time, each by the adapters of its own devices."""
         strategy, per_node = assignment.strategy, self.cluster.devices_per_node
         link = self.rates.inside
         if assignment.mesh.size > per_node:
@@ -202,16 +196,12 @@ class Pricing:
     ) -> tuple[dict[str, float], float]:
         """Forwards, and with `train` backwards, of `micro` micro-batches through all pipeline stages.
 
-        The formula is that of ReaL, (micro + pp - 1) times the time of a stage, plus the messages between stages, which
-        ReaL's code leaves out.
-
-        Args:
-            tokens: number of tokens of a micro-batch.
-            squared: sum of the squared lengths of the samples of a micro-batch.
-            answered: number of tokens of a micro-batch whose logits are computed; `None` for those of the responses.
+        ReaL's formula, (micro + pp - 1) times the time of a stage, plus the messages between stages, which ReaL's code
+        leaves out. `tokens`, `squared` (sum of the squared sample lengths) and `answered` (tokens whose logits are
+        computed; `None`: the response tokens) are per micro-batch.
 
         Returns:
-            Seconds by cause, and the compute seconds of one stage for one micro-batch.
+            Seconds by part, and the compute seconds of one stage for one micro-batch.
         """
         pp = assignment.strategy.pp
         stage = self._stage(spec, assignment, tokens, squared, train=train, answered=answered)
@@ -277,13 +267,12 @@ class Pricing:
         working = self._working(spec, largest, strategy, backward=True, held=held)
         working += max(0.0, whole_gradient(spec, assignment) - without_kept)
         working += backward_bucket(spec, assignment) + gathered_bytes(spec, assignment)
-        if work.updates % 1:  # an optimizer step goes on over a generation, and its gradients are there meanwhile
+        if work.updates % 1:  # an optimizer step spans several generations, so its gradients stay in memory
             return CallCost(parts, static + held_gradients, working)
         return CallCost(parts, static, working + held_gradients, held_gradients)
 
     def _training_micro_batches(self, assignment: Assignment) -> tuple[int, float, float]:
-        """Micro-batches of one replica's mini-batch: their number, and the tokens and the sum of the squared sample
-        lengths of each."""
+        """Micro-batches of a replica's mini-batch: (number, tokens of each, sum of squared sample lengths of each)."""
         strategy, work = assignment.strategy, self.workload
         share = strategy.dp * work.mini_batches
         tokens, squared = work.tokens / share, work.episodes * work.mean_square / share
@@ -299,8 +288,8 @@ class Pricing:
         seconds = self._stage(spec, assignment, tokens, squared, train=True)
         strategy = assignment.strategy
         largest = self._largest_micro_batch(CallKind.TRAIN, micro * tokens, strategy)
-        working, kept = (self._working(spec, largest, strategy, backward=True, held=held) for held in (0, 1))
-        return TrainingStage(micro, seconds, kept - working, working)
+        working, with_one = (self._working(spec, largest, strategy, backward=True, held=held) for held in (0, 1))
+        return TrainingStage(micro, seconds, with_one - working, working)
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -332,10 +321,10 @@ class Pricing:
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
 
     def load_seconds(self, spec: ModelSpec, assignment: Assignment) -> float:
-        """Seconds to load new weights into a vLLM engine. The rank that sends them has all of them on its device. On
-        GPUs an engine of one device copies them on this device. Otherwise they pass through host memory, from which
-        each worker of a tensor-parallel group reads its part (`generation.weight_buffers`). If the plan offloads the
-        weights, a copy of each worker's part between host memory and its device is added."""
+        """Seconds to load new weights into a vLLM engine. The sending rank has the whole model on its device. An engine
+        on one GPU copies it on the device. Otherwise the weights pass through host memory, from which each worker of a
+        tensor-parallel group reads its part (`generation.weight_buffers`). If the plan offloads the weights, a copy of
+        each worker's part between host memory and its device is added."""
         size, bandwidth = spec.elements * spec.bytes_per_element, self.rates.host_bandwidth
         part = size / (assignment.strategy.tp * assignment.strategy.pp)
         if self.memory is None or not self.memory.is_gpu:
@@ -347,11 +336,11 @@ class Pricing:
         return load + (part / bandwidth if assignment.offload else 0.0)
 
     def decode_step(self, spec: ModelSpec, assignment: Assignment, batch: float, cached: float) -> dict[str, float]:
-        """Seconds by cause of one decode step of an engine.
+        """Seconds by part of one decode step of an engine.
 
         Args:
-            batch: number of samples that it decodes.
-            cached: mean number of their cached tokens.
+            batch: number of samples in the step.
+            cached: mean number of cached tokens of a sample.
         """
         rates = self.rates
         tensor_link, pipeline_link = self._links(assignment)
@@ -370,14 +359,14 @@ class Pricing:
         return parts
 
     def prefill(self, spec: ModelSpec, assignment: Assignment, tokens: float, length: float) -> dict[str, float]:
-        """Seconds by cause in which an engine reads `tokens` tokens of samples with `length` tokens each, with the
-        logits of each sample's last token."""
+        """Seconds by part of an engine's prefill of `tokens` tokens, of samples with `length` tokens each. Logits are
+        computed for each sample's last token."""
         micro = _micro_batches(tokens, PREFILL_TOKENS, assignment.strategy.pp)
         last = tokens / length / micro
         return self._pass(spec, assignment, tokens / micro, tokens * length / micro, micro, answered=last)[0]
 
     def forward_of(self, spec: ModelSpec, assignment: Assignment, tokens: float, squared: float) -> dict[str, float]:
-        """Seconds by cause of one replica's forward of `tokens` tokens; `squared` is the sum of the squared lengths."""
+        """Seconds by part of one replica's forward of `tokens` tokens; `squared` is the sum of the squared lengths."""
         micro = _micro_batches(tokens, self.budget(CallKind.FORWARD, assignment.strategy), assignment.strategy.pp)
         parts, stage = self._pass(spec, assignment, tokens / micro, squared / micro, micro)
         if assignment.strategy.zero_stage == 3:
@@ -389,27 +378,22 @@ class Pricing:
         return math.ceil(_layers(spec) / assignment.strategy.pp)
 
     def engine_slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float]:
-        """The largest number of samples that an engine decodes at once, of `share` samples that it has, and the tokens
-        whose keys and values its cache holds."""
+        """The largest number of samples that an engine with `share` samples decodes at once, and the tokens whose keys
+        and values its cache holds."""
         return self._engine_memory(spec, assignment, share)[:2]
 
     def slots(self, spec: ModelSpec, assignment: Assignment, share: int, held: float | None = None) -> int:
-        """The number of samples that an engine decodes at once, of `share` samples that it has.
+        """The number of samples that an engine with `share` samples decodes at once.
 
         Args:
-            held: tokens of each that the cache holds; `None` for those of the longest sample.
+            held: cached tokens of each sample; `None`: the length of the longest sample.
         """
         slots, room = self.engine_slots(spec, assignment, share)
         return max(1, int(min(slots, room / (held or self.workload.longest))))
 
     def _engine_memory(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float, float, float]:
-        """The batch and the memory of an engine that generates `share` samples.
-
-        Returns:
-            The largest number of samples decoded at once, the tokens whose keys and values the cache holds, static
-            bytes, and bytes that are added while generating: of the cache and, by Transformers, of the weights that
-            autocast keeps cast.
-        """
+        """(largest number of samples decoded at once, tokens that the cache holds, static bytes, additional bytes while
+        generating: the cache and, with Transformers, the weights that autocast keeps cast)."""
         strategy = assignment.strategy
         weights = _part(spec, strategy) * spec.bytes_per_element
         of_token = _cache_bytes(spec, strategy)
@@ -423,7 +407,7 @@ class Pricing:
             return share, math.inf, weights, share * cache
         room = self.engine_room(spec, assignment, share)
         assert room is not None, "the memory is known"
-        if room.share < room.needed:  # it counts as more than the device, so that the memory check refuses it
+        if room.share < room.needed:  # report more memory than the device has, so that the memory check refuses it
             return 1, math.inf, max(weights, self.memory.total) + cache, 0.0
         return share, room.cache / of_token if of_token else math.inf, room.share, 0.0
 
@@ -446,25 +430,20 @@ class Pricing:
     # --- memory and shared processors --------------------------------------------------------------------------------
 
     def _largest_micro_batch(self, kind: CallKind, tokens: float, strategy: ParallelStrategy) -> float:
-        """Tokens of the largest micro-batch of a replica's samples: they are packed first-fit, up to the budget, so the
-        first one is full and the last one may be small. A sample is never divided.
-
-        Args:
-            tokens: of all samples.
-        """
+        """Tokens of the largest micro-batch of a replica that has `tokens` tokens. Samples are packed first-fit up to
+        the budget, so the first micro-batch is full and the last may be small. A sample is never divided."""
         return max(min(self.budget(kind, strategy), tokens / strategy.pp), self.workload.longest)
 
     def _working(
         self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
     ) -> float:
-        """See `activation_memory.working_bytes`."""
         return working_bytes(spec, tokens, strategy, self.rates, self.workload, backward=backward, held=held)
 
     def shared(self, cost: CallCost, devices: int, stages: int = 1) -> CallCost:
-        """The cost of work on so many neighbouring devices, with their slowdown where they share processors.
+        """The cost of work on `devices` neighbouring devices, with their slowdown if they share processors.
 
         Args:
-            stages: of a pipeline on them, which fills and empties stage by stage; 1 for devices that wait otherwise.
+            stages: number of pipeline stages, which start and end one after the other; 1 if no pipeline.
         """
         sharing, per_node = self.rates.sharing, self.cluster.devices_per_node
         slowdown = sharing.slowdown(min(devices, per_node)) if sharing else 1.0
@@ -474,7 +453,7 @@ class Pricing:
         waiting = parts.pop("bubble", 0.0)  # while a stage waits, other stages use its processors
         parts = {name: seconds * slowdown for name, seconds in parts.items()}
         if stages > 1:
-            active = (sharing.slowdown(min(at * devices / stages, per_node)) for at in range(1, stages))
+            active = (sharing.slowdown(min(stage * devices / stages, per_node)) for stage in range(1, stages))
             parts["bubble"] = max(0.0, waiting / (stages - 1) * sum(2 * few - slowdown for few in active))
         else:
             parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))

@@ -25,7 +25,7 @@ from .estimate_factors import Corrections
 from .hardware import Sharing
 
 
-# What a profile's file may hold.
+# Limits of the numbers in a profile's file.
 _Count = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 _Amount = Annotated[float, Ge(0), Le(1e24)]
 MIN_SECONDS = 1e-12
@@ -33,28 +33,28 @@ MIN_SECONDS = 1e-12
 
 @dataclass(frozen=True)
 class Observation:
-    """One measured stretch of work.
+    """One measured piece of work.
 
     Args:
         work: `forward`, `train`, `generate`, `all_reduce`, `send`, `copy` (from host memory to the device), `iteration`
             (an iteration of six calls without the calls' own seconds), `move` (a reallocation), or `activations` (bytes
             that a forward saves for its backward; no seconds).
         model: the model's `model_key`; empty for links.
-        seconds: of the device that took longest.
+        seconds: seconds of the slowest device.
         devices: number of devices that worked at the same time.
-        tp, pp: degrees of the model's split.
-        tokens, squared: of one device's samples (of its replica), and the sum of their squared lengths. In generation
-            `tokens` are those of the prompts.
+        tp, pp: tensor-parallel and pipeline-parallel degrees.
+        tokens, squared: tokens of one replica's samples, and the sum of their squared lengths. For `generate` the
+            tokens of the prompts.
         answered: number of response tokens.
         steps: decode steps, or optimizer steps.
         grown: sum over decode steps of the samples that are decoded.
         cached: sum over decode steps of all tokens in the caches.
-        bytes: of a message, of a collective's tensor, of saved activations, of what a device receives in a move, or of
-            the parameters under a ZeRO stage.
-        micro: number of micro-batches, of a pipeline or under a ZeRO stage.
-        zero_stage: of the model; 0 for replicas.
-        far: the message went to another node.
-        layers, elements: of the model, which may be shallower than the job's.
+        bytes: size of the message, of a collective's tensor, of saved activations, of the data that a device receives
+            in a move, or of the parameters under a ZeRO stage.
+        micro: number of micro-batches in a pipeline or under a ZeRO stage.
+        zero_stage: ZeRO stage of the model; 0 for replicas.
+        far: whether the message went to another node.
+        layers, elements: size of the model, which may have fewer layers than the job's.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -81,7 +81,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class DecodeHost:
-    """Host time of an engine's decode steps, beside the device time: scheduling, launching, sampling, and Python.
+    """Host time of an engine's decode steps, in addition to device time: scheduling, launching, sampling and Python.
 
     Args:
         step: seconds per step.
@@ -100,19 +100,19 @@ class Profile:
 
     Args:
         hardware: name of the devices; a profile is used only on devices of this name.
-        about: versions and settings under which it was measured.
+        about: versions and settings of the measurement.
         devices: number of devices of the job that measured it.
-        sharing: how devices slowed each other down, where several share processors.
-        recompute: training used activation checkpointing.
-        thorough: generation was measured under tensor degrees too.
+        sharing: measured slowdown of devices that share processors; `None` if they share none.
+        recompute: whether training used activation checkpointing.
+        thorough: whether generation was measured under several tensor-parallel degrees.
         nodes: number of nodes of the job that measured it.
-        links: messages and all-reduces on the network that is planned for; empty where that is the one on which the
-            observations were made.
-        corrections: of estimates from these observations, by the runs since.
-        is_accelerator: the devices are GPUs or the like, not CPU ranks.
-        memory: bytes of a device; `None` if it is not known.
-        complete: every short run has been done. Measuring between two updates may end before.
-        decode_host: as a run has shown it; `None` where none has. Where there are observations, it is in those.
+        links: messages and all-reduces on the planned network; empty if the observations were made on this network.
+        corrections: calibration factors of estimates from these observations, learned from later runs.
+        is_accelerator: whether the devices are accelerators such as GPUs, not CPU ranks.
+        memory: bytes of a device; `None` if unknown.
+        complete: whether all short runs have been done. Measuring between two updates may end before.
+        decode_host: host time of decode steps in a run; `None` if not measured. Not used with observations, which
+            contain it.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -133,7 +133,7 @@ class Profile:
     decode_host: DecodeHost | None = None
 
     def save(self, path: str | Path) -> None:
-        """As JSON, a line for each observation; the file is whole or is not there, for other jobs may read it."""
+        """Writes JSON with a line for each observation. The file is replaced atomically: other jobs may read it."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         head = {key: value for key, value in vars(self).items() if key not in ("observations", "links")}
@@ -142,7 +142,7 @@ class Profile:
         head["decode_host"] = self.decode_host and asdict(self.decode_host)
         head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(row)) for row in self.observations)
-        # containers on several hosts with one home may have the same process number
+        # containers on several hosts that share a home may have the same process number
         handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         temporary = Path(name)
         try:
@@ -154,7 +154,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """The inverse of `save`. Raises `PlanError` where the file holds no profile."""
+        """The inverse of `save`. Raises `PlanError` if the file is no profile."""
         try:
             saved = read_json_mapping(path, "the profile", MAX_RECORD_BYTES)
             slower = checked(_Slowdowns, saved.pop("sharing", None), str(path), key="sharing")
@@ -168,7 +168,7 @@ class Profile:
 
     def check_hardware(self, hardware: str) -> None:
         """Raises:
-        PlanError: it was made on other hardware than that.
+        PlanError: the profile was made on other hardware.
         """
         if hardware != self.hardware:
             raise PlanError(
@@ -181,13 +181,13 @@ _Slowdowns = list[tuple[PositiveInt, Annotated[float, Ge(1), Le(1e6)]]] | None
 
 
 def _check_observations(rows: Sequence[Observation], path: str | Path, name: str = "observations") -> None:
-    """Raises `PlanError` for the first observation that nothing can be fitted to."""
-    for at, row in enumerate(rows):
-        kept = row.work == "activations"
+    """Raises `PlanError` for the first observation to which no unit costs can be fitted."""
+    for index, row in enumerate(rows):
+        is_size = row.work == "activations"
         wrong = None
-        if kept and not row.bytes:
+        if is_size and not row.bytes:
             wrong = "bytes is 0, but it says what was kept"
-        elif not kept and row.seconds < MIN_SECONDS:
+        elif not is_size and row.seconds < MIN_SECONDS:
             wrong = f"seconds is {row.seconds:g}, but work takes some time"
         elif row.work in ("forward", "train", "activations") and not row.tokens:
             wrong = "tokens is 0, but it says how much work it was"
@@ -202,11 +202,11 @@ def _check_observations(rows: Sequence[Observation], path: str | Path, name: str
         elif row.devices % (row.tp * row.pp):
             wrong = f"devices is {row.devices}, which tp {row.tp} x pp {row.pp} does not divide"
         if wrong:
-            raise PlanError(f"{path}: {name}[{at}].{wrong}.")
+            raise PlanError(f"{path}: {name}[{index}].{wrong}.")
 
 
 def model_key(spec: ModelSpec) -> str:
-    """The properties that a layer's costs depend on, as text. Models that differ in depth alone have the same key."""
+    """Text of the properties on which a layer's costs depend. Models that differ in depth alone have the same key."""
     if not spec.layers:
         return f"model of {spec.elements}"
     return f"{spec.family} of {spec.layer_elements:.0f} a layer, {spec.hidden} wide, {spec.head_elements} after them"

@@ -1,4 +1,4 @@
-"""Seconds of one reallocation: from its transfer schedule, or by a bound without one."""
+"""Seconds of one reallocation, from its transfer schedule or, without one, as a quick estimate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from .pricing import Pricing
 
 
 def move_seconds(schedule: TransferSchedule, rates: Rates) -> float:
-    """Seconds of one reallocation: the time of the device that takes longest to send or receive.
-
-    A device sends and receives at the same time.
-    """
+    """Seconds of one reallocation on the slowest device. A device sends and receives at the same time."""
     inside, between = schedule.traffic()
     seconds = most = 0.0
     for sent_in, received_in, sent_out, received_out in zip(*inside, *between, strict=True):

@@ -1,4 +1,4 @@
-"""The unit costs of a machine: fitted to its measurements or, where it was not measured, by its specification."""
+"""The unit costs of a machine: fitted to its measurements or, if it was not measured, from its specification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pricing import Pricing
 from .profile import DecodeHost, Profile
 
 
-# Of a plan that is chosen by specification. A preset is preferred to a plan that is faster by less than this.
+# Relative error of estimates by specification. A preset is preferred to a plan that is faster by less than this.
 ERROR = 0.3
 
 # Devices without a specification of their own. The numbers are assumptions: what a run shows corrects them within some
@@ -43,15 +43,14 @@ GPU = Device("GPU", 150e12, 0.0, 1e12, Link(25e9), Link(10e9), 16e9, single_flop
 
 
 def rates_of(profile: Profile) -> Rates:
-    """Unit costs fitted to a profile, or by specification where the profile has no observations."""
+    """Unit costs fitted to a profile, or by specification if the profile has no observations."""
     if profile.observations:
         return MeasuredRates(profile)
     return AnalyticRates(specified_device(profile), profile.sharing, ERROR)
 
 
 def specified_device(profile: Profile) -> Device:
-    """The specification of a profile's devices, with the host's part of decode steps and the links between nodes as
-    they were measured."""
+    """The specification of a profile's devices, with the measured host time of decode steps and links between nodes."""
     if profile.is_accelerator:
         name = profile.hardware.lower().replace(" ", "")
         device = next((device for key, device in DEVICES.items() if key in name), GPU)
@@ -66,9 +65,8 @@ def specified_device(profile: Profile) -> Device:
 def decode_host(
     pricing: Pricing, spec: ModelSpec, assignment: Assignment, steps: Sequence[tuple[float, float, float]]
 ) -> DecodeHost | None:
-    """Host time of measured decode steps: the seconds that the estimate by specification does not explain by the
-    device. If the largest step has less than twice the samples of the smallest, or takes no longer, all of the time
-    counts for the step and none for its samples.
+    """Host time of measured decode steps: measured seconds minus the estimated device seconds. If the largest step has
+    less than twice the samples of the smallest, or takes no longer, all host time is per step and none per sample.
 
     Args:
         pricing: estimates by specification.

@@ -19,14 +19,14 @@ from ...common.errors import PlanError, Problems
 from ...plan.prefix_tree import MIN_SHARED
 
 
-# Number of quantiles that represent a measured length distribution. The last samples of a batch decide how long its
-# generation takes, so a batch of this size keeps about its longest one.
+# Number of quantiles that represent a measured length distribution. The longest samples of a batch decide how long its
+# generation takes. So many quantiles keep about the longest of a batch of this size.
 QUANTILES = 256
-MAX_SAMPLES = 4096  # of an engine; more only repeat the pattern
-BATCHES = 16  # with different samples; how long their longest are averages out over so many
-MAX_DEALT = 65_536  # samples of these batches together; larger batches differ less
-# Tokens of a sample's last block of vLLM's cache (16 tokens a block) that are not of whole blocks, on average. They are
-# not shared with other samples of the prompt, and as many places of the block are empty.
+MAX_SAMPLES = 4096  # largest number of simulated samples of an engine; more only repeat the pattern
+BATCHES = 16  # number of different batches, over which the lengths of the longest samples average out
+MAX_DEALT = 65_536  # largest number of samples in all these batches; larger batches differ less
+# Mean number of tokens in the partly filled last block of vLLM's cache (16 tokens a block), and of its empty places.
+# These tokens are not shared with other samples of the prompt.
 HALF_BLOCK = 8
 
 
@@ -35,8 +35,7 @@ class Decoding(NamedTuple):
 
     Args:
         phases: (steps, samples in the batch, mean cached tokens of a sample), one after the other.
-        reread: tokens that are computed again, of samples whose keys and values were given up because the cache was
-            full.
+        reread: tokens that are computed again because a full cache had to drop their keys and values.
     """
 
     phases: tuple[tuple[int, int, float], ...]
@@ -51,16 +50,16 @@ class Workload:
         episodes: number of episodes in the global batch.
         prompt_tokens: mean length of a prompt, tokens.
         response_tokens: equally likely lengths of a response, tokens, ascending. One entry if all have the same length.
-        mini_batches: optimizer steps in one training pass over the batch. Below 1 where a step trains on several
-            batches: 0.5 where it trains on two.
+        mini_batches: optimizer steps in one training pass over the batch. Below 1 if a step trains on several batches:
+            0.5 for two.
         epochs: training passes over the batch.
         recompute: whether training computes every forward again in its backward (activation checkpointing).
         forward_tokens: largest number of tokens of one scoring forward if a plan sets no `micro_batch_tokens`.
         train_tokens: the same for one training forward.
-        generation_batch: samples that an engine of Transformers generates at once; `None` for those of one scoring
-            forward of the longest samples.
-        completions: samples of a prompt.
-        together: of them those, in the mean, for which a prompt is computed once.
+        generation_batch: samples that a Transformers engine generates at once; `None`: as many of the longest samples
+            as fit into one scoring forward.
+        completions: number of samples per prompt.
+        together: mean number of samples that share one computation of their prompt.
 
     Raises:
         PlanError: a number is below 1, `mini_batches` is not above 0, or `response_tokens` is empty.
@@ -106,8 +105,8 @@ class Workload:
         return Workload(mini_batches=per_pass, epochs=num_iterations, **sizes)
 
     def once(self, episodes: int, response_tokens: int) -> Workload:
-        """The same work on so many samples of one length, each of a prompt of its own, trained on once and in one
-        optimizer step."""
+        """The same work on `episodes` samples of one length, with one sample per prompt, one epoch and one optimizer
+        step."""
         once: dict[str, Any] = {"epochs": 1, "mini_batches": 1, "completions": 1}
         return replace(self, episodes=episodes, response_tokens=(response_tokens,), **once)
 
@@ -118,19 +117,18 @@ class Workload:
             raise PlanError("no response length was measured; run an update first.")
         ordered = sorted(lengths)
         n = len(ordered)
-        return tuple(max(1, ordered[min(n - 1, int((at + 0.5) * n / QUANTILES))]) for at in range(QUANTILES))
+        return tuple(max(1, ordered[min(n - 1, int((index + 0.5) * n / QUANTILES))]) for index in range(QUANTILES))
 
     @staticmethod
     def tail(mean: float, p99: float, longest: int) -> tuple[int, ...]:
-        """`QUANTILES` quantiles of lengths with a long tail: of the log-normal distribution with this mean and this
-        99th percentile, cut at `longest`. Lengths of generated responses are about so distributed.
+        """`QUANTILES` quantiles of the log-normal distribution with this mean and this 99th percentile, cut at
+        `longest`. The lengths of generated responses have about this distribution.
 
-        With a normal deviate z = 2.326 at 99 %, ln p99 = mu + z s and ln mean = mu + s^2 / 2, of which the smaller s is
-        taken.
+        With the normal deviate z = 2.326 at 99 %, ln p99 = mu + z s and ln mean = mu + s^2 / 2. The smaller solution s
+        is used.
 
         Raises:
-            PlanError: not 1 <= mean <= p99 <= longest, or the 99th percentile is so large that no log-normal
-                distribution has it.
+            PlanError: not 1 <= mean <= p99 <= longest, or no log-normal distribution has this 99th percentile.
         """
         if not 1 <= mean <= p99 <= longest:
             raise PlanError(
@@ -147,25 +145,26 @@ class Workload:
             )
         spread = deviate - math.sqrt(deviate**2 - 2 * ratio)
         middle = math.log(mean) - spread**2 / 2
-        lengths = (math.exp(middle + spread * normal.inv_cdf((at + 0.5) / QUANTILES)) for at in range(QUANTILES))
+        lengths = (math.exp(middle + spread * normal.inv_cdf((index + 0.5) / QUANTILES)) for index in range(QUANTILES))
         return tuple(min(longest, max(1, round(length))) for length in lengths)
 
     def sharing(self, samples: float, budget: int, *, mini_batches: float = 1.0) -> Workload:
-        """The same work, in which samples of a prompt that are in one micro-batch compute it once.
+        """The same work if the samples of a prompt that are in one micro-batch compute it once.
 
-        The samples of a mini-batch are a random part of all. A rank has whole groups of them, or a part of one.
+        A mini-batch is a random part of all samples. A rank has whole prompt groups of it, or a part of one group.
 
         Args:
-            samples: of a rank in a mini-batch; by a pipeline's rank in a micro-batch, if each stage has one.
-            budget: most tokens of a micro-batch.
-            mini_batches: into which the samples are divided at random.
+            samples: number of samples of a rank in a mini-batch; in a pipeline, divided by the number of stages.
+            budget: largest number of tokens of a micro-batch.
+            mini_batches: number of random parts into which the samples are divided.
         """
         if self.completions == 1 or self.prompt_tokens < MIN_SHARED:
             return self
         part = 1 / max(1.0, mini_batches)
-        met = self.completions * part / (1 - (1 - part) ** self.completions)  # of a prompt that is in a mini-batch
+        # mean number of samples of a prompt in a mini-batch that has at least one of them
+        in_mini_batch = self.completions * part / (1 - (1 - part) ** self.completions)
         most = (budget - self.prompt_tokens) / self.mean_response
-        together = min(met, samples, most)
+        together = min(in_mini_batch, samples, most)
         return self if together <= 1 else replace(self, together=together)
 
     def of_lengths(self, lengths: Sequence[int]) -> Workload:
@@ -174,7 +173,7 @@ class Workload:
 
     @cached_property
     def mean_length(self) -> float:
-        """Mean number of tokens that are computed for a sample, of its prompt and its response together."""
+        """Mean number of tokens that are computed for a sample, prompt and response together."""
         return self.prompt_tokens / self.together + fmean(self.response_tokens)
 
     @property
@@ -183,13 +182,13 @@ class Workload:
 
     @cached_property
     def tokens(self) -> float:
-        """Number of tokens of all samples that are computed."""
+        """Number of tokens that are computed for all samples."""
         return self.episodes * self.mean_length
 
     @cached_property
     def mean_square(self) -> float:
-        """Mean of the samples' squared lengths, of a prompt that is computed once in one of its samples. The cost of
-        attention is proportional to it."""
+        """Mean of the samples' squared lengths, to which the cost of attention is proportional. A prompt that is
+        computed once counts for one of its samples."""
         again = (1 - 1 / self.together) * self.prompt_tokens**2
         return fmean((self.prompt_tokens + length) ** 2 for length in self.response_tokens) - again
 
@@ -199,7 +198,7 @@ class Workload:
 
     @property
     def lengths_text(self) -> str:
-        """The lengths of the samples in words, beside estimates: `prompts of 16 tokens, responses of 64`."""
+        """The lengths of the samples as text: `prompts of 16 tokens, responses of 64`."""
         longest = self.response_tokens[-1]
         responses = f"{longest:,}"
         if self.response_tokens[0] != longest:
@@ -208,35 +207,31 @@ class Workload:
 
     @property
     def updates(self) -> float:
-        """Number of optimizer steps in an iteration; below 1 where a step trains on the batches of several."""
+        """Number of optimizer steps in an iteration; below 1 if a step trains on the batches of several iterations."""
         return self.epochs * self.mini_batches
 
     def engine_prompt(self, samples: float) -> float:
-        """Tokens of a prompt that a vLLM engine computes and holds for each of its samples, in the mean. It computes a
-        prompt once for all of its samples, but for the last block. An engine gets whole groups of samples of a prompt,
-        or a part of one (`runtime.samples.shares.deal`).
-
-        Args:
-            samples: number of samples of the engine.
-        """
+        """Mean number of prompt tokens that a vLLM engine with `samples` samples computes and caches per sample. It
+        computes a prompt once for all of its samples, except the last block. An engine gets whole prompt groups, or a
+        part of one (`runtime.samples.shares.deal`)."""
         together = samples / math.ceil(samples / self.completions)
         return self.prompt_tokens - (1 - 1 / together) * max(0.0, self.prompt_tokens - HALF_BLOCK)
 
     def most_cached(self, samples: int) -> float:
-        """The most tokens that a vLLM engine holds at a time if it begins all of its samples at once."""
+        """The largest number of tokens in a vLLM engine's cache if it begins all of its samples at once."""
         held, n = self.engine_prompt(samples) + HALF_BLOCK, len(self.response_tokens)
-        return max(samples * (n - at) / n * (held + length) for at, length in enumerate(self.response_tokens))
+        return max(samples * (n - index) / n * (held + length) for index, length in enumerate(self.response_tokens))
 
     def decoding(self, engines: int, slots: int, room: float = math.inf) -> Decoding:
         """The decoding of the vLLM engine with the longest sample.
 
         When a sample ends, waiting samples take its slot and its room. If the cache is full, the sample that was begun
-        last gives its room up. It waits, and its tokens are computed again when there is room.
+        last is preempted: it waits, and its tokens are computed again when there is room.
 
         Args:
-            engines: among which the samples are divided (`engine_lengths`).
+            engines: number of engines, among which the samples are divided (`engine_lengths`).
             slots: largest number of samples in the batch.
-            room: tokens whose keys and values the engine's cache holds.
+            room: capacity of the engine's KV cache, tokens.
         """
         share = math.ceil(self.episodes / engines)
         room = math.inf if room >= self.most_cached(share) else room
@@ -244,23 +239,22 @@ class Workload:
         return _decoding(prompts, self.response_tokens, self.episodes, engines, max(1, min(slots, share)), room)
 
     def engine_lengths(self, engines: int) -> tuple[tuple[int, ...], ...]:
-        """The lengths of the responses that each engine generates, in its order. All lengths are equally frequent in
+        """The response lengths of each engine's samples, in the engine's order. All lengths are equally frequent in
         each engine, and mixed, as in a real batch."""
-        return tuple(_engine_lengths(self.response_tokens, self.episodes, engines, each) for each in range(engines))
+        return tuple(_engine_lengths(self.response_tokens, self.episodes, engines, engine) for engine in range(engines))
 
     def longest_engine_by_batch(self, engines: int, most: int = MAX_SAMPLES) -> tuple[tuple[int, ...], ...]:
-        """The lengths of the responses of the engine with the longest one, in its order; of more than `most` responses
-        so many. For `BATCHES` batches, or fewer large ones, that differ as random batches do. All lengths are equally
-        frequent in all of them together."""
+        """The response lengths of the engine with the longest response, at most `most` of them, in the engine's order.
+        For each of `BATCHES` batches, or fewer if they are large, that differ as random batches do. All lengths are
+        equally frequent in the batches together."""
         return _longest_engine_by_batch(self.response_tokens, self.episodes, engines, most)
 
 
 def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine: int) -> tuple[int, ...]:
-    """The response lengths of an engine's samples. The batch's lengths in ascending order are divided into groups of
-    one for each engine."""
+    """The batch's lengths in ascending order are divided into groups with one length for each engine."""
     whole, rest = divmod(episodes, engines)
     stride = next((s for s in range(max(1, int(whole * 0.618)), whole) if math.gcd(s, whole) == 1), 1)
-    groups = [at * stride % whole for at in range(whole)]
+    groups = [index * stride % whole for index in range(whole)]
     ranks = [group * engines + (engine + group) % engines for group in groups]
     if engine < rest:
         ranks.append(whole * engines + engine)
@@ -269,47 +263,43 @@ def _engine_lengths(lengths: Sequence[int], episodes: int, engines: int, engine:
 
 def _longest_engine(lengths: tuple[int, ...], episodes: int, engines: int, most: int) -> tuple[int, ...]:
     share = math.ceil(episodes / engines)
-    drawn = episodes if share <= most else most * engines
-    whole, rest = divmod(drawn, engines)
+    samples = episodes if share <= most else most * engines
+    whole, rest = divmod(samples, engines)
     longest = rest - 1 if rest else (engines - whole) % engines
-    return _engine_lengths(lengths, drawn, engines, longest)
+    return _engine_lengths(lengths, samples, engines, longest)
 
 
 @lru_cache(64)
 def _longest_engine_by_batch(
     lengths: tuple[int, ...], episodes: int, engines: int, most: int
 ) -> tuple[tuple[int, ...], ...]:
-    drawn = episodes if math.ceil(episodes / engines) <= most else most * engines
-    return tuple(_longest_engine(batch, drawn, engines, most) for batch in _batches(lengths, drawn))
+    samples = episodes if math.ceil(episodes / engines) <= most else most * engines
+    return tuple(_longest_engine(batch, samples, engines, most) for batch in _batches(lengths, samples))
 
 
-def _batches(lengths: Sequence[int], drawn: int) -> Iterator[tuple[int, ...]]:
-    """Batches of so many lengths, each ascending, into which the lengths are dealt at random."""
-    batches = max(1, min(BATCHES, MAX_DEALT // drawn))
-    total = batches * drawn
-    dealt = [lengths[(2 * at + 1) * len(lengths) // (2 * total)] for at in range(total)]
+def _batches(lengths: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    """The lengths dealt at random into batches of `size`, each ascending."""
+    batches = max(1, min(BATCHES, MAX_DEALT // size))
+    total = batches * size
+    dealt = [lengths[(2 * index + 1) * len(lengths) // (2 * total)] for index in range(total)]
     Random(0).shuffle(dealt)
-    return (tuple(sorted(dealt[at * drawn : (at + 1) * drawn])) for at in range(batches))
+    return (tuple(sorted(dealt[index * size : (index + 1) * size])) for index in range(batches))
 
 
 @lru_cache(1024)
 def _decoding(
     prompts: tuple[float, float], lengths: tuple[int, ...], episodes: int, engines: int, slots: int, room: float
 ) -> Decoding:
-    """See `Workload.decoding`.
-
-    Args:
-        prompts: tokens of a prompt that a sample attends to, and that the engine holds for each sample.
-    """
+    """`prompts`: the prompt tokens that a sample attends to, and those that the engine caches per sample."""
     share = math.ceil(episodes / engines)
     engine_lengths = _longest_engine(lengths, episodes, engines, MAX_SAMPLES)
     count = len(engine_lengths)
     weight = share / count
     slots, room = max(1, slots * count // share), room / weight
     prompt, held = prompts[0], prompts[1] + HALF_BLOCK
-    waiting = deque((length, 0) for length in engine_lengths)  # (tokens of the response, tokens that there are)
-    running = dict[int, tuple[int, int]]()  # in the order in which they began: (tokens, step at which they had none)
-    ends = list[tuple[int, int]]()  # heap of (step, number of the sample); some have given their room up
+    waiting = deque((length, 0) for length in engine_lengths)  # (response length, tokens generated so far)
+    running = dict[int, tuple[int, int]]()  # in the order of their start: (response length, step of the first token)
+    ends = list[tuple[int, int]]()  # heap of (step, number of the sample), with entries of preempted samples
     now = number = began_sum = 0
     reread = 0.0
     phases = list[tuple[int, int, float]]()
@@ -353,10 +343,10 @@ def _merged(phases: Sequence[tuple[int, int, float]], most: int = 48) -> tuple[t
         return tuple(phases)
     width = -(-len(phases) // most)
     joined = []
-    for at in range(0, len(phases), width):
-        part = phases[at : at + width]
-        steps = sum(one[0] for one in part)
-        batch = sum(one[0] * one[1] for one in part) / steps
-        cached = sum(one[0] * one[1] * one[2] for one in part) / (steps * batch)
+    for first in range(0, len(phases), width):
+        part = phases[first : first + width]
+        steps = sum(phase[0] for phase in part)
+        batch = sum(phase[0] * phase[1] for phase in part) / steps
+        cached = sum(phase[0] * phase[1] * phase[2] for phase in part) / (steps * batch)
         joined.append((steps, max(1, round(batch)), cached))
     return tuple(joined)

@@ -1,8 +1,8 @@
 """Costs of ZeRO: seconds of a data-parallel group's communication under each stage, and bytes of DeepSpeed's buffers
 (0.19.8) beyond the parameters, gradients and optimizer states that it shards.
 
-What is sent is as Rajbhandari et al. 2020, section 7, say, by the collectives that the engines call. `pricing`
-multiplies the seconds by what `Rates.zero` has measured of this runtime.
+The volume of communication is from Rajbhandari et al. 2020, section 7, by the collectives that the engines call.
+`pricing` multiplies the seconds by the measured factor `Rates.zero`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class DataParallelGroup:
 
     Args:
         dp: number of replicas.
-        overlap: fraction of stage 3's communication that overlaps with arithmetic. That of the others does not.
-        layers: of the model, each of which ZeRO-3 gathers by itself.
+        overlap: fraction of stage 3's communication that overlaps with arithmetic. Other stages do not overlap.
+        layers: number of layers of the model; ZeRO-3 gathers them one by one.
     """
 
     link: Link
@@ -40,18 +40,15 @@ class DataParallelGroup:
 
         Args:
             size: bytes of the parameters.
-            compute: seconds of the arithmetic beside it.
+            compute: seconds of the arithmetic meanwhile.
         """
         gather = self.link.gather(size, self.dp) + (self.layers - 1) * self.link.collective_latency / 2
         return gather - self.overlap * min(gather, compute)
 
     def backward(self, stage: int, size: float, parameters: float, compute: float) -> float:
-        """Seconds of the communication of one micro-batch's forward and backward that do not overlap with them: stage 2
-        sums the gradients of each (`optimizer_step`), and stage 3 gathers parameters too.
-
-        Args:
-            size, parameters, compute: as of `optimizer_step`.
-        """
+        """Seconds of one micro-batch's communication that do not overlap with its forward and backward, with the
+        arguments of `optimizer_step`. Stage 2 sums the gradients of every micro-batch, and stage 3 also gathers
+        parameters."""
         if stage == 3:
             scatter, under = self.link.gather(size, self.dp), self.overlap * compute * 2 / 3
             return 2 * self.gather_parameters(parameters, compute / 3) + scatter - self.overlap * min(scatter, under)
@@ -71,17 +68,17 @@ class DataParallelGroup:
         """Seconds of one optimizer step's communication that do not overlap with the backward.
 
         DeepSpeed (0.19.8) sums the gradients of stages 1 and 2 by all-reduces, under stage 2 for every micro-batch
-        (`use_multi_rank_bucket_allreduce`), without overlap (`overlap_comm`). Replicas and megatron sum theirs after
+        (`use_multi_rank_bucket_allreduce`), without overlap (`overlap_comm`). Replicas and megatron sum gradients after
         the last backward.
 
         Args:
             size: bytes of the gradients that a rank computes.
-            weights: bytes of the parameters that these are of, which stages 1 and 2 gather after the step.
+            weights: bytes of the trained parameters, which stages 1 and 2 gather after the step.
             parameters: bytes of all parameters, which stage 3 gathers.
             micro: number of micro-batches.
-            compute: seconds of the forward and backward of one of them.
-            by_owner: gradients are summed on the rank that steps their parameter (megatron under stage 1), which sends
-                as much as a reduce-scatter.
+            compute: seconds of the forward and backward of one micro-batch.
+            by_owner: whether gradients are summed on the rank that updates their parameter (megatron under stage 1),
+                which sends as many bytes as a reduce-scatter.
         """
         backwards = micro * self.backward(stage, size, parameters, compute)
         if stage == 3:
@@ -98,18 +95,18 @@ def held_bucket(spec: ModelSpec, assignment: Assignment) -> float:
 
 
 def backward_bucket(spec: ModelSpec, assignment: Assignment) -> float:
-    """Bytes of the flat buffer of gradients that stages 1 and 2 have while a backward runs."""
+    """Bytes of the flat buffer of gradients that stages 1 and 2 hold during a backward."""
     return _bucket(spec, assignment) if assignment.strategy.zero_stage in (1, 2) else 0.0
 
 
 def gathered_bytes(spec: ModelSpec, assignment: Assignment) -> float:
-    """The most bytes of parameters that stage 3 has gathered at a time."""
+    """The largest number of bytes of parameters that stage 3 has gathered at a time."""
     return min(LIVE, spec.elements) * spec.bytes_per_element if assignment.strategy.zero_stage == 3 else 0.0
 
 
 def whole_gradient(spec: ModelSpec, assignment: Assignment) -> float:
-    """Bytes of the gradient of the largest parameter, which stage 3 has whole while it sums that: of one that is larger
-    than the buffer of gradients, and once more where the ranks cannot divide it evenly."""
+    """Bytes of the unsharded gradient of the largest parameter, which stage 3 holds while it sums this gradient: 0 if
+    the gradient fits into the flat buffer, and twice if it cannot be divided evenly among the ranks."""
     strategy, largest = assignment.strategy, spec.largest_parameter
     if strategy.zero_stage != 3 or strategy.dp == 1 or spec.trained_share < 1 or largest <= REDUCE_BUCKET:
         return 0.0

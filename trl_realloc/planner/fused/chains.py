@@ -1,7 +1,4 @@
-"""`FusedChains`: the micro-batches of fused pipelines as arrays, and schedules built from priorities.
-
-Which priorities are tried is in `schedule_search`.
-"""
+"""`FusedChains`: the micro-batches of fused pipelines as arrays, and schedules built from priorities."""
 
 from __future__ import annotations
 
@@ -16,21 +13,21 @@ from .kernel import Chains, Integers, Limits, construct
 from .pipelines import KINDS, MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
 
 
-BUILD_EFFORT = 100  # tasks that could be placed in the time that a build takes beyond its tasks
-STALE_BUILDS = 4  # builds in turn without a better makespan
+BUILD_EFFORT = 100  # fixed cost of a build, in tasks that could be placed in the same time
+STALE_BUILDS = 4  # number of builds without a better makespan after which building ends
 SAME_TIME = 1e-9  # relative
 
 
 @dataclass(frozen=True, eq=False)
 class BuiltSchedule:
-    """A schedule and what it was built with.
+    """A schedule and the settings with which it was built.
 
     Args:
-        makespan: infinity if the limits on micro-batches in flight left no schedule.
-        starts: the start of each task. Shape `(tasks,)`.
+        makespan: infinity if the limits on micro-batches in flight allow no schedule.
+        starts: start of each task. Shape `(tasks,)`.
         places: numbers that order the tasks of each stage. Shape `(tasks,)`.
-        in_flight: `kernel.Limits.chains`.
-        patience: `kernel.choose`.
+        in_flight: value of `kernel.Limits.chains`.
+        patience: argument of `kernel.choose`.
     """
 
     makespan: float
@@ -45,11 +42,11 @@ class Group:
     """One copy of a model's pipeline.
 
     Args:
-        route: the stages of a forward in order.
-        tasks: the tasks of all micro-batches. Shape `(micro_batches, 2 * len(route))`.
+        route: stages of a forward in order.
+        tasks: tasks of all micro-batches. Shape `(micro_batches, 2 * len(route))`.
         equal: whether the micro-batches have the same times and memory.
-        nominal: the start of each task in the model's own 1F1B. Same shape.
-        span: the time of this 1F1B.
+        nominal: start of each task in the model's 1F1B alone. Same shape.
+        span: time of this 1F1B.
     """
 
     route: range
@@ -60,7 +57,7 @@ class Group:
 
 
 class FusedChains:
-    """The chains of fused pipelines, from both ends of time."""
+    """The chains of fused pipelines, and schedules built from both ends of time."""
 
     def __init__(self, pipelines: FusedPipelines) -> None:
         self.stages = pipelines.stages
@@ -97,12 +94,12 @@ class FusedChains:
 
     @property
     def build_effort(self) -> float:
-        """Effort of one build, in tasks: those that it places, and `BUILD_EFFORT` for the rest of its work."""
+        """Effort of one build, in tasks."""
         return self.tasks + BUILD_EFFORT
 
     @property
     def nominal(self) -> Array:
-        """The start of each task in its model's own 1F1B."""
+        """The start of each task in its model's 1F1B alone."""
         return np.concatenate([group.nominal.ravel() for group in self.groups])
 
     def least_memory(self) -> Array:
@@ -117,14 +114,14 @@ class FusedChains:
         """A schedule from the beginning or, `backward`, from the end of time.
 
         Args:
-            priorities: the lowest is run first; `backward`, the lowest is run last.
-            memory: limit of each stage.
+            priorities: the task with the lowest number runs first or, `backward`, last.
+            memory: memory limit of each stage.
         """
         limits = Limits(memory, bool((self._total > memory).any()), in_flight)
         starts, places = np.empty(self.tasks), np.empty(self.tasks, np.int64)
         chains = self._mirrored if backward else self.chains
-        given = priorities[self._mirror] if backward else priorities
-        makespan = construct(chains, limits, given, patience, starts, places)
+        ordered = priorities[self._mirror] if backward else priorities
+        makespan = construct(chains, limits, ordered, patience, starts, places)
         if backward:
             starts, places = (makespan - starts - chains.seconds)[self._mirror], -places[self._mirror]
         return BuiltSchedule(makespan, starts, places, in_flight, patience)
@@ -132,8 +129,8 @@ class FusedChains:
     def build_in_turn(
         self, priorities: Array, memory: Array, in_flight: Integers, patience: float
     ) -> tuple[BuiltSchedule, int]:
-        """Build from both ends of time in turn while the makespan falls, each with the last times as its priorities.
-        Returns the best schedule and the number of builds."""
+        """Build alternately from both ends of time while the makespan falls, each time with the last times as
+        priorities. Returns the best schedule and the number of builds."""
         best = self.build(priorities, memory, in_flight, patience, False)
         built, builds, stale = best, 1, 0
         while stale < STALE_BUILDS and built.makespan < np.inf:
@@ -149,7 +146,7 @@ class FusedChains:
         return built.starts + self.chains.seconds
 
     def peak(self, built: BuiltSchedule) -> float:
-        """The most memory on any stage."""
+        """The largest memory of a stage."""
         held = np.where(self._takes, self.chains.memory, -self.chains.memory)
         return max(float(np.cumsum(held[order]).max()) for order in self._orders(built))
 

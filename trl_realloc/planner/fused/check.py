@@ -1,4 +1,4 @@
-"""Simulates and checks a fused schedule, and computes what it is compared with: lower bound, 1F1B's time and memory.
+"""Simulates and checks a fused schedule, and computes its baselines: the lower bound, and the time and memory of 1F1B.
 
 The search for a schedule is in `schedule_search`.
 """
@@ -16,8 +16,8 @@ from ...plan import batching
 from .pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Task
 
 
-MAX_MEMORY = 1.25  # of the activations when one model trains after the other
-MAX_NAMED = 4  # tasks that a message names
+MAX_MEMORY = 1.25  # largest activation memory, relative to training one model after the other
+MAX_NAMED = 4  # largest number of tasks in a message
 ROUNDING = 1e-9  # relative
 
 
@@ -41,7 +41,7 @@ class SimulatedSchedule:
 
 
 def check(pipelines: FusedPipelines, schedule: FusedSchedule) -> SimulatedSchedule:
-    """Simulate a schedule that was read or changed.
+    """Simulates a schedule.
 
     Raises:
         PlanError: a task is missing, unknown, twice or on a wrong stage; tasks wait for each other in a circle; or a
@@ -61,10 +61,10 @@ def check(pipelines: FusedPipelines, schedule: FusedSchedule) -> SimulatedSchedu
 
 def _check_tasks(pipelines: FusedPipelines, stage: int, tasks: tuple[Task, ...]) -> None:
     expected = Counter(_tasks_of_stage(pipelines, stage))
-    found = Counter(tasks)
+    actual = Counter(tasks)
     for difference, problem in (
-        (found - expected, "has, once too often or on a wrong stage,"),
-        (expected - found, "lacks"),
+        (actual - expected, "has, once too often or on a wrong stage,"),
+        (expected - actual, "lacks"),
     ):
         if difference:
             names = ", ".join(str(task) for task in sorted(difference)[:MAX_NAMED])
@@ -81,8 +81,8 @@ def _tasks_of_stage(pipelines: FusedPipelines, stage: int) -> list[Task]:
 
 
 def start_times(pipelines: FusedPipelines, schedule: FusedSchedule) -> tuple[tuple[tuple[float, ...], ...], float]:
-    """The start of every task, by stage and position in the stage's list, and the makespan. Micro-batches may be left
-    out of the schedule. Raises `PlanError` if tasks wait for each other."""
+    """The start of every task, by stage and position in the stage's list, and the makespan. The schedule may lack
+    micro-batches. Raises `PlanError` if tasks wait for each other."""
     starts: list[list[float]] = [[] for _ in schedule.stages]
     free = [0.0] * len(schedule.stages)
     ends: dict[tuple[Task, int], float] = {}
@@ -126,19 +126,19 @@ def _predecessor(pipelines: FusedPipelines, task: Task, stage: int) -> tuple[Tas
 def _memory_peak(pipelines: FusedPipelines, stage: int, tasks: tuple[Task, ...]) -> float:
     held = peak = 0.0
     for task in tasks:
-        own = pipelines.own_stage(task.model, stage)[1]
-        memory = float(pipelines.pipeline(task.model).memory[task.copy, task.micro_batch, own])
+        position = pipelines.own_stage(task.model, stage)[1]
+        memory = float(pipelines.pipeline(task.model).memory[task.copy, task.micro_batch, position])
         held += memory if task.kind == "forward" else -memory
         peak = max(peak, held)
     return peak
 
 
 def lower_bound(pipelines: FusedPipelines) -> float:
-    """A time below which no schedule ends.
+    """A lower bound of the makespan of all schedules.
 
-    For each stage and for A's tasks on it, B's and both: the earliest arrival of a first forward, the tasks' work, and
-    the shortest time from the end of a last backward to the end of its micro-batch. With equal times this includes each
-    model's own 1F1B, (micro_batches + stages - 1) * (forward + backward), and of course the work of a stage.
+    For each stage, for A's tasks, B's tasks and all tasks on it: the earliest arrival of a first forward, plus the work
+    of these tasks, plus the shortest time from the end of a last backward to the end of its micro-batch. With equal
+    times this includes each model's 1F1B alone, (micro_batches + stages - 1) * (forward + backward).
     """
     chains = [
         float((pipelines.pipeline(model).forward + pipelines.pipeline(model).backward).sum(axis=2).max())
@@ -153,14 +153,14 @@ def lower_bound(pipelines: FusedPipelines) -> float:
 
 
 def memory_bound(pipelines: FusedPipelines, memory: Array) -> float:
-    """A time below which no schedule ends that keeps a memory limit; `lower_bound` or more.
+    """A lower bound of the makespan of schedules within a memory limit; `lower_bound` or more.
 
-    Before the first backward can begin on a stage, the stage runs only forwards, and of these only as many as the
-    memory has room for: it is idle for the rest of this time. Just so after the last forward can have ended. Where the
-    two times cannot overlap, a stage is idle in both.
+    Before the first backward on a stage, the stage runs only forwards, and only as many as fit in memory: it is idle
+    for the rest of this time. The same holds after its last forward. If these two times cannot overlap, both idle times
+    count.
 
     Args:
-        memory: limit of each stage.
+        memory: memory limit of each stage.
     """
     bound = lower_bound(pipelines)
     for stage in range(pipelines.stages):
@@ -176,32 +176,28 @@ def memory_bound(pipelines: FusedPipelines, memory: Array) -> float:
 
 
 def _edge(pipelines: FusedPipelines, stage: int, memory: float, is_end: bool) -> tuple[float, float, float]:
-    """Times of a stage at the start of a schedule, before its first backward. With `is_end` the times at the end of the
-    schedule, counted back from there: last backwards take the place of first forwards, and last forwards that of first
-    backwards.
-
-    Args:
-        memory: limit of the stage.
+    """Times of a stage at the start of a schedule, before its first backward; with `is_end` at the end of the schedule,
+    counted backwards, where the last backwards correspond to first forwards.
 
     Returns:
-        The earliest start of a first forward, the least time that the stage must be idle before its first backward
-        because its memory has room for no more forwards, and the earliest start of a first backward.
+        The earliest start of a first forward, the least idle time of the stage before its first backward, because its
+        memory has no room for more forwards, and the earliest start of a first backward.
     """
     arrivals, others, counts = [], [], []
     for model in MODELS:
         pipeline = pipelines.pipeline(model)
-        copy, own = pipelines.own_stage(model, stage)
+        copy, position = pipelines.own_stage(model, stage)
         there, back = pipeline.forward[copy], pipeline.backward[copy]
         if is_end:
             there, back = back, there
-        arrivals.append(there[:, :own].sum(axis=1).min())
-        others.append((there.sum(axis=1) + back[:, own + 1 :].sum(axis=1)).min())
-        # so many micro-batches hold no less than this and run no longer than that
-        held, seconds = np.sort(pipeline.memory[copy, :, own]), np.sort(there[:, own])[::-1]
+        arrivals.append(there[:, :position].sum(axis=1).min())
+        others.append((there.sum(axis=1) + back[:, position + 1 :].sum(axis=1)).min())
+        # by number of micro-batches: the least memory that they hold, and the most seconds that they take
+        held, seconds = np.sort(pipeline.memory[copy, :, position]), np.sort(there[:, position])[::-1]
         counts.append((np.concatenate([[0], np.cumsum(held)]), np.concatenate([[0], np.cumsum(seconds)])))
     (held_a, seconds_a), (held_b, seconds_b) = counts
     room = memory * (1 + ROUNDING) - held_a
-    most = np.searchsorted(held_b, room, side="right") - 1  # micro-batches of B beside each number of A's
+    most = np.searchsorted(held_b, room, side="right") - 1  # most micro-batches of B, by number of A's micro-batches
     work = float((seconds_a + seconds_b[most])[room >= 0].max())
     first, other = float(min(arrivals)), float(min(others))
     return first, max(other - first - work, 0.0), other
@@ -211,8 +207,8 @@ class UniformPipeline(NamedTuple):
     """A model's pipeline whose stages and micro-batches are all alike.
 
     Args:
-        micro_batches: of one copy.
-        forward, backward, memory: of one micro-batch on one stage, as of `Pipeline`.
+        micro_batches: number of micro-batches of one copy.
+        forward, backward, memory: values of `Pipeline` for one micro-batch on one stage.
     """
 
     stages: int
@@ -223,7 +219,7 @@ class UniformPipeline(NamedTuple):
 
 
 def uniform_bound(a: UniformPipeline, b: UniformPipeline) -> float:
-    """`lower_bound` of two such pipelines, in microseconds rather than milliseconds."""
+    """`lower_bound` of two uniform pipelines, computed in microseconds instead of milliseconds."""
     alone = max((p.micro_batches + p.stages - 1) * (p.forward + p.backward) for p in (a, b))
     work = sum(p.micro_batches * (p.forward + p.backward) for p in (a, b))
     around = 0.0
@@ -237,18 +233,18 @@ def uniform_bound(a: UniformPipeline, b: UniformPipeline) -> float:
 def _stage_part(pipelines: FusedPipelines, model: str, stage: int) -> tuple[float, float, float]:
     """Earliest arrival, work and shortest rest of a model's micro-batches on a stage."""
     pipeline = pipelines.pipeline(model)
-    copy, own = pipelines.own_stage(model, stage)
+    copy, position = pipelines.own_stage(model, stage)
     forward, backward = pipeline.forward[copy], pipeline.backward[copy]
-    arrival = forward[:, :own].sum(axis=1).min()
-    rest = backward[:, :own].sum(axis=1).min()
-    return float(arrival), float(forward[:, own].sum() + backward[:, own].sum()), float(rest)
+    arrival = forward[:, :position].sum(axis=1).min()
+    rest = backward[:, :position].sum(axis=1).min()
+    return float(arrival), float(forward[:, position].sum() + backward[:, position].sum()), float(rest)
 
 
 def one_f_one_b(pipelines: FusedPipelines, model: str) -> tuple[float, Array]:
-    """1F1B of one model's copies alone: its time, and the start of each task.
+    """1F1B of one model's copies alone.
 
     Returns:
-        the makespan, and starts of shape `(copies, micro_batches, 2 * stages)`: the forwards in the order of the route,
+        The makespan, and starts of shape `(copies, micro_batches, 2 * stages)`: the forwards in the order of the route,
         then the backwards in the order in which they run.
     """
     pipeline = pipelines.pipeline(model)
@@ -256,41 +252,41 @@ def one_f_one_b(pipelines: FusedPipelines, model: str) -> tuple[float, Array]:
     times = np.concatenate([pipeline.forward, pipeline.backward[:, :, ::-1]], axis=2)
     ends = np.full(times.shape, np.nan)
     for copy in range(pipeline.copies):
-        orders = [batching.one_f_one_b(micro_batches, stages, own) for own in range(stages)]
+        orders = [batching.one_f_one_b(micro_batches, stages, stage) for stage in range(stages)]
         done, free = [0] * stages, [0.0] * stages
         while sum(done) < 2 * micro_batches * stages:
-            for own, order in enumerate(orders):
-                while done[own] < len(order):
-                    micro_batch, is_backward = order[done[own]]
-                    position = 2 * stages - 1 - own if is_backward else own
+            for stage, order in enumerate(orders):
+                while done[stage] < len(order):
+                    micro_batch, is_backward = order[done[stage]]
+                    position = 2 * stages - 1 - stage if is_backward else stage
                     before = ends[copy, micro_batch, position - 1] if position else 0.0
                     if np.isnan(before):
                         break
-                    free[own] = max(free[own], before) + times[copy, micro_batch, position]
-                    ends[copy, micro_batch, position] = free[own]
-                    done[own] += 1
+                    free[stage] = max(free[stage], before) + times[copy, micro_batch, position]
+                    ends[copy, micro_batch, position] = free[stage]
+                    done[stage] += 1
     return float(ends.max()), ends - times
 
 
 def serial_time(pipelines: FusedPipelines) -> float:
-    """Time of both models one after the other, each by 1F1B."""
+    """Time of both models one after the other, each with 1F1B."""
     return sum(one_f_one_b(pipelines, model)[0] for model in MODELS)
 
 
 def memory_limit(pipelines: FusedPipelines) -> float:
-    """The activation memory of a stage that a schedule may take: `MAX_MEMORY` times that of both models one after the
-    other, and at least a micro-batch of each."""
+    """The activation memory that a schedule may take on a stage: `MAX_MEMORY` times that of both models one after the
+    other, and at least that of a micro-batch of each."""
     largest = sum(float(pipelines.pipeline(model).memory.max()) for model in MODELS)
     return max(MAX_MEMORY * serial_memory(pipelines), largest)
 
 
 def serial_memory(pipelines: FusedPipelines) -> float:
-    """The most activation memory of any stage when both models train one after the other by 1F1B."""
+    """The largest activation memory of a stage when both models train one after the other with 1F1B."""
     peak = 0.0
     for model in MODELS:
         pipeline = pipelines.pipeline(model)
-        for own in range(pipeline.stages):
-            warm = min(pipeline.micro_batches, pipeline.stages - own)
-            for memory in pipeline.memory[:, :, own]:
+        for position in range(pipeline.stages):
+            warm = min(pipeline.micro_batches, pipeline.stages - position)
+            for memory in pipeline.memory[:, :, position]:
                 peak = max(peak, float(np.convolve(memory, np.ones(warm), "valid").max()))
     return peak

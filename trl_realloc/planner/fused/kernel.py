@@ -1,9 +1,8 @@
 """`construct`: one fused schedule from priorities, compiled by Numba. Some 2,000 tasks take about 2 ms.
 
 A *chain* is a micro-batch: `2 * L` tasks, first over its `L` stages and then back. It takes memory on a stage with the
-first task there and gives it back with the second. Read from its end, a chain has the same form: the last backward
-comes first. Therefore the same code builds schedules from either end of time. Which priorities are tried is in
-`schedule_search`.
+first task there and frees it with the second. Read from its end, a chain has the same form, with the last backward
+first. Therefore the same code builds schedules from either end of time.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Chains(NamedTuple):
     """All chains, task after task. Task `o` of chain `j` is one of `offsets[j]` to `offsets[j + 1]`.
 
     Args:
-        offsets: shape `(chains + 1,)`.
-        groups: the pipeline copy of each chain. Shape `(chains,)`.
-        stages: the stage of each task. Shape `(tasks,)`.
-        seconds: the time of each task. Shape `(tasks,)`.
-        memory: what the chain holds on the task's stage between its first and its second task there. Shape `(tasks,)`.
+        offsets: index of each chain's first task, and the number of tasks. Shape `(chains + 1,)`.
+        groups: pipeline copy of each chain. Shape `(chains,)`.
+        stages: stage of each task. Shape `(tasks,)`.
+        seconds: time of each task. Shape `(tasks,)`.
+        memory: memory of the chain on the task's stage between its two tasks there. Shape `(tasks,)`.
     """
 
     offsets: Integers
@@ -45,9 +44,9 @@ class Limits(NamedTuple):
     """Memory limits of a schedule.
 
     Args:
-        memory: limit of each stage. Shape `(stages,)`.
+        memory: memory limit of each stage. Shape `(stages,)`.
         scarce: whether all chains together exceed `memory` on some stage.
-        chains: most chains of a group that may hold memory on a stage. Shape `(groups, stages)`.
+        chains: largest number of chains of a group with memory on a stage. Shape `(groups, stages)`.
     """
 
     memory: Array
@@ -56,7 +55,7 @@ class Limits(NamedTuple):
 
 
 def compiled(function: F) -> F:
-    """Compile a function at its first call. The machine code is kept on disk where a folder can be written."""
+    """Compile a function at its first call. The machine code is cached on disk if a folder is writable."""
     try:
         machine_code: F = numba.njit(cache=True)(function)
     except RuntimeError:  # Numba found no folder for its cache
@@ -66,7 +65,7 @@ def compiled(function: F) -> F:
 
 @compiled
 def can_finish(chains: Chains, following: Integers, begun: Integers, left: Array, tolerance: float) -> bool:
-    """True if all chains that hold memory can end, one after the other (the banker's algorithm).
+    """True if all chains that hold memory can end one after the other (the banker's algorithm).
 
     Args:
         following: next task of each chain.
@@ -100,7 +99,8 @@ def can_finish(chains: Chains, following: Integers, begun: Integers, left: Array
 
 @compiled
 def release_order(chains: Chains, priorities: Array) -> tuple[Integers, Integers]:
-    """In each group a chain may begin only after the one before it: the first chains, and each chain's next or -1."""
+    """The order in which the chains of each group begin: the first chain of each group, and each chain's successor or
+    -1."""
     count = len(chains.groups)
     firsts = np.empty(count)
     for j in range(count):
@@ -128,7 +128,7 @@ def lowest_number(
     free: Array,
     priorities: Array,
 ) -> tuple[int, float]:
-    """The task of the lowest priority number, as its chain and its start; chain -1 if none is allowed."""
+    """The task with the lowest priority number, as (chain, start); chain -1 if none is allowed."""
     chosen, start, lowest = -1, 0.0, NEVER
     for j in open_chains:
         o = following[j]
@@ -149,15 +149,16 @@ def choose(
     patience: float,
     tolerance: float,
 ) -> tuple[int, float]:
-    """The next task by the rule of Giffler and Thompson, as its chain and its start; chain -1 if none is allowed.
+    """The next task by the rule of Giffler and Thompson, as (chain, start); chain -1 if none is allowed.
 
-    The stage is that of the task which could end first. Of this stage's tasks that could begin before that end, the one
-    of the lowest priority number is chosen.
+    The stage is that of the task which could end first. Among the stage's tasks that could begin before this end, the
+    one with the lowest priority number is chosen.
 
     Args:
-        patience: from 0 (a stage never idles while a task is ready) to 1 (it may wait for any that begins in time) and
-            above. With infinity the task of the lowest number is chosen on whatever stage. Only so can every order be
-            built, which matters where memory is scarce: a forward waits although there is time and memory for it.
+        patience: share of the time until that end for which a stage may wait: 0 (a stage never idles while a task is
+            ready) to 1 (it may wait for any such task) and above. Infinity: the task with the lowest number on any
+            stage. Only this allows every order, which matters if memory is scarce: a forward may wait although there
+            is time and memory for it.
     """
     if patience == NEVER:
         return lowest_number(chains, open_chains, allowed, following, arrival, free, priorities)
@@ -190,13 +191,13 @@ def construct(
     """Build a schedule task by task.
 
     Args:
-        priorities: one finite number for each task. Of the tasks that a stage could run next, the lowest is run.
-        patience: `choose`.
-        starts: filled with the start of each task. Shape `(tasks,)`.
-        places: filled with the order in which the tasks were chosen, hence also the order on each stage.
+        priorities: one finite number for each task. Among the tasks that a stage could run next, the lowest is chosen.
+        patience: argument of `choose`.
+        starts: output, start of each task. Shape `(tasks,)`.
+        places: output, order in which the tasks were chosen, which is also the order on each stage. Shape `(tasks,)`.
 
     Returns:
-        the makespan; infinity if the limits on chains leave no task that may run.
+        The makespan; infinity if the limits allow no task to run.
     """
     count, tasks = len(chains.groups), len(chains.stages)
     tolerance = 1e-9 * max(chains.seconds.max(), 1e-300)

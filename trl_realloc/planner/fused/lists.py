@@ -1,6 +1,6 @@
-"""A fused schedule for a person, planned or measured: the list of each stage as text, and its times as a `Timeline`.
+"""A planned or measured fused schedule for display: the list of each stage as text, and its times as a `Timeline`.
 
-Tables of it are in `show`. Which schedule a run has depends on the times of its stages (`runtime/fused/orders`).
+A run's schedule depends on the times of its stages (`runtime/fused/orders`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .pipelines import KINDS, MODELS, FusedPipelines, FusedSchedule, Task
 Found = tuple[FusedPipelines, FusedSchedule]
 
 EXAMPLE_EFFORT = 200_000  # tasks that the search for an example places
-MAX_TASKS = 48  # of a stage that are shown
+MAX_TASKS = 48  # largest number of tasks of a stage that are shown
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class StageList:
     """Tasks of one pipeline stage, as text.
 
     Args:
-        devices: devices of the stage, like `0` or `0-1`. A planned stage has those of every line, like `0, 2`.
-        holds: the stage of each model that runs here, counted from 1.
+        devices: devices of the stage, like `0` or `0-1`. A planned stage has those of all data-parallel pipelines, like
+            `0, 2`.
+        holds: number of the stage in each model's pipeline, from 1.
         tasks: tasks in order: `A1` is the forward of the first call's first micro-batch, `a1` its backward; `B1` and
-            `b1` are the second call's.
+            `b1` are those of the second call.
         busy: share of the time in which the stage computes.
     """
 
@@ -41,30 +42,30 @@ class StageList:
 
 
 def example(plan: ExecutionPlan) -> Found:
-    """A schedule for a plan that fuses two calls, with as many micro-batches in each pipeline as it has stages, all
-    stages alike and backwards of two forwards."""
+    """An example schedule for a plan that fuses two calls: each pipeline has as many micro-batches as stages, all
+    stages are alike, and a backward takes twice as long as a forward."""
     from .schedule_search import search  # importing numba takes a second
 
     assert plan.fused, "the plan fuses two calls"
-    one, other = (plan[name].strategy.pp for name in plan.fused)
-    pipelines = FusedPipelines.uniform((one, other), (one, other), (1.0, 1.0), (1.0, 1.0))
+    a, b = (plan[name].strategy.pp for name in plan.fused)
+    pipelines = FusedPipelines.uniform((a, b), (a, b), (1.0, 1.0), (1.0, 1.0))
     return pipelines, search(pipelines, effort=EXAMPLE_EFFORT).schedule
 
 
 def stage_lists(plan: ExecutionPlan, found: Found) -> list[StageList]:
-    """One for each stage of a line. All lines of a mesh run the same lists."""
+    """A list for each stage of a pipeline. All data-parallel pipelines of a mesh have the same lists."""
     pipelines, schedule = found
     simulated, lists = check(pipelines, schedule), []
     for stage, tasks in enumerate(schedule.stages):
-        own = tuple(pipelines.own_stage(model, stage)[1] + 1 for model in MODELS)
+        numbers = tuple(pipelines.own_stage(model, stage)[1] + 1 for model in MODELS)
         work = sum(pipelines.seconds(task, stage) for task in tasks)
         busy = work / simulated.makespan if simulated.makespan else 0.0
-        lists.append(StageList(_devices(plan, pipelines, stage), (own[0], own[1]), text_of(tasks), busy))
+        lists.append(StageList(_devices(plan, pipelines, stage), (numbers[0], numbers[1]), text_of(tasks), busy))
     return lists
 
 
 def schedule_timeline(plan: ExecutionPlan, found: Found) -> Timeline:
-    """The tasks of one mini-batch on the devices of the first line."""
+    """The tasks of one mini-batch on the devices of the first data-parallel pipeline."""
     pipelines, schedule = found
     starts, spans = check(pipelines, schedule).starts, []
     calls = dict(zip(MODELS, plan.fused, strict=False))
@@ -72,7 +73,7 @@ def schedule_timeline(plan: ExecutionPlan, found: Found) -> Timeline:
         for task, start in zip(tasks, begun, strict=True):
             end = start + pipelines.seconds(task, stage)
             name = task_name(calls[task.model], task.kind)
-            spans += [Span(name, at, start, end, 0) for at in _ranks(plan, stage)]
+            spans += [Span(name, device, start, end, 0) for device in _ranks(plan, stage)]
     return Timeline(spans)
 
 
@@ -82,21 +83,21 @@ def task_names(plan: ExecutionPlan) -> tuple[str, ...]:
 
 
 def measured_lists(plan: ExecutionPlan, ran: MiniBatchStages) -> list[StageList]:
-    """One for each stage of every line: each line has an order of its own, by its own times. `busy` is of the time from
-    the first task's start to the last one's end on any stage."""
+    """A list for each stage of each data-parallel pipeline, which orders tasks by its measured times. `busy` refers to
+    the time from the first task's start to the last task's end on any stage."""
     home = _home(plan)
-    one, other = (plan[name].strategy.pp for name in plan.fused)
-    shape, whole = FusedPipelines.uniform((one, other), (1, 1), (1, 1), (1, 1)), ran.measured.seconds_per_step
+    a, b = (plan[name].strategy.pp for name in plan.fused)
+    shape, whole = FusedPipelines.uniform((a, b), (1, 1), (1, 1), (1, 1)), ran.measured.seconds_per_step
     of_device: dict[int, list[StageSpan]] = defaultdict(list)
     for span in sorted(ran.spans, key=lambda span: span.start):
         of_device[span.device].append(span)
     lists = []
     for device, spans in sorted(of_device.items()):
         stage = (device - home.mesh.first) // home.strategy.tp % shape.stages
-        own = tuple(shape.own_stage(model, stage)[1] + 1 for model in MODELS)
+        numbers = tuple(shape.own_stage(model, stage)[1] + 1 for model in MODELS)
         tasks = tuple(Task(MODELS[plan.fused.index(s.call)], 0, s.micro_batch, s.kind) for s in spans)
         busy = sum(span.end - span.start for span in spans) / whole if whole else 0.0
-        lists.append(StageList(_range(device, home.strategy.tp), (own[0], own[1]), text_of(tasks), busy))
+        lists.append(StageList(_range(device, home.strategy.tp), (numbers[0], numbers[1]), text_of(tasks), busy))
     return lists
 
 
@@ -107,14 +108,14 @@ def _home(plan: ExecutionPlan) -> Assignment:
 
 
 def _ranks(plan: ExecutionPlan, stage: int) -> range:
-    """The devices of a stage in the first line."""
+    """The devices of a stage in the first data-parallel pipeline."""
     home = _home(plan)
     first, tp = home.mesh.first, home.strategy.tp
     return range(first + stage * tp, first + (stage + 1) * tp)
 
 
 def _devices(plan: ExecutionPlan, pipelines: FusedPipelines, stage: int) -> str:
-    """Devices of a stage in all lines, as text."""
+    """Devices of a stage in all data-parallel pipelines, as text."""
     home = _home(plan)
     tp, texts = home.strategy.tp, []
     for line in range(home.mesh.size // (pipelines.stages * tp)):
@@ -127,7 +128,7 @@ def _range(first: int, tp: int) -> str:
 
 
 def text_of(tasks: tuple[Task, ...]) -> str:
-    """`StageList.tasks`."""
+    """The text of `StageList.tasks`."""
     shown = [
         f"{task.model if task.kind == 'forward' else task.model.lower()}{task.micro_batch + 1}"
         for task in tasks[:MAX_TASKS]

@@ -1,8 +1,5 @@
 """`FusedPipelines`: two models' training pipelines on the same stages. `FusedSchedule`: the order of their tasks.
 
-Values only. Simulating, checking and lower bounds are in `check`, the search in
-`schedule_search`.
-
 Model A runs forwards from the first stage to the last, model B from the last to the first. The model with fewer stages
 has several copies, each on a block of neighbouring stages. Every copy runs its own micro-batches: `micro_batches`
 counts those of one copy, not of all copies together. (With 8 and 4 stages, 16 and 8 micro-batches and forwards of 5
@@ -49,8 +46,8 @@ class Pipeline:
     """One model's pipeline and its copies.
 
     Args:
-        forward, backward: seconds (or any unit of time). Shape `(copies, micro_batches, stages)`, where `stages` are
-            the model's own in the order of its forward.
+        forward, backward: seconds (or any unit of time). Shape `(copies, micro_batches, stages)`, with the stages in
+            the order of the model's forward.
         memory: activation memory of a micro-batch on a stage, held from the beginning of its forward to the end of its
             backward. Same shape, any unit.
 
@@ -117,7 +114,7 @@ class FusedPipelines:
     Args:
         a: the model whose forwards run from the first stage to the last.
         b: the model whose forwards run from the last stage of a copy's block to its first.
-        memory_limit: most activation memory on each stage, in the unit of `Pipeline.memory`. *optional*
+        memory_limit: *optional*, largest activation memory on each stage, in the unit of `Pipeline.memory`.
 
     Raises:
         PlanError: the copies do not cover the same stages, no pipeline has all stages, or a micro-batch alone exceeds
@@ -141,9 +138,9 @@ class FusedPipelines:
             raise PlanError(f"memory_limit has {len(self.memory_limit)} values for {self.stages} stages.")
         for stage, limit in enumerate(self.memory_limit):
             needed = max(
-                float(self.pipeline(model).memory[copy, :, own].max())
+                float(self.pipeline(model).memory[copy, :, position].max())
                 for model in MODELS
-                for copy, own in [self.own_stage(model, stage)]
+                for copy, position in [self.own_stage(model, stage)]
             )
             if not needed <= limit:
                 raise PlanError(f"One micro-batch needs {needed:g} on stage {stage}, more than its limit of {limit:g}.")
@@ -157,16 +154,13 @@ class FusedPipelines:
         memory: tuple[float, float],
         memory_limit: tuple[float, ...] | None = None,
     ) -> FusedPipelines:
-        """Pipelines with the same times on every stage and for every micro-batch; a backward takes two forwards.
-
-        Args:
-            stages, micro_batches, forward, memory: of A and of B.
-        """
+        """Pipelines with the same times on every stage and for every micro-batch, from values of A and B. A backward
+        takes twice as long as a forward."""
         if min(stages) < 1 or max(stages) % min(stages):
             raise PlanError(f"{stages[0]} and {stages[1]} stages: one number must divide the other.")
         pipelines = [
-            Pipeline.of(own, count, seconds, held, copies=max(stages) // own)
-            for own, count, seconds, held in zip(stages, micro_batches, forward, memory, strict=True)
+            Pipeline.of(length, count, seconds, held, copies=max(stages) // length)
+            for length, count, seconds, held in zip(stages, micro_batches, forward, memory, strict=True)
         ]
         return cls(pipelines[0], pipelines[1], memory_limit)
 
@@ -179,9 +173,9 @@ class FusedPipelines:
 
     def own_stage(self, model: str, stage: int) -> tuple[int, int]:
         """The copy of a model that a stage runs, and the number of the stage in this copy's forward."""
-        own = self.pipeline(model).stages
-        copy, position = divmod(stage, own)
-        return copy, position if model == "A" else own - 1 - position
+        length = self.pipeline(model).stages
+        copy, position = divmod(stage, length)
+        return copy, position if model == "A" else length - 1 - position
 
     def seconds(self, task: Task, stage: int) -> float:
         """Duration of a task on one of its stages, in the unit of `Pipeline.forward`."""
@@ -191,8 +185,8 @@ class FusedPipelines:
 
     def route(self, model: str, copy: int) -> range:
         """The stages that a forward of a copy runs through, in order."""
-        own = self.pipeline(model).stages
-        block = range(copy * own, (copy + 1) * own)
+        length = self.pipeline(model).stages
+        block = range(copy * length, (copy + 1) * length)
         return block if model == "A" else block[::-1]
 
 

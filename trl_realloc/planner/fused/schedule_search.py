@@ -1,11 +1,10 @@
-"""`search`: a fused schedule of least makespan, and of these one of least activation memory.
+"""`search`: a fused schedule of least makespan and, among these, of little activation memory.
 
-Schedules are built from priorities, from the beginning and from the end of time in turn, each with the times of the
-last as its priorities: this closes gaps. The first priorities are the times of each model's own 1F1B, stretched and
-shifted at random, with as many micro-batches in flight on a stage as 1F1B has, or some more. Later priorities are the
-times of one of the best schedules so far, disturbed. A search ends at the lower bound; it is tried within
-`check.MAX_MEMORY` first. Then the memory limit is lowered as long as a schedule of the same makespan is found.
-Building a schedule is in `chains`.
+Schedules are built from priorities, alternately from the beginning and from the end of time, each with the times of the
+last one as its priorities: this closes gaps. The first priorities are the times of each model's 1F1B alone, stretched
+and shifted at random, with as many micro-batches in flight on a stage as in 1F1B, or some more. Later priorities are
+the times of one of the best schedules so far, with noise. The search ends at the lower bound. It first tries to stay
+within `check.MAX_MEMORY`. Then the memory limit is lowered as long as a schedule of the same makespan is found.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from .pipelines import Array, FusedPipelines, FusedSchedule, Pipeline
 
 
 EFFORT = 12_000_000  # tasks placed
-ELITES = 4  # schedules that are disturbed
-FRESH = 0.1  # of the priorities are not from an elite
-STUCK = 200  # priorities in turn without a better elite before all elites are dropped
+ELITES = 4  # number of best schedules to which noise is added
+FRESH = 0.1  # share of priorities that are not from an elite
+STUCK = 200  # number of priorities without a better elite after which all elites are dropped
 PATIENCE = (0.0, 0.3, 0.6, 1.0, 3.0, np.inf)
 UNLIMITED = 1_000_000  # micro-batches
 MORE_IN_FLIGHT = (0, 0, 1, 1, 2, 3, 4, UNLIMITED)  # than 1F1B
-FIRST_EFFORT = 0.5  # share of the effort, with `MAX_MEMORY`
+FIRST_EFFORT = 0.5  # share of the effort within `MAX_MEMORY`
 NEAR, NEAR_EFFORT = 1.003, 1.0  # extra effort if makespan <= 1.003 x bound
-SECOND_EFFORT = 0.7  # share of the effort, with the whole memory
-MEMORY_EFFORT = 0.3  # of the effort, for each lower memory limit; half of it where a limit is given, and kept
-AIM_EFFORT = 0.5  # the same where more than `MAX_MEMORY` is left
-FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # of the memory
+SECOND_EFFORT = 0.7  # share of the effort with the whole memory
+MEMORY_EFFORT = 0.3  # share of the effort for each lower memory limit; half of it if the pipelines have a limit
+AIM_EFFORT = 0.5  # the same if the schedule needs more than `MAX_MEMORY`
+FIRST_STEP, SECOND_STEP, MEMORY_STEP = 0.1, 0.04, 0.01  # steps of the memory limit, relative; the last is the smallest
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class FoundSchedule:
     """The result of a search.
 
     Args:
-        simulated: the schedule's times and memory.
-        bound: `check.lower_bound`.
+        simulated: times and memory of the schedule.
+        bound: result of `check.lower_bound`.
     """
 
     schedule: FusedSchedule
@@ -58,8 +57,8 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> Fo
     """A schedule within the memory limit. The same seed and effort give the same schedule.
 
     Args:
-        effort: tasks that could be placed in the time until the makespan is accepted. Lowering
-            the memory takes some three times as many again at most. A core places about a million per second.
+        effort: number of tasks to place until the makespan is accepted. Lowering the memory then takes up to three
+            times as many. A core places about a million per second.
     """
     run = _Search(pipelines, np.random.default_rng(seed))
     limit = np.array(pipelines.memory_limit or [np.inf] * pipelines.stages)
@@ -73,16 +72,16 @@ def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> Fo
     target = memory_bound(pipelines, limit)
     if run.makespan > target * (1 + ROUNDING):
         run.improve(limit, target, SECOND_EFFORT * effort)
-    is_given = pipelines.memory_limit is not None
-    run.lower_memory(limit, float(low.max()), FIRST_STEP, (MEMORY_EFFORT / 2 if is_given else MEMORY_EFFORT) * effort)
-    if run.peak > aim * (1 + ROUNDING):  # a longer search may find what a short one misses
+    is_limited = pipelines.memory_limit is not None
+    run.lower_memory(limit, float(low.max()), FIRST_STEP, (MEMORY_EFFORT / 2 if is_limited else MEMORY_EFFORT) * effort)
+    if run.peak > aim * (1 + ROUNDING):  # try longer
         run.lower_memory(limit, aim, SECOND_STEP, AIM_EFFORT * effort)
     schedule = run.chains.schedule(run.best)
     return FoundSchedule(schedule, check(pipelines, schedule), run.bound)
 
 
 def compile_search() -> None:
-    """Compile the search if its machine code is not on the disk."""
+    """Compile the search, unless its machine code is on disk."""
     pipeline = Pipeline.of(1, 2, 1.0, 1.0)
     search(FusedPipelines(pipeline, pipeline), effort=1)
 
@@ -109,7 +108,7 @@ class _Search:
         return self._best.makespan if self._best else np.inf
 
     def improve(self, memory: Array, target: float, effort: float) -> bool:
-        """Build schedules within a memory limit until one has the makespan `target`. Returns whether one has."""
+        """Build schedules within a memory limit until one has the makespan `target`. Returns whether one was found."""
         stuck = 0
         while effort > 0:
             priorities, in_flight, patience = self._disturbed() if self._take_elite() else self._fresh()
@@ -126,8 +125,8 @@ class _Search:
         return False
 
     def lower_memory(self, limit: Array, low: float, step: float, effort: float) -> None:
-        """Lower a memory limit below the best schedule's peak by a step, and by half of it where no schedule of the
-        same makespan is found, until the step is small. `effort` is that of a step."""
+        """Lower the memory limit step by step below the best schedule's peak. The step is halved when no schedule of
+        the same makespan is found, until it is small. `effort` is that of one step."""
         while step > MEMORY_STEP and self.peak > low * (1 + ROUNDING):
             memory = np.minimum(limit, max(low, self.peak * (1 - step)))
             self._elites = [replace(self.best, makespan=np.inf)]
@@ -136,7 +135,6 @@ class _Search:
                 step /= 2
 
     def _keep(self, built: BuiltSchedule) -> None:
-        """Update the best schedule and the elites."""
         if built.makespan <= self.makespan * (1 + ROUNDING):
             peak = self.chains.peak(built)
             if built.makespan < self.makespan * (1 - ROUNDING) or peak < self.peak:
@@ -149,7 +147,7 @@ class _Search:
         return bool(self._elites) and self._rng.random() > FRESH
 
     def _fresh(self) -> tuple[Array, Integers, float]:
-        """Priorities from each model's own 1F1B, limits of micro-batches in flight, and patience."""
+        """Priorities from each model's 1F1B alone, limits of micro-batches in flight, and patience."""
         rng = self._rng
         in_flight = np.full((len(self.chains.groups), self.chains.stages), UNLIMITED)
         parts = []
@@ -166,8 +164,8 @@ class _Search:
         return np.concatenate(parts), in_flight, rng.choice(PATIENCE)
 
     def _disturbed(self) -> tuple[Array, Integers, float]:
-        """The same from an elite's times, with noise on all tasks, on a group's stages, in a window of time, on one
-        task or on one micro-batch."""
+        """The results of `_fresh`, but from an elite's times, with noise on all tasks, on a group's stages, in a window
+        of time, on one task or on one micro-batch."""
         rng = self._rng
         elite = self._elites[int(len(self._elites) * rng.random() ** 2)]
         times = elite.starts.copy()
@@ -196,7 +194,7 @@ class _Search:
         return times, in_flight, rng.choice(PATIENCE) if rng.random() < 0.3 else patience
 
     def _in_order(self, priorities: Array) -> Array:
-        """Priorities by which equal micro-batches keep their order."""
+        """Sorts priorities such that equal micro-batches keep their order."""
         for group in self.chains.groups:
             if group.equal:
                 priorities[group.tasks] = np.sort(priorities[group.tasks], axis=0)

@@ -1,7 +1,5 @@
-"""`Activities`: work that goes on at the same time, and the order in which it ends. Activities on devices that share
+"""`Activities`: concurrent work in virtual time, and the order in which it ends. Activities on devices that share
 processors slow each other down.
-
-What devices begin next is in `device_queues`, what generation engines do in `stream_engine`.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ def devices_by_node(devices: Iterable[int], devices_per_node: int | None) -> Cou
 
 
 class Activities:
-    """Work in progress, each with the event of its end.
+    """Work in progress, with a callback for the end of each activity.
 
     Args:
-        sharing: how devices that compute at the same time slow each other down, on each node as the devices there do
-            together. An activity on several nodes is as slow as on the slowest of them.
+        sharing: slowdown by the number of devices of a node that compute at the same time; `None`: no slowdown. An
+            activity on several nodes is as slow as on the slowest of them.
     """
 
     def __init__(self, sharing: Sharing | None = None) -> None:
         self.now = 0.0
         self._sharing = sharing
         self._slowdown = cache(sharing.slowdown) if sharing is not None else None
-        self._ends: list[tuple[float, int]] = []  # where nothing is shared
+        self._ends: list[tuple[float, int]] = []  # heap of (end, number); used if there is no slowdown
         self._running: dict[int, tuple[float, Mapping[int, int], Event]] = {}  # number -> (seconds left, devices, end)
         self._begun: dict[int, tuple[float, float]] = {}  # number -> (start, seconds)
         self._number = 0
@@ -43,15 +41,12 @@ class Activities:
         return bool(self._running)
 
     def start(self, seconds: float, devices: Mapping[int, int], end: Event) -> int:
-        """Begin an activity now.
+        """Begin an activity now and return its number.
 
         Args:
-            seconds: that it takes while no other activity runs.
-            devices: how many devices of each node it keeps busy; empty for one that slows nothing down.
-            end: called when it ends by itself.
-
-        Returns:
-            Its number.
+            seconds: seconds that it takes while no other activity runs.
+            devices: number of devices that it keeps busy on each node; empty if it slows nothing down.
+            end: callback when the activity ends without `stop`.
         """
         number, self._number = self._number, self._number + 1
         self._running[number] = (seconds, devices, end)
@@ -70,7 +65,7 @@ class Activities:
         return min(1.0, max(0.0, done))
 
     def next(self) -> None:
-        """Let time pass until the next activity ends. Of those that end at the same time, the first that began."""
+        """Let time pass until the next activity ends. If several end at the same time, the one that began first."""
         number = self._next_undisturbed() if self._slowdown is None else self._next_shared()
         self._begun.pop(number)
         _, _, event = self._running.pop(number)
@@ -98,7 +93,7 @@ class Activities:
         return first
 
     def _speed(self, devices: Mapping[int, int], busy: Mapping[int, int]) -> float:
-        """Relative to that of the activity running alone."""
+        """Speed relative to that of the activity running alone."""
         if not devices:
             return 1.0
         assert self._slowdown is not None

@@ -1,7 +1,4 @@
-"""`EngineAhead`: an engine that generates batch after batch ahead of the training, and how old its tokens are.
-
-When batches are admitted and parameters change is in `ahead_simulation`.
-"""
+"""`EngineAhead`: an engine that generates batch after batch ahead of the training, and the ages of its tokens."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from .stream_cost import StreamPrices
 from .stream_engine import EngineWork, SimulatedEngine
 
 
-MAX_SAMPLES_AHEAD = 512  # of a batch in an engine; more only repeat the pattern
+MAX_SAMPLES_AHEAD = 512  # largest number of simulated samples of a batch in an engine; more only repeat the pattern
 
 
 @dataclass(frozen=True)
 class EnginePrices(StreamPrices):
-    """The prices of engines that are all alike and do the same at the same time."""
+    """The prices of identical engines that all do the same at the same time."""
 
     def _corrected(self, name: str, parts: Mapping[str, float]) -> float:
-        """Seconds with the slowdown of all engines' devices, which work at the same time."""
+        """Seconds with the slowdown by the devices of all engines, which work at the same time."""
         assignment = self.plan[name]
         cost = self.pricing.shared(CallCost(parts), assignment.mesh.size)
         return cost.seconds * self.pricing.corrections.factor(self._call(name), assignment)
@@ -43,42 +40,41 @@ def engine_prices(
 
 
 class _Repeated(Sequence[int]):
-    """Expands the sample counts of one batch, or of several, to those of all batches."""
+    """Repeats the numbers of one or several batches for all batches."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers
 
     @overload
-    def __getitem__(self, at: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
 
-    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
-        assert isinstance(at, int), "a sample's number"
-        return self._numbers[at % len(self._numbers)]
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        assert isinstance(index, int), "a sample's number"
+        return self._numbers[index % len(self._numbers)]
 
     def __len__(self) -> int:
         return len(self._numbers)
 
 
 class EngineAhead:
-    """Engines of a call that do the same at the same time, of which one is simulated.
+    """Engines of a call that do the same at the same time. One of them is simulated.
 
     Args:
-        units: the parts of the cluster that they are on.
-        devices: how many devices of each node they have.
-        engines: how many there are.
-        batches: the response lengths of the simulated engine's samples in each batch, as many in each; later batches
-            repeat them.
-        generated: called when a batch has ended.
+        units: units (`ahead_simulation._Units`) of their devices.
+        devices: number of their devices on each node.
+        engines: number of engines.
+        batches: response lengths of the simulated engine's samples, as many in each batch; later batches repeat them.
+        generated: callback with a batch that has ended.
 
     Attributes:
-        version: updates that have made their parameters.
-        tokens: by batch, tokens of all engines.
-        ages: by batch, the sum over these tokens of the updates from the policy that drew them to the one that is
-            trained on them.
-        oldest: by batch, the most such updates of a token.
+        version: number of updates of the parameters so far.
+        tokens: tokens of all engines, by batch.
+        ages: sum over these tokens of the number of updates from the policy that sampled the token to the policy that
+            trains on it, by batch.
+        oldest: largest such number of a token, by batch.
     """
 
     def __init__(
@@ -102,8 +98,8 @@ class EngineAhead:
             self._work, (), prices, activities, finished=self._finished, withdrawn=lambda samples: None
         )
         self._left: dict[int, int] = {}  # batch -> samples that have not ended
-        self._ended: dict[int, int] = {}  # batch -> tokens of the samples that have
-        self._counted: dict[int, int] = {}  # batch -> tokens whose age is known
+        self._ended: dict[int, int] = {}  # batch -> tokens of the samples that have ended
+        self._counted: dict[int, int] = {}  # batch -> tokens that are in `tokens` and `ages`
         self.version = 0
         self.tokens: dict[int, int] = {}
         self.ages: dict[int, int] = {}
@@ -117,25 +113,25 @@ class EngineAhead:
         """Begin a batch."""
         self.admitted_at[batch] = self._activities.now
         self._left[batch], self._ended[batch], self._counted[batch] = self._size, 0, 0
-        self._engine.give({batch * self._size + at: 0 for at in range(self._size)})
+        self._engine.give({batch * self._size + index: 0 for index in range(self._size)})
         if not self._size:  # an engine without samples
             self.tokens[batch] = self.ages[batch] = self.oldest[batch] = 0
             self.ended_at[batch] = self._activities.now
             self._activities.start(0.0, {}, partial(self._generated, batch))
 
     def pause(self) -> None:
-        """Its devices do something else."""
+        """Something else uses the devices."""
         self._engine.pause()
 
     def resume(self) -> None:
-        """They have ended that."""
+        """The devices are free again."""
         self._engine.resume()
 
     def update(self, *, recomputes: bool) -> None:
-        """It has the parameters after another update. It is paused, and the last step before the pause may still run.
+        """Use the parameters after the next update. The engine is paused, but its last step may still run.
 
         Args:
-            recomputes: the keys and values of the samples that are being generated, under the new parameters.
+            recomputes: whether the KV cache of unfinished samples is computed again under the new parameters.
         """
         has = dict.fromkeys(self._left, 0)
         for index, tokens in self._engine.running().items():
@@ -158,7 +154,7 @@ class EngineAhead:
                 self._generated(batch)
 
     def _count(self, batch: int, running: int) -> None:
-        """The tokens of a batch since the last update are of this version."""
+        """Count the tokens of a batch since the last update. They are of the current version."""
         total = self._ended[batch] + running
         new, self._counted[batch] = total - self._counted[batch], total
         if new <= 0:

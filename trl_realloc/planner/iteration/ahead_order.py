@@ -1,8 +1,8 @@
 """`AheadOrder`: the order of the calls on the devices that run ahead of the training (`plan.staleness`).
 
-A state machine without clock and communication, like `stream_dispatcher`: rank 0 tells it what ranks report, the
-simulation what it expects. Every rank runs its orders in the order in which they were given, so that calls with
-collectives, and updates of parameters, never wait for each other.
+A state machine without clock and communication, like `stream_dispatcher`. Rank 0 feeds it the reports of the ranks, the
+simulation feeds it simulated events. Every rank runs its orders in sequence, so that calls with collectives and updates
+of parameters cannot deadlock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...plan.staleness import calls_ahead, devices_ahead
 
 @dataclass(frozen=True)
 class RunCall:
-    """Run a call on the samples of an iteration. What it reads has been sent."""
+    """Run a call on the samples of an iteration. Its inputs have been sent."""
 
     iteration: int
     call: str
@@ -25,7 +25,7 @@ class RunCall:
 
 @dataclass(frozen=True)
 class TakeUpdate:
-    """Take the generation's parameters after the training of an iteration. Its trainers are sending them."""
+    """Receive the generation's parameters after the training of an iteration. The training ranks are sending them."""
 
     iteration: int
 
@@ -46,7 +46,7 @@ class _CallState:
 
     Args:
         sources: ranks that publish its outputs.
-        next: first iteration for which it has not been ordered.
+        next: first iteration for which no `RunCall` has been issued.
         done: ranks that have published its outputs, by iteration.
     """
 
@@ -59,12 +59,12 @@ class _CallState:
 
 
 class AheadOrder:
-    """Each method that reports an event returns the orders that follow from it.
+    """Orders the calls ahead of the training. Each method that reports an event returns the resulting orders.
 
     Args:
-        plan: with a staleness.
-        sources: by call, the ranks that publish its outputs.
-        first: the first iteration.
+        plan: plan with a staleness.
+        sources: ranks that publish the outputs of each call.
+        first: index of the first iteration.
     """
 
     def __init__(self, plan: ExecutionPlan, sources: Mapping[str, tuple[int, ...]], first: int) -> None:
@@ -82,7 +82,8 @@ class AheadOrder:
         devices = devices_ahead(graph, plan.assignments)
         on_devices = [name for name in plan.order if devices.issuperset(plan.mesh(name).devices)]
         self._scoring = [name for name in on_devices if name in scoring]
-        self._current = [name for name in on_devices if name not in (generate, *scoring)]  # of the training's iteration
+        # calls on these devices that belong to the iteration that trains
+        self._current = [name for name in on_devices if name not in (generate, *scoring)]
         self.iteration = first - 1
         self._is_open = self._has_updated = False
 
@@ -94,7 +95,7 @@ class AheadOrder:
         return self._orders()
 
     def done(self, iteration: int, call: str, rank: int, *, failed: bool = False) -> list[AheadTask]:
-        """A rank has published its part of a call's outputs, or the call's failure."""
+        """A rank has published its part of a call's outputs, or that the call failed."""
         self._calls[call].done[iteration].add(rank)
         orders: list[AheadTask] = []
         if call == self._train:
@@ -122,23 +123,22 @@ class AheadOrder:
         return orders
 
     def _next(self) -> RunCall | None:
-        """The next call of the iteration that trains, in the plan's order, and otherwise the scoring of the earliest
-        samples."""
+        """The next call of the iteration that trains, in the plan's order, or else the scoring of the oldest batch."""
         for name in self._current:
             if self._calls[name].next == self.iteration:
                 if self._can_run(self.iteration, name):
                     return RunCall(self.iteration, name)
-                break  # ranks that train send the parameters of these calls one after the other
+                break  # training ranks send the parameters of these calls one after the other
         ready = [
-            (self._calls[name].next, at)
-            for at, name in enumerate(self._scoring)
+            (self._calls[name].next, index)
+            for index, name in enumerate(self._scoring)
             if self._calls[name].next <= self.iteration + self._versions + 1
             and self._can_run(self._calls[name].next, name)
         ]
         if not ready:
             return None
-        iteration, at = min(ready)
-        return RunCall(iteration, self._scoring[at])
+        iteration, index = min(ready)
+        return RunCall(iteration, self._scoring[index])
 
     def _can_run(self, iteration: int, name: str) -> bool:
         return all(self._calls[producer].is_done(iteration) for producer in self._producers[name])

@@ -1,14 +1,14 @@
-"""Simulates iterations with a staleness: engines that generate batch after batch, scoring ahead, training, updates of
-the engines' parameters, and what is handed over between two iterations, in virtual time.
+"""Simulates iterations with a staleness in virtual time: engines that generate batch after batch, scoring ahead,
+training, updates of the engines' parameters, and the exchange of samples and results between two iterations.
 
-The order of the calls ahead is that of the run (`ahead_order`). The engines are in `ahead_engine`, what a device runs
-next in `device_queues`, where all devices that run the same calls are one. Engines whose devices run the same calls do
-the same at the same time, so one of them is simulated: of each batch, that with the longest sample. Batches differ as
-random ones do, because one with a long sample delays the training of later ones, whose tokens grow older meanwhile.
+The order of the calls ahead is that of the run (`ahead_order`). Devices that run the same calls are simulated as one.
+Of engines on such devices, which do the same at the same time, the one with the longest sample of each batch is
+simulated. Batches differ as random ones do: a batch with a long sample delays the training of later batches, whose
+tokens grow older meanwhile.
 
-While an engine's devices take parameters, it stands still. While they score, it stands still on a device of its own: a
-GPU that two processes use does the work of both in the same time. On devices that share processors, as CPU ranks do, it
-is one more process that decodes on, and slows training too.
+An engine is paused while its devices receive parameters. It is also paused while they score: two processes on one GPU
+take as long as one after the other. On devices that share processors (CPU ranks) it decodes on as a further process,
+and slows scoring and training down.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from .stream import replicas_of
 
 
 SHOWN = 4  # iterations of a timeline
-BETWEEN = 3  # times that samples or results are handed over from the end of an iteration to the first call of the next
+BETWEEN = 3  # exchanges of samples or results from the end of an iteration to the first call of the next
 
 
 @dataclass(frozen=True)
 class AheadIterations:
-    """Iterations of a plan with a staleness, after the first ones.
+    """Iterations of a plan with a staleness in the steady state.
 
     Args:
-        seconds: from the end of an iteration to that of the next.
-        mean_age: updates from the policy that drew a token to the one that is trained on it; mean over the tokens.
-        oldest: the most such updates of a token.
-        spans: of the last `SHOWN` iterations' batches; the first of them is step 0.
-        orders: to the devices ahead, from the first iteration on.
+        seconds: seconds of an iteration.
+        mean_age: number of updates from the policy that sampled a token to the policy that trains on it, mean over all
+            tokens.
+        oldest: the largest such number.
+        spans: spans of the last `SHOWN` iterations' batches; the first of them is step 0.
+        orders: orders to the devices ahead, from the first iteration on.
     """
 
     seconds: float
@@ -67,12 +68,12 @@ def simulate_ahead(
     """Iterations of a plan that has a staleness.
 
     Args:
-        specs: the models that each call runs, by the call's name.
-        costs: of each call on its mesh; of two that the plan fuses under their `joined` name.
+        specs: models that each call runs, by the call's name.
+        costs: cost of each call; two calls that the plan fuses have one entry under their `joined` name.
         moves: seconds of each reallocation, by the call that receives the parameters.
     """
     versions = plan.staleness.versions
-    # each of the batches with different samples as often as the others
+    # a multiple of `BATCHES`, so that each of the different batches counts equally
     warm_up, measured = 4 * versions + 8, BATCHES * math.ceil((2 * versions + 8) / BATCHES)
     simulation = _Simulation(plan, specs, pricing, costs, moves, warm_up + measured)
     simulation.run()
@@ -80,7 +81,7 @@ def simulate_ahead(
 
 
 class _Units:
-    """The devices in parts of which all devices run the same calls, and so do the same at the same time."""
+    """Groups ("units") of devices that run the same calls, and so do the same at the same time."""
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan
@@ -89,15 +90,15 @@ class _Units:
             if calls := plan.calls_on(device):
                 parts.setdefault(calls, []).append(device)
         self.devices = list(parts.values())
-        self.of_call = {name: frozenset(at for at, calls in enumerate(parts) if name in calls) for name in plan.order}
-        self._of_device = {device: at for at, part in enumerate(self.devices) for device in part}
+        self.of_call = {name: frozenset(n for n, calls in enumerate(parts) if name in calls) for name in plan.order}
+        self._of_device = {device: unit for unit, part in enumerate(self.devices) for device in part}
 
     def of(self, devices: Iterable[int]) -> frozenset[int]:
-        """The parts that devices are in."""
+        """The units of these devices."""
         return frozenset(map(self._of_device.__getitem__, devices))
 
     def nodes(self, units: Iterable[int]) -> Mapping[int, int]:
-        """Number of devices of these units on each node, by the node's number."""
+        """Number of devices of these units on each node."""
         devices = (device for unit in units for device in self.devices[unit])
         return devices_by_node(devices, self.plan.cluster.devices_per_node)
 
@@ -129,9 +130,9 @@ class _Simulation:
         self.order = AheadOrder(plan, {name: (plan.mesh(name).first,) for name in plan.order}, 0)
         self.orders: list[AheadTask] = []
         self.queues = DeviceQueues(self.activities, self.units.nodes)
-        self.works: dict[tuple[int, str], Work] = {}  # that devices which train and devices ahead run together
-        self.done = dict.fromkeys(plan.order, 0)  # by call, iterations; each runs its iterations in order
-        self.published: dict[int, int] = {}  # by engine, batches
+        self.works: dict[tuple[int, str], Work] = {}  # (iteration, name) -> work that has not ended
+        self.done = dict.fromkeys(plan.order, 0)  # call -> number of iterations; a call runs iterations in order
+        self.published: dict[int, int] = {}  # engine -> number of batches
         self.generated: dict[int, set[int]] = {}
         self.updates = self.admitted = 0
         self.is_ending = False
@@ -186,7 +187,7 @@ class _Simulation:
         self._advance()
 
     def _publish(self) -> None:
-        """A rank publishes the batches that its engine has ended, in their order, when it runs nothing else."""
+        """A rank publishes its engine's finished batches, in order, when it runs nothing else."""
         for number, engine in enumerate(self.engines):
             if engine.units & self.queues.busy:
                 continue
@@ -207,7 +208,7 @@ class _Simulation:
     # --- calls, reallocations and updates -----------------------------------------------------------------------------
 
     def _begin(self, iteration: int) -> None:
-        """Give the devices that train their calls of an iteration."""
+        """Queue the calls of an iteration on the devices that train."""
         for names in self.plan.runs_of(self.plan.order):
             if names[0] in self.ahead:
                 continue
@@ -234,7 +235,7 @@ class _Simulation:
                     self.is_ending = True
 
     def _works(self, iteration: int, names: Sequence[str]) -> list[Work]:
-        """A call, and before it the reallocation to it, if there is one; or the two calls that the plan fuses."""
+        """A call (or the two calls that the plan fuses), with the reallocation to it, if any, before it."""
         name = names[0]
         home = self.plan.graph.train_call(self.plan.graph.call(name).role)
         units, works = self.units.of_call[name], []
@@ -242,7 +243,7 @@ class _Simulation:
             both = self.units.of_call[home] | units
             works.append(self._work(iteration, f"{home} -> {name}", both, self.moves[name], stops=False))
         graph, run = self.plan.graph, joined(names)
-        producers = (graph.producer(column) for each in names for column in graph.call(each).inputs)
+        producers = (graph.producer(column) for call in names for column in graph.call(call).inputs)
         needs, end = frozenset(filter(None, producers)), partial(self._report_all, names)
         seconds, stops = self.costs[run].seconds, name in self.stopping
         return [*works, self._work(iteration, run, units, seconds, stops=stops, needs=needs, then=end)]
@@ -253,7 +254,7 @@ class _Simulation:
         return self._work(iteration, f"{self.train} -> {self.generate}", units, seconds, stops=True)
 
     def _load(self, iteration: int) -> Work:
-        """The engines take what they have received."""
+        """The engines load the parameters that they have received."""
         seconds, units = self.costs[self.generate].parts.get("load", 0.0), self.units.of_call[self.generate]
         return self._work(iteration, "", units, seconds, stops=True, then=self._updated)
 
@@ -274,13 +275,9 @@ class _Simulation:
         needs: Iterable[str] = (),
         then: Event | None = None,
     ) -> Work:
-        """The same object for the devices that train and for those ahead.
-
-        Args:
-            stops: engines on these units stand still meanwhile.
-            needs: calls of the same iteration whose outputs it reads.
-            then: called when it has ended, before these engines go on.
-        """
+        """The work of this name, which devices that train and devices ahead share. With `stops`, engines on its units
+        are paused meanwhile; `needs` are calls of the iteration whose outputs it reads; `then` is called at its end,
+        before the engines resume."""
         if (iteration, name) not in self.works:
             stopped = [engine for engine in self.engines if stops and engine.units & units]
 
@@ -305,7 +302,7 @@ class _Simulation:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Start what is next on all of its devices, and the next iteration when all devices have ended this one."""
+        """Start the works that can start, and the next iteration if all devices have ended this one."""
         self.queues.advance()
         if self.is_ending and self.queues.is_idle:
             self.is_ending = False
@@ -313,7 +310,7 @@ class _Simulation:
             self.activities.start(self.between, self.units.nodes(units), self._ended)
 
     def _ended(self) -> None:
-        """Rank 0 has the outputs of all calls, and all ranks have its results and their next samples."""
+        """Rank 0 has the outputs of all calls; all ranks have its results and their next samples."""
         self.ends.append(self.activities.now)
         if len(self.ends) < self.iterations:
             self._begin(len(self.ends))
@@ -329,9 +326,9 @@ class _Simulation:
     def result(self, warm_up: int) -> AheadIterations:
         """Mean seconds and token ages after the first `warm_up` iterations, with the last spans and all orders.
 
-        With a staleness of n, n + 1 batches are in progress at a time, so the lengths of iterations can repeat in a
-        cycle. Therefore the mean time of an iteration is measured from the mean end of the last n + 1 warm-up
-        iterations to the mean end of the last n + 1 iterations.
+        With a staleness of n, n + 1 batches are in progress at a time, so iteration times can repeat in a cycle.
+        Therefore the time is measured from the mean end of the last n + 1 warm-up iterations to the mean end of the
+        last n + 1 iterations.
         """
         batches = range(warm_up, self.iterations)
         tokens = sum(engine.tokens[batch] for engine in self.engines for batch in batches)

@@ -1,7 +1,6 @@
-"""`DeviceQueues`: what devices run in virtual time, each in the order in which it was given.
+"""`DeviceQueues`: the work of each device in virtual time, first in, first out.
 
-Plain, streamed and stale iterations are simulated with it: what devices are given, and what follows from its end, is in
-`simulate`, `stream_simulation` and `ahead_simulation`.
+The simulations of plain, streamed and stale iterations use it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ class Work:
     work without devices takes no time.
 
     Args:
-        seconds: that it takes while nothing else runs.
-        needs: what else has to have happened before it begins: works, or what `DeviceQueues.happened` reports.
-        begins, ends: called when it begins and when it has ended; `None` for nothing.
+        seconds: seconds that it takes while nothing else runs.
+        needs: further conditions of its start: other works, or events of `DeviceQueues.happened`.
+        begins, ends: callbacks at its start and its end, or `None`.
 
     Attributes:
-        waits_for: of these what has not happened, the devices that it has not been given to, and the works that the
-            others were given before.
+        waits_for: unmet conditions: entries of `needs`, devices in whose queues it has not been put, and the works
+            before it in the queues of the others.
         start, end: seconds.
     """
 
@@ -44,45 +43,46 @@ class Work:
 
 
 class DeviceQueues:
-    """A work begins when it is the next one of all its devices and what it needs has happened.
+    """A queue for each device. A work begins when it is the first one in the queues of all its devices and the
+    conditions of its start are met.
 
     Args:
-        nodes: number of devices of each node, of some devices.
+        nodes: function from devices to their number on each node.
 
     Attributes:
-        busy: the devices that run something.
+        busy: devices that run something.
     """
 
     def __init__(self, activities: Activities, nodes: Callable[[Iterable[int]], Mapping[int, int]]) -> None:
         self.activities, self.busy = activities, set[int]()
         self._nodes = nodes
-        self._waiting: dict[Work, None] = {}  # in the order in which they were given
-        self._latest: dict[int, Work] = {}  # by device, the last work that it was given and has not ended
+        self._waiting: dict[Work, None] = {}  # in the order in which they were queued
+        self._latest: dict[int, Work] = {}  # device -> its last work, if it has not ended
 
     @property
     def is_idle(self) -> bool:
-        """True if no device runs anything or has been given what it has not run."""
+        """True if no device runs anything and all queues are empty."""
         return not self.busy and not self._waiting
 
     def give(self, work: Work, devices: Iterable[int] | None = None) -> None:
-        """Put a work into the queues of its devices, or at first of some of them."""
-        given = work.devices if devices is None else frozenset(devices)
+        """Put a work into the queues of its devices, or of some of them: the rest follow in a later call."""
+        queued = work.devices if devices is None else frozenset(devices)
         self._waiting[work] = None
-        work.waits_for -= given
-        work.waits_for |= self.latest(given)
-        self._latest |= dict.fromkeys(given, work)
+        work.waits_for -= queued
+        work.waits_for |= self.latest(queued)
+        self._latest |= dict.fromkeys(queued, work)
 
     def latest(self, devices: Iterable[int]) -> set[Work]:
-        """The works that devices were given last, of those that have not ended."""
+        """The last works in the queues of these devices that have not ended."""
         return {self._latest[device] for device in devices if device in self._latest}
 
     def happened(self, what: Hashable) -> None:
-        """No work waits for this any more."""
+        """An event that works may wait for has happened."""
         for work in self._waiting:
             work.waits_for.discard(what)
 
     def advance(self) -> None:
-        """Begin what may begin."""
+        """Begin all works whose conditions are met."""
         for work in [*self._waiting]:
             if not work.waits_for:
                 del self._waiting[work]

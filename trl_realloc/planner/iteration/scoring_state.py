@@ -1,8 +1,8 @@
-"""The state by which `stream_dispatcher` decides: `FreeTeams`, the teams of ranks that could run a forward now, and
-`ReadySamples`, the samples that a scoring call could score now.
+"""The state of `stream_dispatcher`: `FreeTeams`, the teams of ranks that could run a forward now, and `ReadySamples`,
+the samples that a scoring call could score now.
 
-A team runs a forward together (`stream.StreamedScoring`). Each change of a rank takes time proportional to the teams
-that it is in, so that thousands of ranks can be served.
+A team is a group of ranks that run a forward together (`stream.StreamedScoring`). A change of a rank takes time
+proportional to the number of its teams, so that thousands of ranks can be served.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FreeTeams:
     """The teams of a stream's scoring calls.
 
     Args:
-        depth: most forwards that a rank is given at a time.
+        depth: largest number of forwards in a rank's queue.
     """
 
     def __init__(self, stream: Stream, depth: int) -> None:
@@ -43,9 +43,9 @@ class FreeTeams:
         self._unfree = {team: len(ranks) for team, ranks in self.ranks.items()}  # ranks that are not free
         self._absent = dict(self._unfree)  # ranks that have not joined, or whose engine generates
         self._loaded = dict.fromkeys(self.ranks, 0)  # ranks that have a forward
-        # of each call the free teams, by (has it a forward, was its latest forward of another call)
+        # free teams of each call, by (has a forward, latest forward was of another call)
         self._free: list[dict[tuple[bool, bool], set[int]]] = [defaultdict(set) for _ in stream.scorings]
-        self._scoring = Counter[int]()  # by call, the teams of which no rank is absent
+        self._scoring = Counter[int]()  # call -> number of teams without an absent rank
         self._present: set[int] = set()  # ranks that are not absent
 
     def join(self, rank: int) -> None:
@@ -61,7 +61,7 @@ class FreeTeams:
         self._changed(rank, before)
 
     def give(self, team: Team) -> None:
-        """A team has been given a forward."""
+        """A forward has been assigned to a team."""
         for rank in self.ranks[team]:
             before = self._state(rank)
             self._load[rank] += 1
@@ -80,16 +80,16 @@ class FreeTeams:
         return sum(map(len, self._free[call].values()))
 
     def scoring(self, call: int) -> int:
-        """The number of teams of a call whose ranks score: those that are free, and those that will be."""
+        """The number of teams of a call whose ranks all score, whether they are free now or will be."""
         return self._scoring[call]
 
     def best(self, call: int) -> tuple[bool, bool, int, int] | None:
-        """The team of a call that should run its next forward: one that has nothing to do, and that ran the same call
-        before, so that its parameters stay on the device.
+        """The team of a call that should run its next forward: preferably an idle one, and one that ran the same call
+        last, so that its parameters stay on the device.
 
         Returns:
-            (has a forward, ran another call before, call, number of the team); the best of several calls is the
-            smallest of these. `None` if no team is free.
+            (has a forward, ran another call last, call, number of the team), or `None` if no team is free. Of several
+            calls, the smallest tuple is the best.
         """
         for key in ((False, False), (False, True), (True, False), (True, True)):
             if self._free[call][key]:
@@ -124,16 +124,16 @@ class FreeTeams:
 
 
 class ReadySamples:
-    """The samples of one call whose inputs are there. Each method takes time logarithmic in their number, or
+    """The samples of one call whose inputs have arrived. Each method takes time logarithmic in their number, or
     proportional to the samples that it returns.
 
     Args:
-        total: samples of the batch.
-        groups: the samples that are always scored together; empty if any may be.
+        total: number of samples of the batch.
+        groups: fixed groups of samples that are scored together; empty if any samples may be scored together.
 
     Attributes:
-        tokens: of the samples that are ready now.
-        seen, tokens_seen: samples that have been ready until now, and their tokens.
+        tokens: number of tokens of the samples that are ready now.
+        seen, tokens_seen: number of samples that have become ready so far, and of their tokens.
     """
 
     def __init__(self, total: int, groups: Sequence[range] = ()) -> None:
@@ -175,18 +175,18 @@ class ReadySamples:
         self.tokens += tokens
 
     def has(self, tokens: float) -> bool:
-        """True if samples of at least `tokens` tokens in total are ready, or any sample if no more will become ready.
-        With fixed groups, true if a group is complete."""
+        """True if samples with at least `tokens` tokens in total are ready, or if any sample is ready and no more will
+        become so. With fixed groups, true if a group is complete."""
         if self._groups:
             return bool(self._complete)
         return bool(self._ordered) and (self.is_last or self.tokens >= tokens)
 
     def take(self, tokens: float) -> list[tuple[int, int]]:
-        """Remove the samples of a forward of at most so many tokens: the longest ones first, and one at least. Of
-        samples that are always scored together: the first group that is complete, whatever its tokens.
+        """Remove the samples of a forward of at most `tokens` tokens: the longest ones first, and at least one. With
+        fixed groups, the first complete group, whatever its size.
 
         Returns:
-            (index, tokens) of each.
+            (index, tokens) of each sample.
         """
         taken: list[tuple[int, int]] = []
         if self._groups:
@@ -194,11 +194,11 @@ class ReadySamples:
             taken = [(index, tokens) for tokens, index in self._ordered if index in group]
             self._ordered = [item for item in self._ordered if item[1] not in group]
         else:
-            at, room = len(self._ordered), tokens
-            while at:
-                length, index = self._ordered.pop(at - 1)
+            end, room = len(self._ordered), tokens
+            while end:
+                length, index = self._ordered.pop(end - 1)
                 taken.append((index, length))
                 room -= length
-                at = bisect_right(self._ordered, (room, self.total))  # the longest sample that there is room for
+                end = bisect_right(self._ordered, (room, self.total))  # behind the longest sample that fits
         self.tokens -= sum(length for _, length in taken)
         return taken

@@ -1,7 +1,7 @@
 """Simulates the executor: when each device runs which call, from the seconds that each call takes alone.
 
-A device runs its calls in plan order. A call waits for its data, for its parameters and for its devices. The seconds
-are the caller's, measured or estimated. An iteration after the first ones also has a closed form, for the search.
+A device runs its calls in plan order. A call waits for its data, for its parameters and for its devices. Without shared
+processors, an iteration in the steady state has a closed form, which is fast enough for the search.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Overlap(StrEnum):
     """Tasks that may begin before the previous iteration has ended on all devices."""
 
     NONE = "none"
-    GENERATION = "generation"  # those that are `early`, as the executor does
-    ALL = "all"  # as ReaL's executor does
+    GENERATION = "generation"  # only tasks that are `early`; so does this executor
+    ALL = "all"  # all tasks; so does ReaL's executor
 
     @staticmethod
     def of(plan: ExecutionPlan) -> Overlap:
@@ -40,21 +40,21 @@ class Overlap(StrEnum):
 
 Times = tuple[float, float]  # start and end, seconds
 
-# iterations after which what one leaves to the next is the same each time
+# iterations after which all iterations are alike
 STEADY = {Overlap.NONE: 1, Overlap.GENERATION: 3, Overlap.ALL: 4}
 
 
 @dataclass(frozen=True)
 class IterationTask:
-    """A call, two that the plan fuses, or a reallocation: it occupies devices once in each iteration.
+    """A call, two calls that the plan fuses, or a reallocation. It occupies devices once in each iteration.
 
     Args:
         meshes: meshes whose devices are occupied; a reallocation has two.
         after: indices of earlier tasks of the same iteration whose results it needs.
         previous: index of the task of the previous iteration whose result it needs.
-        moves: it is a reallocation.
-        early: it is the first generation, in a vLLM engine, or the reallocation to it. It begins as soon as its devices
-            have ended their tasks of the previous iteration.
+        moves: whether it is a reallocation.
+        early: whether it is the first generation, in a vLLM engine, or the reallocation to it. It begins as soon as its
+            devices have ended their tasks of the previous iteration.
     """
 
     name: str
@@ -67,7 +67,7 @@ class IterationTask:
 
     @property
     def calls(self) -> set[str]:
-        """The calls that it runs; of a reallocation the call that it brings parameters to."""
+        """The calls that it runs; for a reallocation, the call that receives the parameters."""
         return set(parted(self.name.rpartition(" -> ")[2]))
 
     @property
@@ -82,54 +82,54 @@ class GraphTasks:
         fused: two calls that train together.
 
     Attributes:
-        names: of the calls, in their order. Other attributes and methods number the calls by it.
-        runs: the calls of each task that computes: the fused ones together, the others one by one.
-        data: of each call, those whose outputs it reads.
-        home: of each call, the one that trains its role; `None` if none does.
+        names: names of the calls in the graph's order. The indices of calls refer to it.
+        runs: calls of each task that computes: the two fused calls together, the others one by one.
+        data: calls whose outputs each call reads.
+        home: call that trains each call's role; `None` if none does.
     """
 
     def __init__(self, graph: DataflowGraph, fused: Fused = ()) -> None:
-        place = {name: at for at, name in enumerate(graph.order)}
+        indices = {name: index for index, name in enumerate(graph.order)}
         trained = [graph.train_call(graph.call(name).role) for name in graph.order]
         self.names = graph.order
-        self.runs = [tuple(place[name] for name in names) for names in together(fused, self.names)]
+        self.runs = [tuple(indices[name] for name in names) for names in together(fused, self.names)]
         self.data = [
-            tuple(place[edge.producer] for edge in graph.data_edges if edge.consumer == name) for name in self.names
+            tuple(indices[edge.producer] for edge in graph.data_edges if edge.consumer == name) for name in self.names
         ]
-        self.home = [None if name is None else place[name] for name in trained]
-        self.run_names = [joined([self.names[at] for at in run]) for run in self.runs]
+        self.home = [None if name is None else indices[name] for name in trained]
+        self.run_names = [joined([self.names[call] for call in run]) for run in self.runs]
         self._move_names = [f"{home} -> {name}" for name, home in zip(self.names, trained, strict=True)]
 
     def tasks(
         self, meshes: Sequence[DeviceMesh], seconds: Sequence[float], moves: Mapping[int, float], early: str | None
     ) -> list[IterationTask]:
-        """The tasks of an iteration in their order; a reallocation that takes time stands before its call, because the
-        executor moves parameters when it reaches the call, after the call's data have arrived.
+        """The tasks of an iteration in their order. A reallocation that takes time precedes its call: the executor
+        moves parameters when it reaches the call, after the call's data have arrived.
 
         Args:
-            meshes: of each call.
-            seconds: of each run.
+            meshes: mesh of each call.
+            seconds: seconds of each entry of `runs`.
             moves: seconds of each reallocation, by the call that receives the parameters.
-            early: the call whose tasks are early.
+            early: name of the call whose tasks are early.
         """
-        places = [0] * len(self.names)  # of the calls' tasks
-        place = 0
+        task_of = [0] * len(self.names)  # index of each call's task
+        count = 0
         for run in self.runs:
-            place += moves.get(run[0], 0.0) > 0
-            for at in run:
-                places[at] = place
-            place += 1
+            count += moves.get(run[0], 0.0) > 0
+            for call in run:
+                task_of[call] = count
+            count += 1
         tasks: list[IterationTask] = []
         for run, name, lasting in zip(self.runs, self.run_names, seconds, strict=True):
-            at = run[0]
-            after = tuple(places[producer] for member in run for producer in self.data[member])
-            home, is_early = self.home[at], self.names[at] == early
-            previous = None if home is None else places[home]
-            if home is not None and moves.get(at, 0.0) > 0:
-                both, name_of_move = (meshes[home], meshes[at]), self._move_names[at]
-                tasks.append(IterationTask(name_of_move, both, moves[at], after, previous, moves=True, early=is_early))
+            call = run[0]
+            after = tuple(task_of[producer] for member in run for producer in self.data[member])
+            home, is_early = self.home[call], self.names[call] == early
+            previous = None if home is None else task_of[home]
+            if home is not None and moves.get(call, 0.0) > 0:
+                both, move = (meshes[home], meshes[call]), self._move_names[call]
+                tasks.append(IterationTask(move, both, moves[call], after, previous, moves=True, early=is_early))
                 after = (*after, len(tasks) - 1)
-            tasks.append(IterationTask(name, (meshes[at],), lasting, after, previous, early=is_early))
+            tasks.append(IterationTask(name, (meshes[call],), lasting, after, previous, early=is_early))
         return tasks
 
 
@@ -137,17 +137,17 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
     """The tasks of a plan.
 
     Args:
-        seconds: of each call; of two that the plan fuses under their `joined` name.
-        moves: of each reallocation, by the call that receives the parameters.
+        seconds: seconds of each call; two calls that the plan fuses have one entry under their `joined` name.
+        moves: seconds of each reallocation, by the call that receives the parameters.
 
     Raises:
         KeyError: a call of the plan has no seconds.
     """
-    made, moved = GraphTasks(plan.graph, plan.fused), {edge.target for edge in plan.reallocations}
-    return made.tasks(
-        [plan.mesh(name) for name in made.names],
-        [seconds[name] for name in made.run_names],
-        {made.names.index(name): moves[name] for name in moved if name in moves},
+    graph_tasks, moved = GraphTasks(plan.graph, plan.fused), {edge.target for edge in plan.reallocations}
+    return graph_tasks.tasks(
+        [plan.mesh(name) for name in graph_tasks.names],
+        [seconds[name] for name in graph_tasks.run_names],
+        {graph_tasks.names.index(name): moves[name] for name in moved if name in moves},
         early_call(plan.graph, plan.assignments),
     )
 
@@ -155,12 +155,8 @@ def tasks_of(plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[s
 def plan_times(
     plan: ExecutionPlan, seconds: Mapping[str, float], moves: Mapping[str, float], sharing: Sharing | None = None
 ) -> tuple[float, list[tuple[IterationTask, Times]]]:
-    """An iteration of a plan after the first ones: seconds since the end of the one before, and the times of every task
-    relative to that.
-
-    Args:
-        seconds, moves: as `tasks_of`'s.
-        sharing: as `simulated_iterations`'.
+    """An iteration of a plan in the steady state: its seconds from the end of the previous iteration, and the times of
+    every task relative to this end. The arguments are those of `tasks_of` and `simulated_iterations`.
 
     Raises:
         KeyError: a call of the plan has no seconds.
@@ -198,9 +194,9 @@ def simulated_iterations(
     that share a device with it have ended.
 
     Args:
-        overlap: which tasks do not wait for the end of the previous iteration.
-        sharing: how devices that share processors slow each other down; a task's seconds are those that it takes while
-            no other task runs. `None` if each has its own.
+        overlap: tasks that do not wait for the end of the previous iteration.
+        sharing: slowdown of devices that share processors; `None` if they share none. A task's seconds are those that
+            it takes while no other task runs.
         devices_per_node: devices of different nodes share no processors; `None` for one node.
     """
     activities = Activities(sharing)
@@ -209,7 +205,7 @@ def simulated_iterations(
     for _ in range(iterations):
         before, row = rows[-1] if rows else [], list[Work]()
         for task in tasks:
-            needs = [row[at] for at in task.after]
+            needs = [row[index] for index in task.after]
             if overlap is Overlap.NONE or (overlap is Overlap.GENERATION and not task.early):
                 needs += before
             elif before and task.previous is not None:
@@ -224,28 +220,28 @@ def simulated_iterations(
 
 
 def undisturbed_iteration(tasks: Sequence[IterationTask], overlap: Overlap = Overlap.NONE) -> tuple[float, list[Times]]:
-    """`steady_times` where nothing is shared, in closed form, because the search asks for it thousands of times: what a
-    task waits for in the iteration before is known from a pass over the tasks."""
+    """`steady_times` without shared processors, in closed form, because the search needs it thousands of times."""
     shares = [
         [any(a.overlaps(b) for a in task.meshes for b in other.meshes) for other in tasks[:n]]
         for n, task in enumerate(tasks)
     ]
-    waits_for = [[at for at in range(n) if shares[n][at] or at in task.after] for n, task in enumerate(tasks)]
-    before = {  # of a task that may begin before the end of the iteration before: the tasks there that it waits for
-        n: [at for at in range(len(tasks)) if at in (n, task.previous) or shares[max(n, at)][min(n, at)]]
+    waits_for = [[m for m in range(n) if shares[n][m] or m in task.after] for n, task in enumerate(tasks)]
+    # for each task that may begin in the previous iteration: the tasks of that iteration for which it waits
+    before = {
+        n: [m for m in range(len(tasks)) if m in (n, task.previous) or shares[max(n, m)][min(n, m)]]
         for n, task in enumerate(tasks)
         if overlap is Overlap.ALL or (overlap is Overlap.GENERATION and task.early)
     }
     floors, ends, seconds = [0.0] * len(tasks), [0.0] * len(tasks), 0.0
     for _ in range(STEADY[overlap]):
         starts = list(floors)
-        for at, task in enumerate(tasks):
-            starts[at] = max([floors[at], *(ends[other] for other in waits_for[at])])
-            ends[at] = starts[at] + task.seconds
+        for n, task in enumerate(tasks):
+            starts[n] = max([floors[n], *(ends[other] for other in waits_for[n])])
+            ends[n] = starts[n] + task.seconds
         seconds = max(ends)
         changed = [*floors]
-        for at, others in before.items():
-            changed[at] = max(ends[other] for other in others) - seconds
+        for n, others in before.items():
+            changed[n] = max(ends[other] for other in others) - seconds
         if changed == floors:
             break
         floors = changed
@@ -259,7 +255,7 @@ def _gains(tasks: Sequence[IterationTask], times: Sequence[Times]) -> bool:
         return False
     needs = [
         end
-        for at, (task, (_, end)) in enumerate(zip(tasks, times, strict=True))
-        if at == first.previous or any(a.overlaps(b) for a in first.meshes for b in task.meshes)
+        for index, (task, (_, end)) in enumerate(zip(tasks, times, strict=True))
+        if index == first.previous or any(a.overlaps(b) for a in first.meshes for b in task.meshes)
     ]
     return max(needs) < max(end for _, end in times)

@@ -1,6 +1,6 @@
 """`Stream`: the streamed calls of one iteration for `stream_dispatcher`: engines, teams, samples and token budgets.
 
-Pure: derived from a plan and the lengths of the prompts. The runtime and the simulation make the same one.
+It is derived from a plan and the lengths of the prompts alone, so that the runtime and the simulation agree.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class StreamedGeneration:
     """A call that generates.
 
     Args:
-        engines: the ranks of each generation engine.
-        samples: the indices of the samples that each engine begins.
+        engines: ranks of each generation engine.
+        samples: indices of the samples that each engine begins.
     """
 
     name: str
@@ -35,10 +35,10 @@ class StreamedScoring:
     """A call that scores while samples are being generated.
 
     Args:
-        teams: the ranks that run a forward together, by team and by data-parallel replica of the team. A team has one
-            replica, or all replicas of a call that they run in step (`assignment.runs_in_step`).
-        producers: the streamed calls whose outputs it reads.
-        budget: most tokens of one forward of one replica.
+        teams: ranks that run a forward together, by team and by data-parallel replica of the team. A team is one
+            replica, or all replicas if they run in step (`assignment.runs_in_step`).
+        producers: streamed calls whose outputs it reads.
+        budget: largest number of tokens of one forward of one replica.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Stream:
     """The streamed calls of one iteration.
 
     Args:
-        scorings: in the plan's order.
+        scorings: scoring calls in the plan's order.
         prompts: tokens of each sample's prompt, by the sample's index.
-        limit: most tokens of a response.
+        limit: largest number of tokens of a response.
     """
 
     generation: StreamedGeneration
@@ -79,9 +79,9 @@ def stream_of(
     """The streamed calls of an iteration of a plan that has streams.
 
     Args:
-        prompts, limit: as of `Stream`.
-        budgets: most tokens of one forward of each scoring call.
-        dealt: the indices of the samples that each engine begins; `None` for those in turn.
+        prompts, limit: fields of `Stream`.
+        budgets: largest number of tokens of one forward of each scoring call.
+        dealt: indices of the samples that each engine begins; `None`: round robin.
     """
     generate, *scoring_calls = plan.streamed
     engines, scorings = replicas_of(plan, generate), []
@@ -97,8 +97,8 @@ def stream_of(
 
 
 def engine_samples(plan: ExecutionPlan, call: str, samples: int) -> int:
-    """The most samples that an engine of a generate call has at once: its share of `samples`, or with migration its
-    part of those that may be unfinished when they move."""
+    """The largest number of samples that an engine of a generate call has at once: its share of `samples`, or with
+    migration its share of the samples that may move, if that is more."""
     share = -(-samples // plan[call].strategy.dp)
     migration = plan.streams.migration if plan.streams is not None else None
     return share if migration is None else max(share, math.ceil(migration.threshold * samples / migration.engines))

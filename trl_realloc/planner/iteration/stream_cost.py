@@ -1,5 +1,5 @@
-"""`StreamPrices`: seconds of what happens while samples stream: an engine's decode steps and prefills, and a team's
-forwards. `pricing` has the formulas. When each happens is in `stream_simulation`.
+"""`StreamPrices`: seconds of an engine's decode steps and prefills and of a team's forwards, while samples stream. The
+formulas are in `pricing`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .stream import Stream, engine_samples, replicas_of, stream_of
 from .stream_dispatcher import SHARES
 
 
-# Samples that are simulated one by one: of a batch, which takes a second for each simulation; at least so many of each
-# engine, even if a batch then has more; and at most so many of all engines.
+# Limits of the number of simulated samples: the largest of a batch (a simulation then takes a second), the smallest of
+# an engine, which exceeds the first limit if there are many engines, and the largest of all engines together.
 MAX_SAMPLES_OF_BATCH, MIN_OF_ENGINE, MAX_OF_ENGINES = 8192, 64, 32768
 
 
@@ -29,9 +29,9 @@ class StreamPrices:
     """The prices of a plan's streamed calls. Seconds are those while nothing else runs.
 
     Args:
-        specs: the models that each call runs, by the call's name.
-        weight: samples of equal length that one sample stands for: they are generated, scored and moved together.
-            Where a method takes a number of samples or their lengths, these are such samples.
+        specs: models that each call runs, by the call's name.
+        weight: number of samples of equal length that one simulated sample stands for. The methods take numbers and
+            lengths of simulated samples.
     """
 
     plan: ExecutionPlan
@@ -42,8 +42,7 @@ class StreamPrices:
 
     @staticmethod
     def of(plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> StreamPrices:
-        """With at most `MAX_SAMPLES_OF_BATCH` simulated samples, or for many engines at most `MAX_OF_ENGINES`, so
-        that the time of a simulation is bounded."""
+        """The prices with a weight that bounds the number of simulated samples, and so the time of a simulation."""
         episodes, engines = pricing.workload.episodes, len(replicas_of(plan, plan.streamed[0]))
         weight = min(math.ceil(episodes / MAX_SAMPLES_OF_BATCH), episodes // (engines * MIN_OF_ENGINE))
         return StreamPrices(plan, specs, pricing, max(1, weight, math.ceil(episodes / MAX_OF_ENGINES)))
@@ -65,13 +64,13 @@ class StreamPrices:
         return stream_of(plan, prompts, work.response_tokens[-1], budgets)
 
     def lengths(self, generation: str) -> list[int]:
-        """The response length of each sample, by the sample's index, if this call generates it."""
+        """The response length of each sample of this generation call, by the sample's index."""
         engines = self.plan[generation].strategy.dp
-        drawn = replace(self.pricing.workload, episodes=self.episodes).engine_lengths(engines)
-        return [drawn[at % engines][at // engines] for at in range(self.episodes)]
+        by_engine = replace(self.pricing.workload, episodes=self.episodes).engine_lengths(engines)
+        return [by_engine[index % engines][index // engines] for index in range(self.episodes)]
 
     def slots(self, generation: str) -> int:
-        """The most samples that an engine decodes at once, however few tokens they have."""
+        """The largest number of samples that an engine decodes at once, whatever their lengths."""
         share = engine_samples(self.plan, generation, self.pricing.workload.episodes)
         slots = (self.pricing.engine_slots(spec, self.plan[generation], share)[0] for spec in self.specs[generation])
         return max(1, round(min(slots, default=share) / self.weight))
@@ -83,8 +82,8 @@ class StreamPrices:
         return min(rooms, default=math.inf) / self.weight
 
     def shared(self, generation: str) -> float:
-        """Tokens of a prompt that an engine neither computes nor holds for a sample, in the mean, because it has them
-        for another sample of the prompt."""
+        """Mean number of prompt tokens per sample that an engine neither computes nor caches, because it has them from
+        another sample of the prompt."""
         work, assignment = self.pricing.workload, self.plan[generation]
         if assignment.engine != "vllm":
             return 0.0
@@ -105,7 +104,7 @@ class StreamPrices:
         return self._corrected(generation, {"load": seconds}) + self._handover(assignment)
 
     def end(self, generation: str) -> float:
-        """Seconds in which a released engine gives its memory back."""
+        """Seconds in which a released engine frees its memory."""
         return SLEEP / 2 if sleeps(self.plan[generation]) else 0.0
 
     def step(self, generation: str, batch: int, cached: float) -> float:
@@ -113,7 +112,7 @@ class StreamPrices:
 
         Args:
             batch: number of samples.
-            cached: mean number of their cached tokens; rounded to 16, the size of a block of vLLM's cache.
+            cached: mean number of cached tokens of a sample; rounded to 16, the block size of vLLM's cache.
         """
         key = generation, batch, round(cached / 16)
         if key not in self._steps:
@@ -126,25 +125,22 @@ class StreamPrices:
         return self._steps[key]
 
     def prefill(self, generation: str, lengths: Sequence[int], shared: float = 0.0) -> float:
-        """Seconds in which an engine reads samples with so many tokens each.
-
-        Args:
-            shared: tokens of all of them that it does not compute.
-        """
+        """Seconds of an engine's prefill of samples with these lengths, without `shared` of their tokens, which are not
+        computed again."""
         tokens, squared = sum(lengths), sum(length * length for length in lengths)
         if not tokens:
             return 0.0
         assignment, times = self.plan[generation], self.weight * self._call(generation).passes
         computed, length = times * (tokens - shared), squared / tokens
         parts = (self.pricing.prefill(s, assignment, computed, length) for s in self.specs[generation])
-        return sum(self._corrected(generation, each) for each in parts)
+        return sum(self._corrected(generation, spec_parts) for spec_parts in parts)
 
     def score(self, scoring: str, parts: Sequence[Sequence[int]], *, loads: bool) -> float:
         """Seconds of one forward of a team.
 
         Args:
-            parts: the tokens of each sample, by replica of the team.
-            loads: the parameters come back from host memory first, if the plan keeps them there.
+            parts: tokens of each sample, by replica of the team.
+            loads: whether offloaded parameters are loaded from host memory first.
         """
         passes = self._call(scoring).passes
         slowest = max(parts, key=lambda lengths: (sum(lengths), sum(length * length for length in lengths)))
@@ -156,7 +152,7 @@ class StreamPrices:
         )
 
     def load(self, scoring: str) -> float:
-        """Seconds in which the parameters of a call that the plan offloads come back from host memory."""
+        """Seconds in which the parameters of an offloaded call are loaded from host memory."""
         assignment = self.plan[scoring]
         if not assignment.offload:
             return 0.0
@@ -167,7 +163,7 @@ class StreamPrices:
     def _forward(self, scoring: str, tokens: float, squared: float) -> float:
         assignment, pricing = self.plan[scoring], self.pricing
         parts = (pricing.forward_of(spec, assignment, tokens, squared) for spec in self.specs.get(scoring, ()))
-        return sum(self._corrected(scoring, each) for each in parts) if tokens else 0.0
+        return sum(self._corrected(scoring, spec_parts) for spec_parts in parts) if tokens else 0.0
 
     def _functions(self, scoring: str, samples: float) -> float:
         """Seconds of reward functions on `samples` samples. 0 for a call that runs models."""
@@ -177,13 +173,13 @@ class StreamPrices:
         return whole * samples / self.pricing.workload.episodes
 
     def _handover(self, assignment: Assignment) -> float:
-        known = self.pricing.corrections.handover
-        if known is not None:
-            return known
+        measured = self.pricing.corrections.handover
+        if measured is not None:
+            return measured
         return self.pricing.shared(CallCost({"handover": self.pricing.rates.call}), assignment.mesh.size).seconds
 
     def _corrected(self, name: str, parts: Mapping[str, float]) -> float:
-        """Seconds of one replica's work, with the slowdown of its own devices."""
+        """Seconds of one replica's work, with the slowdown of its devices."""
         assignment, call = self.plan[name], self._call(name)
         inner = assignment.strategy.tp * assignment.strategy.pp
         devices = assignment.mesh.size if runs_in_step(call, assignment) else inner

@@ -1,9 +1,9 @@
 """`Dispatcher`: decides which samples are scored where and when while others are being generated, and which unfinished
 samples move to other engines.
 
-A state machine without clock and communication: it is told what has happened and answers with orders. The runtime tells
-it what ranks report, the simulation what it expects, so both make the same decisions. All ranks run their orders in the
-order in which they were given. Two forwards with collectives therefore never wait for each other.
+A state machine without clock and communication: events go in, orders come out. The runtime feeds it the reports of the
+ranks, the simulation feeds it simulated events, so both make the same decisions. All ranks run their orders in the same
+sequence, so that two forwards with collectives cannot deadlock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .scoring_state import FreeTeams, ReadySamples, Team
 from .stream import Stream, StreamedGeneration, StreamedScoring
 
 
-DEPTH = 2  # forwards that a rank is given at a time, so that the next one is there when it ends one
+DEPTH = 2  # forwards in a rank's queue, so that the next one has arrived when one ends
 SHARES = 4  # forwards of each team and call, if all had the same number of tokens and the budget allowed it
 
 
@@ -26,8 +26,8 @@ class Score:
     """Run one forward of a scoring call.
 
     Args:
-        number: of the order, from 0.
-        parts: the samples of each replica of the team, ascending; some may be empty.
+        number: number of the order, from 0.
+        parts: samples of each replica of the team, ascending; some may be empty.
     """
 
     number: int
@@ -63,34 +63,29 @@ Order = Score | Withdraw | Continue | Release
 
 @dataclass
 class _Generating:
-    """The state of the generation."""
-
     stream: StreamedGeneration
-    unfinished: list[set[int]]
-    left: int  # samples of `unfinished`
-    released: list[bool]
-    withdrawing: set[int] = field(default_factory=set)  # engines that have not answered yet
-    destinations: list[int] = field(default_factory=list)  # engines that migrated samples go to
+    unfinished: list[set[int]]  # samples, by engine
+    left: int  # number of samples in `unfinished`
+    released: list[bool]  # by engine
+    withdrawing: set[int] = field(default_factory=set)  # engines that have not answered `Withdraw`
+    destinations: list[int] = field(default_factory=list)  # engines that receive migrated samples
     has_migrated: bool = False
-    unreleased: int = 0  # engines
+    unreleased: int = 0  # number of engines
 
 
 @dataclass
 class _Scoring:
-    """The state of a call that scores."""
-
     stream: StreamedScoring
-    missing: list[int]  # of each sample: producers whose outputs are not there
+    missing: list[int]  # by sample, the number of producers whose outputs are missing
     ready: ReadySamples
 
 
 class Dispatcher:
-    """Each method that reports an event returns the orders that follow from it.
+    """The scheduler of streamed calls. Each method that reports an event returns the resulting orders.
 
     Args:
-        stream: the calls and samples.
-        migration: when unfinished samples move.
-        deterministic: score the same samples together whenever they were finished.
+        migration: rule for moving unfinished samples; `None`: none move.
+        deterministic: whether the groups of samples that are scored together are fixed, whenever they finish.
     """
 
     def __init__(
@@ -110,7 +105,7 @@ class Dispatcher:
             [False] * len(engines.engines),
             unreleased=len(engines.engines),
         )
-        self._engines_of: dict[int, list[int]] = {}  # first rank -> its engines
+        self._engines_of: dict[int, list[int]] = {}  # first rank -> engines
         for engine, ranks in enumerate(engines.engines):
             self._engines_of.setdefault(ranks[0], []).append(engine)
         self._scoring = {
@@ -119,7 +114,7 @@ class Dispatcher:
         }
         self._calls = list(self._scoring)
         self._teams = FreeTeams(stream, DEPTH)
-        self._responses: dict[int, int] = {}  # sample -> tokens
+        self._responses: dict[int, int] = {}  # sample -> tokens of its response
         self._joined: set[int] = set()
         self._open: dict[int, Score] = {}
         self._number = 0
@@ -134,7 +129,7 @@ class Dispatcher:
     # --- events ------------------------------------------------------------------------------------------------------
 
     def join(self, rank: int) -> list[Order]:
-        """A rank has begun its part: its engine runs, and its parameters are there."""
+        """A rank has begun its part: its engine runs, and its parameters have arrived."""
         self._joined.add(rank)
         self._teams.join(rank)
         orders: list[Order] = []
@@ -146,7 +141,7 @@ class Dispatcher:
         """Samples have been generated.
 
         Args:
-            samples: (index, tokens of the response) of each.
+            samples: (index, tokens of the response) of each sample.
         """
         state = self._generating
         for index, tokens in samples:
@@ -157,7 +152,7 @@ class Dispatcher:
         return [*self._migrate(), *self._release(engine), *self._scores()]
 
     def withdraw(self, engine: int, samples: Sequence[int]) -> list[Order]:
-        """An engine has answered `Withdraw` with the samples that it stopped. Its others go on."""
+        """An engine has answered `Withdraw` with the samples that it stopped. It continues its other samples."""
         state = self._generating
         state.withdrawing.remove(engine)
         state.unfinished[engine].difference_update(samples)
@@ -172,7 +167,7 @@ class Dispatcher:
         return [*orders, *self._scores()]
 
     def scored(self, number: int) -> list[Order]:
-        """All ranks of a team have run the forward of this number."""
+        """All ranks of a team have run the forward with this number."""
         order = self._open.pop(number)
         self._teams.end((self._calls.index(order.call), order.team))
         self._produced(order.call, [index for part in order.parts for index in part])
@@ -181,7 +176,7 @@ class Dispatcher:
     # --- decisions ---------------------------------------------------------------------------------------------------
 
     def _produced(self, call: str, samples: Sequence[int]) -> None:
-        """A call has made its outputs for these samples."""
+        """The outputs of a call for these samples have arrived."""
         for state in self._scoring.values():
             if call not in state.stream.producers:
                 continue
@@ -192,7 +187,7 @@ class Dispatcher:
                     state.ready.add(index, self.stream.prompts[index] + response)
 
     def _migrate(self) -> list[Order]:
-        """Withdraw the samples of all but the fullest engines, once, when few samples are unfinished."""
+        """When few samples are unfinished, withdraw those of all but the fullest engines. This happens once."""
         state, migration = self._generating, self.migration
         left = state.left
         if migration is None or state.has_migrated or not left:
@@ -223,12 +218,10 @@ class Dispatcher:
         return [Release(engine)]
 
     def _scores(self) -> Iterator[Score]:
-        """Forwards for the ranks that are free."""
         while (team := self._next_team()) is not None:
             yield self._order(team)
 
     def _next_team(self) -> Team | None:
-        """The team that runs a forward next; `None` if none can."""
         teams = [
             best
             for call, state in enumerate(self._scoring.values())
@@ -238,8 +231,8 @@ class Dispatcher:
         return min(teams)[2:] if teams else None
 
     def _is_short(self, state: _Scoring) -> bool:
-        """True if the ready samples of a call and the expected tokens of those to come are too few for a full forward.
-        An idle team should not wait for the samples to come. False if samples are scored in fixed groups."""
+        """True if the ready samples of a call and those to come have too few tokens for a full forward, so that an idle
+        team should not wait. False if samples are scored in fixed groups."""
         ready = state.ready
         to_come = (ready.total - ready.seen) * ready.tokens_seen / ready.seen
         return not ready.is_grouped and ready.tokens + to_come < self._wanted(state)
@@ -249,8 +242,8 @@ class Dispatcher:
         ready, scoring, call = state.ready, state.stream, self._calls.index(state.stream.name)
         wanted = ready.tokens_seen / ready.seen * ready.total / (SHARES * len(scoring.teams))
         if ready.is_last:
-            # the last samples, for all teams that are free; but the only free one does not get what those that are
-            # busy now can take soon
+            # Divide the last samples among all free teams, but not more to each than if the teams that are busy now
+            # took part too: they will be free soon.
             wanted = min(wanted, ready.tokens / max(1, self._teams.count(call)))
             wanted = max(wanted, ready.tokens / max(1, self._teams.scoring(call)))
         return min(scoring.budget * len(scoring.teams[0]), wanted)
@@ -261,7 +254,7 @@ class Dispatcher:
         positions = balance([tokens for _, tokens in taken], len(state.stream.teams[team[1]]))
         if not state.ready.is_grouped:
             positions = [self._fitting(state, taken, part) for part in positions]
-        parts = tuple(tuple(sorted(taken[at][0] for at in part)) for part in positions)
+        parts = tuple(tuple(sorted(taken[position][0] for position in part)) for part in positions)
         order = Score(self._number, state.stream.name, team[1], parts)
         self._number += 1
         self._open[order.number] = order
@@ -269,10 +262,10 @@ class Dispatcher:
         return order
 
     def _fitting(self, state: _Scoring, taken: Sequence[tuple[int, int]], part: Sequence[int]) -> list[int]:
-        """A replica's part of a forward without its shortest samples, as many as exceed the budget; they wait for the
-        next one. For a few of them all replicas, which run in step, would run a second micro-batch."""
-        longest_first = sorted(part, key=lambda at: (-taken[at][1], taken[at][0]))
-        excess = sum(taken[at][1] for at in part) - state.stream.budget
+        """A replica's part of a forward, reduced to its budget: its shortest samples wait for the next forward.
+        Otherwise all replicas, which run in step, would run a second micro-batch for a few samples."""
+        longest_first = sorted(part, key=lambda position: (-taken[position][1], taken[position][0]))
+        excess = sum(taken[position][1] for position in part) - state.stream.budget
         while excess > 0 and len(longest_first) > 1:
             index, tokens = taken[longest_first.pop()]
             state.ready.put_back(index, tokens)
@@ -281,8 +274,8 @@ class Dispatcher:
 
 
 def _groups(stream: Stream, scoring: StreamedScoring) -> list[range]:
-    """The samples that are scored together in a deterministic plan: neighbours in the batch, as many as fit into one
-    forward of each replica whatever their lengths are, and no more than make `SHARES` forwards for each team."""
+    """Groups of samples that are scored together in a deterministic plan: neighbours in the batch, as many as fit into
+    one forward whatever their lengths, and few enough for `SHARES` forwards per team."""
     n, replicas = len(stream.prompts), len(scoring.teams[0])
     longest = max(stream.prompts, default=0) + stream.limit
     share = -(-n // (SHARES * len(scoring.teams) * replicas))

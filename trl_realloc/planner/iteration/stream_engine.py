@@ -1,7 +1,4 @@
-"""`SimulatedEngine`: one generation engine that decodes samples until they end or are withdrawn.
-
-When it is told what, and what follows from its reports, is in `stream_simulation`.
-"""
+"""`SimulatedEngine`: one generation engine that decodes samples until they end or are withdrawn."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class EngineWork:
         name: name of the generation call.
         devices: number of the engine's devices on each node.
         prompts, lengths: tokens of each sample's prompt and response, by the sample's index.
-        whole_batches: no sample takes the place of another before the whole batch has ended, as in Transformers.
+        whole_batches: whether new samples wait until the whole batch has ended, as in Transformers.
     """
 
     name: str
@@ -35,11 +32,11 @@ class EngineWork:
 
 
 class SimulatedEngine:
-    """An engine of a call.
+    """A generation engine in virtual time.
 
     Args:
-        finished: called with the samples that have ended.
-        withdrawn: called with the samples that were stopped, and for each the number of tokens that it has.
+        finished: callback with the samples that have ended.
+        withdrawn: callback with the samples that were stopped, each with its number of generated tokens.
     """
 
     def __init__(
@@ -55,31 +52,31 @@ class SimulatedEngine:
         self.work, self.prices, self.activities = work, prices, activities
         self._finished, self._withdrawn = finished, withdrawn
         self.decoded = 0  # tokens
-        self._waiting = deque((index, 0) for index in samples)  # (sample, tokens that it has)
+        self._waiting = deque((index, 0) for index in samples)  # (sample, generated tokens)
         self._running: list[tuple[int, int]] = []  # heap of (step at which it ends, sample)
-        self._begun: dict[int, None] = {}  # the running samples in the order in which they got their places
-        self._moved: set[int] = set()  # samples that another engine has begun, whose prompts this one has not
+        self._begun: dict[int, None] = {}  # the running samples in the order in which they were admitted
+        self._moved: set[int] = set()  # samples from another engine, whose prompts are not in this engine's cache
         self._step = 0
         self._offset = 0  # sum over the running samples of their cached tokens at step 0
         self._slots, self._room = prices.slots(work.name), prices.room(work.name)
-        self._shared = prices.shared(work.name)  # of each sample
-        self._segment: tuple[int, int, float] | None = None  # activity, its steps and seconds, of decoding
-        self._kept = 0  # steps of an interrupted segment that count when the last of them has ended
-        self._least: int | None = None  # most tokens of a sample that is withdrawn; `None` if none are
+        self._shared = prices.shared(work.name)  # tokens per sample
+        self._segment: tuple[int, int, float] | None = None  # (activity, steps, seconds) of decoding in progress
+        self._kept = 0  # steps of an interrupted segment, which count when the last of them has ended
+        self._least: int | None = None  # largest number of tokens of a sample to withdraw; `None` without a withdrawal
         self._is_busy = True  # until it has started
-        self._is_closed = False  # to samples, until the batch has ended
+        self._is_closed = False  # True: no sample is admitted until the batch has ended
         self._pauses = 0
-        self._rereads = False  # the running samples, before it decodes on
+        self._rereads = False  # True: prefill the running samples again before decoding goes on
 
     def start(self) -> None:
-        """Begin to generate: its parameters are there."""
+        """Begin to generate. The engine has its parameters."""
         self.activities.start(self.prices.start(self.work.name), self.work.devices, self._go_on)
 
     def give(self, samples: Mapping[int, int]) -> None:
-        """Samples go on here.
+        """Generate further samples.
 
         Args:
-            samples: the number of tokens that each has.
+            samples: number of tokens that each sample already has.
         """
         self._waiting.extend(sorted(samples.items()))
         self._moved |= {index for index, has in samples.items() if has}
@@ -91,7 +88,7 @@ class SimulatedEngine:
         self._interrupt()
 
     def pause(self) -> None:
-        """Something else uses the devices, after the step that runs. Pauses are counted."""
+        """Stop after the current step, because something else uses the devices. Pauses are counted."""
         self._pauses += 1
         if self._is_busy:
             self._interrupt()
@@ -107,24 +104,24 @@ class SimulatedEngine:
         self._rereads = bool(self._running)
 
     def running(self) -> dict[int, int]:
-        """The tokens that each of the running samples has, with that of a step which runs on after an interruption."""
+        """Generated tokens of each running sample, including the token of a step that an interruption lets end."""
         step = self._step + self._kept
         return {index: self.work.lengths[index] - (end - step) for end, index in self._running}
 
     def _interrupt(self) -> None:
-        """End the current decoding after the step that runs."""
+        """End the current decoding after the current step."""
         if not self._is_busy:
             self._go_on()
         elif self._segment is not None:
             number, steps, seconds = self._segment
             done = self.activities.stop(number)
-            kept = min(steps, max(0, math.ceil(done * steps - 1e-9)))
-            rest = max(0.0, kept / steps - done) * seconds
-            self._segment, self._kept = None, kept
-            self.activities.start(rest, self.work.devices, lambda: self._decoded(kept))
+            counted = min(steps, max(0, math.ceil(done * steps - 1e-9)))
+            rest = max(0.0, counted / steps - done) * seconds
+            self._segment, self._kept = None, counted
+            self.activities.start(rest, self.work.devices, lambda: self._decoded(counted))
 
     def _go_on(self) -> None:
-        """Between two steps: answer a withdrawal, read the prompts of samples that get a place, decode."""
+        """Between two steps: answer a withdrawal, prefill admitted samples, decode."""
         self._is_busy = True
         self._answer()
         if self._pauses:
@@ -143,8 +140,8 @@ class SimulatedEngine:
             self._is_busy = False
 
     def _admitted(self) -> list[tuple[int, int]]:
-        """The waiting samples that get a place now, and the number of tokens that each has. There is room for a token
-        more of each sample."""
+        """Waiting samples that are admitted now, with their numbers of tokens. The cache has room for one more token of
+        each sample."""
         admitted: list[tuple[int, int]] = []
         while self._waiting and len(self._running) < self._slots and not self._is_closed:
             index, has = self._waiting[0]
@@ -159,17 +156,14 @@ class SimulatedEngine:
         return admitted
 
     def _free(self, more: int = 0) -> float:
-        """Tokens for which the cache has room after the next step; below 0 if the step does not fit.
-
-        Args:
-            more: tokens of a further sample.
-        """
+        """Tokens for which the cache has room after the next step, with a further sample of `more` tokens; below 0 if
+        the step does not fit."""
         batch = len(self._running) + bool(more)
         cached = self._offset + self._step * len(self._running) + more
         return self._room - cached - batch * (1 + HALF_BLOCK - self._shared)
 
     def _give_up(self) -> None:
-        """Let the sample that got its place last wait, until there is room for it."""
+        """Preempt the sample that was admitted last. It waits until there is room for it."""
         index = next(reversed(self._begun))
         end = next(end for end, other in self._running if other == index)
         self._running.remove((end, index))
@@ -178,7 +172,7 @@ class SimulatedEngine:
         self._remove(end, index)
 
     def _decode(self) -> None:
-        """Decode until the next sample ends, or the cache is full; of whole batches, until the last sample ends."""
+        """Decode until the next sample ends, or until the cache is full; with `whole_batches` until the last ends."""
         while len(self._running) > 1 and self._free() < 0:
             self._give_up()
         last = max(self._running) if self.work.whole_batches else self._running[0]
@@ -198,13 +192,13 @@ class SimulatedEngine:
         while self._running and self._running[0][0] <= self._step:
             ended.append(self._remove(*heapq.heappop(self._running)))
         self._is_closed = self.work.whole_batches and bool(self._running)
-        self._answer()  # a rank waits for the answer before it takes the samples that the step has ended
+        self._answer()  # a rank waits for the answer before it takes the samples that ended in this step
         if ended:
             self._finished(ended)
         self._go_on()
 
     def _answer(self) -> None:
-        """If a withdrawal has come, stop the samples that may move."""
+        """If a withdrawal was ordered, stop the samples that may move."""
         if self._least is None:
             return
         most, self._least = self._least, None
@@ -219,7 +213,7 @@ class SimulatedEngine:
                 going_on.append((end, index))
         heapq.heapify(going_on)
         self._running = going_on
-        self._withdrawn(dict(sorted(stopped.items())))  # as ranks report them; where each goes depends on the order
+        self._withdrawn(dict(sorted(stopped.items())))  # sorted as ranks report them: the destinations depend on it
 
     def _remove(self, end: int, index: int) -> int:
         del self._begun[index]

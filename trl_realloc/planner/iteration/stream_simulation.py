@@ -1,7 +1,7 @@
 """Simulates an iteration whose scoring begins while samples are being generated, sample by sample.
 
-The `Dispatcher` that the runtime has is told the events that are expected and decides what is scored where. The calls
-that do not stream run as in `simulate`. The engines' work is in `stream_engine`, its prices in `stream_cost`.
+The simulated events are reported to the `Dispatcher` of the runtime, which decides what is scored where. The calls that
+do not stream run as in `simulate`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MESSAGE = 1e-3  # seconds of a report to the dispatcher, or of an order to a ran
 
 @dataclass(frozen=True)
 class StreamedIteration:
-    """An iteration after the first ones.
+    """An iteration with streams in the steady state.
 
     Args:
-        seconds: from the end of an iteration's streams to that of the next.
-        streaming: seconds of these in which samples were generated or scored, from the first engine's start.
+        seconds: seconds from the end of an iteration's streams to the end of the next iteration's streams.
+        streaming: the part of `seconds` from the start of the first engine to the end of the streams.
         moved: number of samples that another engine continued.
-        decoded: tokens that all engines decoded.
-        forwards: the forwards of all teams, in the order in which they were given; of simulated samples.
-        spans: of the calls and reallocations; the scoring calls and generation have several on a device.
+        decoded: number of tokens that all engines decoded.
+        forwards: scoring forwards of all teams in the order in which they were assigned, of simulated samples.
+        spans: spans of the calls and reallocations; scoring calls and generation have several on a device.
     """
 
     seconds: float
@@ -51,7 +51,7 @@ def simulate_streams(
     """An iteration of a plan that has streams.
 
     Args:
-        seconds: of each call that does not stream, on its mesh.
+        seconds: seconds of each call that does not stream.
         moves: seconds of each reallocation, by the call that receives the parameters.
 
     Raises:
@@ -63,11 +63,8 @@ def simulate_streams(
 
 
 class _Simulation:
-    """The time from the end of one iteration's streams to that of the next: first the calls that do not stream, then
-    the streams, which begin as soon as the plan lets them.
-
-    In a steady run all such times are alike.
-    """
+    """Simulates from the end of one iteration's streams to the end of the next: first the calls that do not stream,
+    then the streams, which begin as soon as the plan allows. In the steady state all iterations are alike."""
 
     def __init__(self, prices: StreamPrices, seconds: Mapping[str, float], moves: Mapping[str, float]) -> None:
         plan, stream = prices.plan, prices.stream
@@ -81,8 +78,8 @@ class _Simulation:
         self.rest_spans: list[Span] = []
         self.forwards: list[Score] = []
         self.moved = 0
-        self.heard: set[int] = set()  # ranks that have joined, and the dispatcher knows
-        self.held: dict[int, list[Event]] = {}  # rank -> reports of its engine from before it joined
+        self.heard: set[int] = set()  # ranks that have joined, as the dispatcher knows
+        self.held: dict[int, list[Event]] = {}  # rank -> reports of its engine before the rank joined
         self.replicas = {scoring.name: scoring.teams for scoring in stream.scorings}
         self.teams = {  # (call, number of the team) -> its ranks
             (name, number): [rank for replica in team for rank in replica]
@@ -90,11 +87,11 @@ class _Simulation:
             for number, team in enumerate(teams)
         }
         self.queues: dict[int, deque[Score]] = {rank: deque() for rank in stream.ranks}
-        self.occupied: set[int] = set()  # ranks that run a forward, or whose engine gives its memory back
+        self.occupied: set[int] = set()  # ranks that run a forward, or whose engine frees its memory
         self.latest: dict[int, str] = {}  # rank -> call of its latest forward
-        self.has: dict[int, int] = {}  # sample -> tokens, of samples that are moved
+        self.has: dict[int, int] = {}  # sample -> generated tokens, for samples that move
         self.generation = stream.generation
-        self.generated: list[list[GenerationSpans]] = []  # of each engine, by its devices; empty before its start
+        self.generated: list[list[GenerationSpans]] = []  # per engine and device; empty before the start
         self.lengths = prices.lengths(self.generation.name)
         self.engines = [self._engine(number) for number in range(len(self.generation.engines))]
         self._give_works(seconds, moves)
@@ -107,18 +104,18 @@ class _Simulation:
             self.activities.next()
 
     def _give_works(self, seconds: Mapping[str, float], moves: Mapping[str, float]) -> None:
-        """Give the devices the calls that do not stream, and then the reallocations to those that do.
+        """Queues the calls that do not stream, and then the reallocations to the streamed calls.
 
-        A generation that may begin early waits only for the calls on its devices and for the training of its
-        parameters; otherwise for all calls, as the scoring does. A rank joins when it has nothing else to do.
+        An early generation waits only for the calls on its devices and for the training of its parameters. Otherwise it
+        waits for all calls, as scoring does. A rank joins when it has nothing else to do.
         """
         plan, streamed = self.plan, set(self.plan.streamed)
         tasks = tasks_of(plan, {**seconds, **dict.fromkeys(streamed, 0.0)}, moves)
-        rest: dict[int, Work] = {}  # by number of the task
-        for at, task in enumerate(tasks):
+        rest: dict[int, Work] = {}  # task index -> work
+        for index, task in enumerate(tasks):
             if not task.calls & streamed:
                 needs = [rest[other] for other in task.after if other in rest]
-                rest[at] = self._give(task, task.seconds, needs, self.rest_spans)
+                rest[index] = self._give(task, task.seconds, needs, self.rest_spans)
         start = Work("", (), 0.0, begins=self._start_engines)
         for task in tasks:
             if not task.calls & streamed:
@@ -194,7 +191,7 @@ class _Simulation:
         self._report_of(number, lambda: self.dispatcher.withdraw(number, list(samples)))
 
     def _report_of(self, number: int, report: Callable[[], list[Order]]) -> None:
-        """Report an engine's event, if its rank has joined; otherwise once it has."""
+        """Reports an engine's event as soon as its rank has joined."""
         rank = self.generation.engines[number][0]
 
         def tell() -> None:
@@ -245,14 +242,13 @@ class _Simulation:
             self.activities.start(seconds, {}, partial(self._free, ranks))
 
     def _free(self, ranks: Sequence[int]) -> None:
-        """Ranks can run what is next in their queues."""
         self.occupied.difference_update(ranks)
         for rank in ranks:
             if self.queues[rank]:
                 self._score(self.queues[rank][0])
 
     def _score(self, order: Score) -> None:
-        """Run a forward, if it is the next of each of its ranks."""
+        """Runs a forward if it is the next one of all its ranks."""
         team = self.teams[order.call, order.team]
         if any(rank in self.occupied or self.queues[rank][0] is not order for rank in team):
             return
@@ -275,7 +271,7 @@ class _Simulation:
         self._free(team)
 
     def _weighted(self, count: int) -> int:
-        """Number of the batch's samples that `count` simulated samples stand for."""
+        """Number of samples of the batch that `count` simulated samples stand for."""
         return round(self.prices.weight * count)
 
     def result(self) -> StreamedIteration:

@@ -1,4 +1,4 @@
-"""The adapters of a recipe, by TRL's settings of `ModelConfig`, and how large a share of the policy they are."""
+"""The adapters of a recipe, by TRL's settings of `ModelConfig`, and their share of the policy's elements."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ ADAPTER_DEFAULTS: Mapping[str, Any] = {
     "lora_modules_to_save": None,
 }
 ALL = "all-linear"
-# PEFT's targets where a run names none, by the family of the model
+# PEFT's default targets by model family
 _OF_FAMILY = {"gpt_neox": ("query_key_value",)}
 _USUAL = ("q_proj", "v_proj")
 _ENDS = ("lm_head", "embed_tokens", "embed_in", "embed_out")
 
 
 def check_adapters(settings: Mapping[str, Any]) -> None:
-    """Raise `PlanError` for modules that are no names. The rank is a row of `common.settings`."""
+    """Raises `PlanError` if modules are not names. The rank is checked by `common.settings`."""
     for name in ("lora_target_modules", "lora_modules_to_save"):
         value = settings[name]
         texts = value is None or isinstance(value, str)
-        if not texts and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        if not texts and not (isinstance(value, list) and all(isinstance(module, str) for module in value)):
             raise PlanError(f"{name} is a list of names of modules, not {shown(value)}.")
 
 
 def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
     """The share of a policy's elements that a recipe trains: 1 without `use_peft`. LoRA of rank r adds r (m + n)
-    elements to a matrix of m x n; a module to save is trained whole.
-
-    Args:
-        settings: a recipe's; those that are left out are `ADAPTER_DEFAULTS`.
-    """
+    elements to a matrix of m x n; `lora_modules_to_save` are trained in full. Missing settings have their
+    `ADAPTER_DEFAULTS`."""
     settings = {**ADAPTER_DEFAULTS, **settings}
     if not settings["use_peft"]:
         return 1.0
@@ -46,13 +43,13 @@ def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
     saved = _names(settings["lora_modules_to_save"])
     rows_and_columns = sum(sum(p.shape) for p in spec.parameters if _is_target(p, targets, spec))
     adapted = settings["lora_r"] * rows_and_columns
-    kept = sum(parameter.elements for parameter in spec.parameters if _module(parameter) in saved)
-    return float((adapted + kept) / (spec.elements + adapted + kept))
+    copied = sum(parameter.elements for parameter in spec.parameters if _module(parameter) in saved)
+    return float((adapted + copied) / (spec.elements + adapted + copied))
 
 
 def unties(settings: Mapping[str, Any]) -> bool:
-    """True if the adapters of a recipe change the language head or the embedding. An engine of a policy that ties the
-    two then holds both."""
+    """True if the adapters of a recipe change the language head or the embedding. If a policy ties the two, its engine
+    then holds both."""
     settings = {**ADAPTER_DEFAULTS, **settings}
     modules = {*_names(settings["lora_target_modules"]), *_names(settings["lora_modules_to_save"])}
     return bool(settings["use_peft"]) and not modules.isdisjoint(_ENDS)
@@ -69,5 +66,5 @@ def _is_target(parameter: ParameterSpec, targets: Sequence[str], spec: ModelSpec
 
 
 def _module(parameter: ParameterSpec) -> str:
-    """The last name of the module that has a parameter."""
+    """The last part of the name of a parameter's module."""
     return parameter.name.rpartition(".")[0].rpartition(".")[2]

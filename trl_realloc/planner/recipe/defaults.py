@@ -1,5 +1,5 @@
-"""The settings of recipes by algorithm: their defaults, which of them are booleans, which algorithm a recipe is for,
-and the batches of GRPO and RLOO."""
+"""The settings of recipes by algorithm: defaults, booleans, the algorithm of a recipe, and the batches of GRPO and
+RLOO."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05, "vllm_importance_sampling_correction": None},
 }
 
-# that of TRL's `ModelConfig`, for scripts that load models
+# default of TRL's `ModelConfig`, for scripts that load models
 LOADING: Mapping[str, Any] = {"dtype": "float32"}
 
-# Booleans of these, and the texts that a run's parser reads as booleans, in small letters.
+# settings that are booleans
 BOOLEANS = (
     "gradient_checkpointing",
     "activation_checkpointing",
@@ -80,22 +80,23 @@ BOOLEANS = (
     "vllm_importance_sampling_correction",
     "use_peft",
 )
-# algorithms that have no trainer here, and what there is in their place
+# algorithms that have no trainer here, with the alternative
 _ELSEWHERE = {
     "remax": "the executor runs it (docs/algorithms.md)",
     "reinforce++": "GRPO with scale_rewards: batch divides by the deviation of the whole batch as it does",
     "dpo": "it generates nothing; TRL's DPOTrainer trains by it",
 }
-# Of every `optim` that a run knows (`trainer.run.optimizer_sharding`, which needs torch)
+# splits that each supported `optim` allows; the same as `trainer.run.optimizer_sharding`, which needs torch
 _KNOWN_OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop"), TrainingSplits()),
     "adagrad": TrainingSplits(by_deepspeed=False),
     "adafactor": TrainingSplits(elements=False),
 }
+# texts in lower case that a run's parser reads as booleans
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 
-# the planner's own key in a recipe, and how many processes `trl-realloc grpo` starts; a run's parser leaves them out
+# keys that a run's parser ignores: the algorithm for the planner, and the settings of `trl-realloc grpo` for launching
 ALGORITHM = "algorithm"
 LAUNCH: Mapping[str, type] = {
     "accelerate_config": str,
@@ -105,7 +106,7 @@ LAUNCH: Mapping[str, type] = {
     "main_process_ip": str,
     "main_process_port": int,
 }
-# settings that one algorithm alone has, by which a recipe without `algorithm` is known
+# settings that only one algorithm has, which identify a recipe without `algorithm`
 _PPO = ("sft_model_path", "reward_model_path", "value_model_path", "num_ppo_epochs", "num_mini_batches", "kl_coef")
 _RLOO = ("normalize_advantages", "reward_clip_range")
 _GRPO = ("num_generations", "max_completion_length", "num_iterations", "steps_per_generation", "generation_batch_size")
@@ -113,13 +114,13 @@ _GRPO_ALONE = ("loss_type", "scale_rewards", "importance_sampling_level")
 
 
 def training_splits(optim: str) -> TrainingSplits:
-    """Splits of a training call that an optimizer allows, by the optimizer's name."""
+    """Splits of a training call that an optimizer (a value of `optim`) allows."""
     return _KNOWN_OPTIMIZERS.get(optim, UNKNOWN_OPTIMIZER)
 
 
 def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], list[str]]:
-    """(read, problems): the booleans that a recipe writes as text, read as a run's parser reads them, and a sentence
-    for each value that is no boolean. `None` stays, because some of these settings may be unset."""
+    """(read, problems): the booleans that a recipe has as text or number, as a run's parser reads them, and a sentence
+    for each value that is no boolean. `None` is not read, because some settings may be unset."""
     read: dict[str, bool | None] = {}
     problems: list[str] = []
     for name in BOOLEANS:
@@ -137,18 +138,18 @@ def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], 
 
 
 def recomputes(settings: Mapping[str, Any]) -> bool:
-    """True if training computes every forward again in its backward: `activation_checkpointing` or, if it is not set,
-    its older name `gradient_checkpointing`, as in Transformers."""
-    given = settings["activation_checkpointing"]
-    return bool(settings["gradient_checkpointing"] if given is None else given)
+    """True if training uses activation checkpointing: `activation_checkpointing` or, if it is not set, its older name
+    `gradient_checkpointing`, as in Transformers."""
+    setting = settings["activation_checkpointing"]
+    return bool(settings["gradient_checkpointing"] if setting is None else setting)
 
 
 def trained_dtype(settings: Mapping[str, Any]) -> str | None:
-    """The dtype in which a recipe loads the models that it trains, by torch's name: that of `model_init_kwargs`, or
-    `dtype`. `None` for that of their checkpoint.
+    """Name of the torch dtype in which a recipe loads the models that it trains: that of `model_init_kwargs`, or
+    `dtype`. `None` for the checkpoint's dtype.
 
     Raises:
-        PlanError: `model_init_kwargs` is no mapping, or has a dtype that there is not.
+        PlanError: `model_init_kwargs` is no mapping, or has an unknown dtype.
     """
     settings = {**LOADING, **settings}
     name = dtype_name(init_kwargs(settings.get("model_init_kwargs")), settings["dtype"])
@@ -157,32 +158,31 @@ def trained_dtype(settings: Mapping[str, Any]) -> str | None:
     return None if name == "auto" else name
 
 
-def init_kwargs(given: object) -> Mapping[str, Any]:
-    """A `model_init_kwargs` that may be unset, or the text of a JSON object.
+def init_kwargs(setting: object) -> Mapping[str, Any]:
+    """The mapping of a `model_init_kwargs`, which may be `None`, a mapping or the text of a JSON object.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: it is something else.
     """
-    if isinstance(given, str):
+    if isinstance(setting, str):
         with contextlib.suppress(ValueError):
-            given = json.loads(given)
-    if not isinstance(given, Mapping | None):
-        raise PlanError(f"model_init_kwargs is a mapping such as {{dtype: bfloat16}}, not {shown(given)}.")
-    return given or {}
+            setting = json.loads(setting)
+    if not isinstance(setting, Mapping | None):
+        raise PlanError(f"model_init_kwargs is a mapping such as {{dtype: bfloat16}}, not {shown(setting)}.")
+    return setting or {}
 
 
-def dtype_name(given: Mapping[str, Any], default: object = "float32") -> str:
-    """The dtype of a `model_init_kwargs`, by torch's name or `auto`. Whether there is such a dtype is not checked.
+def dtype_name(kwargs: Mapping[str, Any], default: object = "float32") -> str:
+    """The dtype of a `model_init_kwargs`, by torch's name or `auto`; it may be unknown.
 
     Args:
-        default: where it has none.
+        default: dtype if `kwargs` has none.
     """
-    return str(given.get("dtype", given.get("torch_dtype", default)) or "auto").removeprefix("torch.")
+    return str(kwargs.get("dtype", kwargs.get("torch_dtype", default)) or "auto").removeprefix("torch.")
 
 
 def algorithm_of(settings: Mapping[str, Any], path: Path) -> str:
-    """The algorithm that a recipe is for: its `algorithm`, or the one whose settings it has. PPO where it has none of
-    any.
+    """The algorithm of a recipe: its `algorithm`, or the one whose settings it has, or else PPO.
 
     Raises:
         PlanError: there is no such algorithm.
@@ -209,24 +209,25 @@ def group_workload(
     """One generation of GRPO or RLOO, in which every response has `max_completion_length` tokens.
 
     Args:
-        episodes: responses of a generation on any cluster, of as many micro-batches as the settings say; by default as
-            many as the settings say for this cluster.
+        episodes: number of responses of a generation, with the settings' number of micro-batches; *optional*, defaults
+            to the settings' number for this cluster.
 
     Raises:
-        PlanError: the batch is not of whole groups, or as `_micro_batches`.
+        PlanError: the batch does not divide into prompt groups or micro-batches, or both of its sizes are set.
     """
     share, group = settings["per_device_train_batch_size"], settings["num_generations"]
-    each = share * cluster.size
-    steps = _micro_batches(settings, each, cluster, is_exact=episodes is None)
+    micro_batch = share * cluster.size
+    steps = _micro_batches(settings, micro_batch, cluster, is_exact=episodes is None)
     if episodes is not None and episodes % group:
         raise PlanError(f"{episodes} episodes are not groups of num_generations {group}.")
-    if episodes is None and each * steps % group:
+    if episodes is None and micro_batch * steps % group:
         raise PlanError(
-            f"the {each * steps} responses of a generation (per_device_train_batch_size {share} on {cluster.size} "
-            f"devices, {steps} steps_per_generation) are not groups of num_generations {group}; change one of them."
+            f"the {micro_batch * steps} responses of a generation (per_device_train_batch_size {share} on "
+            f"{cluster.size} devices, {steps} steps_per_generation) are not groups of num_generations {group}; "
+            f"change one of them."
         )
     longest = round(prompt_tokens + settings["max_completion_length"])
-    episodes = episodes or each * steps
+    episodes = episodes or micro_batch * steps
     return Workload.of_groups(
         steps_per_generation=steps,
         gradient_accumulation_steps=settings["gradient_accumulation_steps"],
@@ -242,28 +243,21 @@ def group_workload(
     )
 
 
-def _micro_batches(settings: Mapping[str, Any], each: int, cluster: Cluster, *, is_exact: bool) -> int:
-    """The micro-batches of a generation.
+def _micro_batches(settings: Mapping[str, Any], size: int, cluster: Cluster, *, is_exact: bool) -> int:
+    """The number of micro-batches of a generation, of `size` responses on all devices.
 
     TRL generates `generation_batch_size` responses at a time: `steps_per_generation` micro-batches of
     `per_device_train_batch_size` responses on each device. An optimizer step trains on `gradient_accumulation_steps` of
-    the micro-batches.
-
-    Args:
-        each: responses of a micro-batch on all devices.
-        is_exact: refuse a generation that is not of whole micro-batches.
-
-    Raises:
-        PlanError: both sizes are given, or the batch is not of whole micro-batches.
+    the micro-batches. `is_exact` refuses a generation that does not divide into micro-batches.
     """
     steps, batch = settings["steps_per_generation"], settings["generation_batch_size"]
     if steps and batch:
         raise PlanError("generation_batch_size and steps_per_generation are both set; keep one of them.")
     if not batch:
         return int(steps or settings["gradient_accumulation_steps"])
-    if is_exact and batch % each:
+    if is_exact and batch % size:
         raise PlanError(
-            f"generation_batch_size {batch} does not divide into micro-batches of {each} responses "
-            f"(per_device_train_batch_size {each // cluster.size} on {cluster.size} devices); change one of them."
+            f"generation_batch_size {batch} does not divide into micro-batches of {size} responses "
+            f"(per_device_train_batch_size {size // cluster.size} on {cluster.size} devices); change one of them."
         )
-    return max(1, int(batch) // each)
+    return max(1, int(batch) // size)

@@ -35,10 +35,10 @@ from .defaults import (
 
 POLICY = ("sft_model_path", "model_name_or_path")
 REWARD_PATHS = ("reward_model_path", "reward_model_name_or_path")
-LIKE = 0.8  # least similarity by which a key is taken for a misspelt setting
+LIKE = 0.8  # smallest similarity with which a key counts as a misspelt setting
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
-PROMPT_TOKENS = 64.0  # mean length of a prompt where none is given
-MAX_TOKENS = 10_000_000  # of a prompt or a response, and most samples of a batch
+PROMPT_TOKENS = 64.0  # default mean length of a prompt
+MAX_TOKENS = 10_000_000  # largest number of tokens of a prompt or a response, and of samples of a batch
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Recipe:
     """A recipe as the planner reads it.
 
     Args:
-        path: of its file.
-        folders: the folder with each role's config.json.
-        settings: the recipe's settings of the algorithm's `DEFAULTS`, with these defaults.
+        path: path of the recipe's file.
+        folders: folder with each role's config.json.
+        settings: settings that the planner reads, with their defaults (`DEFAULTS_OF`).
         prompt_tokens: mean length of a prompt.
         algorithm: `ppo`, `grpo` or `rloo`.
     """
@@ -67,7 +67,7 @@ class Recipe:
 
     @property
     def trainers(self) -> tuple[str, ...]:
-        """The engines that may score and train in the run: megatron does not scale losses, as fp16 needs."""
+        """The engines that may score and train. Megatron has no loss scaling, which fp16 needs."""
         return ("zero",) if self.settings["fp16"] else ("zero", "megatron")
 
     @property
@@ -77,7 +77,7 @@ class Recipe:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens of the longest request that an engine may get, where the recipe says it."""
+        """Tokens of the longest request that an engine may get; `None` if the recipe does not set it."""
         tokens: int | None = self.settings.get("vllm_max_model_length")
         return tokens
 
@@ -93,13 +93,13 @@ class Recipe:
     @property
     def fused_training(self) -> bool | None:
         """True if two calls may train in fused pipelines. `None` if that depends on the devices."""
-        given = self.settings.get("fused_training")
-        return None if given is None else bool(given)
+        setting = self.settings.get("fused_training")
+        return None if setting is None else bool(setting)
 
     @property
     def graph(self) -> DataflowGraph:
-        """The graph of the run. With a staleness, where a run must say whether it corrects its rollouts and the recipe
-        does not, that of a run that does."""
+        """The graph of the run. With a staleness, a recipe that does not set `vllm_importance_sampling_correction`
+        counts as true."""
         if self.max_staleness or self.algorithm != "ppo":
             return self.stale_graph
         return ppo_graph(proximal=bool(self._corrects))
@@ -119,15 +119,15 @@ class Recipe:
 
     def specs(self, graph: DataflowGraph | None = None) -> dict[str, Sequence[ModelSpec]]:
         """The parameter specs of each call's models, by the call's name, in the dtypes of a run: trained models in
-        float32 or the recipe's dtype, frozen ones in their checkpoint's, vLLM's in the dtype of mixed precision. Of an
-        actor with adapters (`use_peft`) the share that is trained; the reference is the actor without them.
+        float32 or the recipe's dtype, frozen models in their checkpoint's, vLLM's in that of mixed precision. With
+        `use_peft` a part of the actor is trained, and the reference is the actor with the adapters disabled.
 
         Args:
-            graph: in place of the run's.
+            graph: *optional*, defaults to the run's graph.
 
         Raises:
-            PlanError: a config that cannot be read, a model that no table describes, or responses of PPO for which the
-                policy has too few positions.
+            PlanError: a config cannot be read, a model's family has no table, or the policy has too few positions for
+                PPO's responses.
         """
         bf16, fp16 = self.settings["bf16"], self.settings["fp16"]
         mixed = 2 if bf16 is None or bf16 or fp16 else 0  # `bf16: null` is TRL's default, true unless fp16 is
@@ -166,29 +166,29 @@ class Recipe:
 
     @property
     def longest_response(self) -> int:
-        """Tokens of a response at most."""
+        """Largest number of tokens of a response."""
         return int(self.settings["response_length" if self.algorithm == "ppo" else "max_completion_length"])
 
     def workload(self, cluster: Cluster, episodes: int | None = None) -> Workload:
-        """One iteration on the cluster's devices, in which every response has its largest number of tokens.
+        """One iteration on the cluster's devices, in which every response has the largest number of tokens.
 
         Args:
-            episodes: of an iteration on any cluster; by default as many for each device as the recipe says.
+            episodes: number of episodes of an iteration; *optional*, defaults to the recipe's number for each device.
 
         Raises:
-            PlanError: the batches cannot be divided as the recipe says.
+            PlanError: the batches cannot be divided by the recipe's settings.
         """
         if self.algorithm != "ppo":
             return group_workload(self.settings, self.prompt_tokens, cluster, episodes)
         settings = self.settings
         longest = round(self.prompt_tokens + settings["response_length"])
-        each, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
-        share, parts = each * accumulated, settings["num_mini_batches"]
+        batch_size, accumulated = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
+        share, parts = batch_size * accumulated, settings["num_mini_batches"]
         if episodes is not None and episodes % parts:
             raise PlanError(f"{episodes} episodes do not divide into num_mini_batches {parts} equal parts.")
         if episodes is None and share % parts:
             raise PlanError(
-                f"{self.path}: per_device_train_batch_size {each} x gradient_accumulation_steps {accumulated} = "
+                f"{self.path}: per_device_train_batch_size {batch_size} x gradient_accumulation_steps {accumulated} = "
                 f"{share} episodes do not divide into num_mini_batches {parts} equal parts; change one of the three."
             )
         return Workload(
@@ -199,29 +199,28 @@ class Recipe:
             epochs=settings["num_ppo_epochs"],
             recompute=recomputes(settings),
             forward_tokens=settings["local_rollout_forward_batch_size"] * longest,
-            train_tokens=each * longest,
+            train_tokens=batch_size * longest,
         )
 
 
 def config_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of one parameter element in a checkpoint, by its config; float32 where the config has no dtype."""
+    """Bytes of one parameter element in a checkpoint, by its config; float32 if the config has no dtype."""
     return dtype_bytes(config.get("dtype") or config.get("torch_dtype"), 4)
 
 
 def dtype_bytes(name: object, default: int) -> int:
-    """Bytes of an element of torch's dtype of this name; `default` for another name."""
+    """Bytes of an element of the torch dtype with this name; `default` for another name."""
     sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
     return sizes.get(str(name).removeprefix("torch."), default)
 
 
 def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recipe:
-    """A recipe's models and settings.
-
-    A model whose folder does not exist is looked for in the recipe's folder, by the last part of its name.
+    """A recipe's models and settings. A model whose folder does not exist is searched in the recipe's folder, by the
+    last part of its name.
 
     Raises:
-        PlanError: no such recipe, a misspelt key or a wrong number in it, one that names no models, or a model without
-            a config.
+        PlanError: there is no such recipe, a key is misspelt, a number is wrong, a model is missing, or a model has no
+            config.
     """
     path = Path(recipe)
     if prompt_tokens is not None and not 1 <= prompt_tokens <= MAX_TOKENS:
@@ -234,7 +233,7 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
         for key, value in paths
         if not isinstance(value, str | None)
     ).refuse()
-    policy = next((settings[key] for key in POLICY if settings.get(key)), None)  # null is as good as no key
+    policy = next((settings[key] for key in POLICY if settings.get(key)), None)  # null counts as missing
     reward = next((settings[key] for key in REWARD_PATHS if settings.get(key)), None)
     critic = settings.get("value_model_path") or reward
     needed = "sft_model_path and reward_model_path" if algorithm == "ppo" else "model_name_or_path"
@@ -247,16 +246,16 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
     elif reward is not None:
         folders[Role.REWARD] = _folder(reward, path)
     defaults = {**DEFAULTS_OF[algorithm], **LOADING, **ADAPTERS}
-    known = {key: settings.get(key, default) for key, default in defaults.items()}
+    planned = {key: settings.get(key, default) for key, default in defaults.items()}
     try:
-        check_adapters(known)
-        trained_dtype(known)
+        check_adapters(planned)
+        trained_dtype(planned)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
-    corrects = known["vllm_importance_sampling_correction"]
-    if algorithm != "ppo" and (problem := uncorrected(known["max_staleness"], corrects)):
+    corrects = planned["vllm_importance_sampling_correction"]
+    if algorithm != "ppo" and (problem := uncorrected(planned["max_staleness"], corrects)):
         raise PlanError(f"{path}: {problem}")
-    read = Recipe(path, folders, known, prompt_tokens or PROMPT_TOKENS, algorithm)
+    read = Recipe(path, folders, planned, prompt_tokens or PROMPT_TOKENS, algorithm)
     temperature = settings.get("temperature")
     if read.engine == "vllm" and temperature is not None and temperature < MIN_TEMPERATURE:
         raise PlanError(
@@ -266,20 +265,20 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
 
 
 def read_recipe_settings(path: Path) -> dict[str, Any]:
-    """A recipe's settings. Those of `common.settings` are checked and converted to numbers, and texts such as 'no' are
-    converted to the booleans that a run reads.
+    """A recipe's settings. The settings of `common.settings` are checked and converted to numbers, and texts such as
+    'no' are converted to booleans.
 
     A key that is similar to a setting's name is refused as misspelt. Any other unknown key is accepted here, because it
     may belong to the user's script; a run checks all keys.
 
     Raises:
-        PlanError: no such file, no mapping in it, or all that is wrong with its keys and values.
+        PlanError: there is no such file, it has no mapping, or keys or values are wrong; names all of them.
     """
     contents = read_yaml_mapping(path, "the recipe", "learning_rate: 3.0e-6")
-    known = files(__package__).joinpath("settings.txt").read_text(encoding="utf-8").split()
+    names = files(__package__).joinpath("settings.txt").read_text(encoding="utf-8").split()
     problems = Problems()
-    for key in [key for key in contents if key not in known][:MAX_LISTED]:
-        near = nearest(key, known, at_least=LIKE)
+    for key in [key for key in contents if key not in names][:MAX_LISTED]:
+        near = nearest(key, names, at_least=LIKE)
         if near:
             problems.append(f"{path}: no setting {shown(key)}; did you mean {near!r}?")
     read, wrong = read_settings({key: number_of_text(value) for key, value in contents.items() if key in SETTINGS})

@@ -1,1 +1,1 @@
-"""The search for a plan: candidates, their estimates, the choice, and what a run teaches."""
+"""The search for a plan: candidates, their estimates, the choice, and corrections learned from a run."""

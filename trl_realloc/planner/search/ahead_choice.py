@@ -1,7 +1,7 @@
 """Choice of a staleness, up to a bound. Calls that run ahead are placed on devices on which nothing trains.
 
 Divisions of the devices are searched by a lower bound in closed form (`ahead_problem`), and the best plans are
-simulated (`ahead_simulation`). `choose` decides whether one of them is run.
+simulated (`ahead_simulation`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .problem import Problem
 from .space import Candidate, Space, State
 
 
-SPLITS = 3  # divisions of the devices that are searched, of those that are tried
-FOUND = 4  # states of a search that are kept
-SIMULATED = 4  # states that are simulated, of those that have been kept
-EVERY = 8  # up to here each staleness is simulated, above only its doubles and the bound
+SPLITS = 3  # number of divisions of the devices that are searched: those with the lowest bounds
+FOUND = 4  # number of states that a search returns
+SIMULATED = 4  # number of states that are simulated: those with the lowest bounds
+EVERY = 8  # every staleness up to this is simulated, above only powers of two and the bound
 
 Found = tuple[AheadProblem, State]
 
 
 def why_none(space: Space, *, deterministic: bool = False, barrier: bool = False) -> str:
-    """Why no plan of a space can have a staleness, in words; an empty text where one may."""
+    """The reason why no plan of a space can have a staleness, as text; empty if one can."""
     graph = space.graph
     if space.cluster.size == 1:
         return "the only device cannot generate while it trains"
@@ -58,46 +58,46 @@ def choose_staleness(
     """The best plan with each staleness up to a bound, in ascending order. A smaller staleness is preferred.
 
     Args:
-        space: whose engines do not sleep.
-        whole: the best plan without.
-        most: the bound, 1 or more.
-        deterministic: two runs of the plan give the same bits.
-        time_limit_s: of the searches together. Simulating what they have found takes about a second more.
+        space: space in which engines do not sleep.
+        whole: best plan without a staleness.
+        most: bound of the staleness, 1 or more.
+        deterministic: whether two runs of the plan must give the same bits.
+        time_limit_s: time of all searches together. The simulations take about a second more.
     """
     if reason := why_none(space, deterministic=deterministic, barrier=whole.barrier):
         return Rung(STALENESS, whole, reason=reason)
     problem = Problem(space, {})
-    found = _searched(space, most, time_limit_s)
+    states = _searched(space, most, time_limit_s)
     presets = [plan for plan in _separate_presets(problem) if plan.fits]
     preset = min(presets, key=lambda plan: plan.seconds, default=None)
     priced: dict[tuple[int, ...], PricedPlan] = {}
     stale: dict[str, PricedPlan] = {}
     plans = [preset] if preset is not None else []
     for versions in _versions(most):
-        for key in _most_promising(found, versions):
+        for key in _most_promising(states, versions):
             if key not in priced:
-                problem_of, state = found[key]
+                problem_of, state = states[key]
                 priced[key] = problem_of.priced_plan(state, "searched", exact=space.is_small)
-        also = [plan for key in _most_promising(found, versions) if (plan := priced[key]).fits and plan not in plans]
+        also = [plan for key in _most_promising(states, versions) if (plan := priced[key]).fits and plan not in plans]
         if plans or also:
             stale[f"{STALENESS} {versions}"], best = _best([*plans, *also], versions)
             plans = list({id(plan): plan for plan in (preset, best) if plan is not None}.values())  # for the next one
     return Rung(STALENESS, whole, stale, "no division of the devices into two parts has memory for the models")
 
 
-def _most_promising(found: Mapping[tuple[int, ...], Found], versions: int) -> list[tuple[int, ...]]:
-    """The states that are simulated, those with the lowest bounds."""
+def _most_promising(states: Mapping[tuple[int, ...], Found], versions: int) -> list[tuple[int, ...]]:
+    """The states with the lowest bounds."""
 
     def bound(key: tuple[int, ...]) -> float:
-        problem, state = found[key]
+        problem, state = states[key]
         return replace(problem, versions=versions).estimate(state).seconds
 
-    return sorted(found, key=bound)[:SIMULATED]
+    return sorted(states, key=bound)[:SIMULATED]
 
 
 def _best(plans: Sequence[PricedPlan], versions: int) -> tuple[PricedPlan, PricedPlan]:
-    """The fastest plan with a staleness, and the same without. A preset is preferred if the difference is within the
-    error of the estimates."""
+    """The fastest plan with a staleness, and the same plan without it. A preset is preferred if the difference is
+    within the error of the estimates."""
     stale = [
         replace(plan, name=f"{plan.name}, staleness {versions}").with_staleness(Staleness(versions)) for plan in plans
     ]
@@ -112,7 +112,6 @@ def _versions(most: int) -> list[int]:
 
 
 def _separate_presets(problem: Problem) -> Iterator[PricedPlan]:
-    """The preset `separate`, under each ZeRO stage."""
     space = problem.space
     for stage in space.training_stages if space.graph.trained_roles else ():
         plan = separate(space.cluster, zero_stage=stage, graph=space.graph)
@@ -121,31 +120,31 @@ def _separate_presets(problem: Problem) -> Iterator[PricedPlan]:
 
 
 def _searched(space: Space, most: int, time_limit_s: float) -> dict[tuple[int, ...], Found]:
-    """The best states of the best divisions, at the smallest and the largest staleness, each with its problem."""
+    """The best states of the best divisions with their problems, for the smallest and the largest staleness."""
     try:
         candidates = space.candidates()
     except PlanError:  # a call fits on no mesh
         return {}
-    found: dict[tuple[int, ...], Found] = {}
+    states: dict[tuple[int, ...], Found] = {}
     begun = time.perf_counter()
     bounds = sorted({1, most})
     for number, versions in enumerate(bounds):
-        problems = sorted(_problems(space, candidates, versions), key=lambda each: each[0])[:SPLITS]
-        for at, (_, problem, start) in enumerate(problems):
-            searches = len(bounds) * len(problems) - number * len(problems) - at
+        problems = sorted(_problems(space, candidates, versions), key=lambda row: row[0])[:SPLITS]
+        for done, (_, problem, start) in enumerate(problems):
+            searches = len(bounds) * len(problems) - number * len(problems) - done
             limit = (time_limit_s - (time.perf_counter() - begun)) / searches
             try:
                 result = search(problem, time_limit_s=max(0.05, limit), starts=[start], keep=FOUND)
             except PlanError:  # nothing fits
                 continue
-            found |= {tuple(map(id, state)): (problem, state) for state in result.states if problem.allows(state)}
-    return found
+            states |= {tuple(map(id, state)): (problem, state) for state in result.states if problem.allows(state)}
+    return states
 
 
 def _problems(
     space: Space, candidates: Mapping[str, Sequence[Candidate]], versions: int
 ) -> Iterator[tuple[float, AheadProblem, State]]:
-    """Each division with its weight where every call has its fastest candidate that fits beside the others."""
+    """The problem of each division, with the state of `_fitting` and its weight."""
     for split in splits(space.cluster):
         allowed = split.candidates(space, candidates)
         if allowed is None:
@@ -156,14 +155,13 @@ def _problems(
 
 
 def _fitting(problem: AheadProblem) -> State:
-    """The smallest candidates, of which those that train, and then the others, are replaced by faster ones while they
-    fit."""
+    """The smallest candidates, replaced one by one, slowest call first, by the fastest candidates that fit."""
     lists = [problem.candidates[name] for name in problem.names]
-    state = tuple(min(each, key=lambda c: c.cost.static + c.cost.transient) for each in lists)
-    order = sorted(range(len(lists)), key=lambda at: -lists[at][0].seconds)
-    for at in order:
-        for candidate in lists[at]:
-            changed = (*state[:at], candidate, *state[at + 1 :])
+    state = tuple(min(candidates, key=lambda c: c.cost.static + c.cost.transient) for candidates in lists)
+    order = sorted(range(len(lists)), key=lambda call: -lists[call][0].seconds)
+    for call in order:
+        for candidate in lists[call]:
+            changed = (*state[:call], candidate, *state[call + 1 :])
             if problem.space.pricing.fits(problem.memory(changed, set())[0]):
                 state = changed
                 break

@@ -1,8 +1,8 @@
 """`AheadProblem`: a `Problem` whose plans have a staleness, on a cluster divided into devices ahead and devices that
 train.
 
-Its seconds are a lower bound in closed form, because a search looks at thousands of states. The plans that it finds are
-then simulated (`ahead_choice`).
+Its seconds are a lower bound in closed form, because a search evaluates thousands of states. `ahead_choice` simulates
+the best plans.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .problem import Problem
 from .space import Candidate, Space, State
 
 
-NODE_PARTS = 8  # parts of the nodes, of which some are ahead
-FEW_NODES = 2  # clusters of so many nodes are also divided within a node
+NODE_PARTS = 8  # the nodes ahead are 1 to 7 eighths of all nodes
+FEW_NODES = 2  # clusters of at most this many nodes are also divided within a node
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Split:
     """A cluster's devices in two parts.
 
     Args:
-        ahead: the devices that generate and score ahead. The other devices train.
+        ahead: devices that generate and score ahead. The other devices train.
     """
 
     cluster: Cluster
@@ -45,7 +45,7 @@ class Split:
         return mesh.last < self.ahead.start or mesh.first >= self.ahead.stop
 
     def candidates(self, space: Space, all_: Mapping[str, Sequence[Candidate]]) -> dict[str, list[Candidate]] | None:
-        """The assignments of each call that this split and the rules for a staleness allow. `None` where a call has
+        """The assignments of each call that this split and the rules for a staleness allow. `None` if a call has
         none."""
         graph, ahead = space.graph, calls_ahead(space.graph)
         result: dict[str, list[Candidate]] = {}
@@ -63,8 +63,8 @@ class Split:
 
 
 def splits(cluster: Cluster) -> Iterator[Split]:
-    """The ways to divide a cluster that are tried: the last nodes ahead, in shares of an eighth; of few nodes also
-    parts of one node."""
+    """Divisions of a cluster that are tried: the last nodes run ahead, in steps of an eighth of the nodes. On few nodes
+    also parts of one node."""
     nodes, per_node, size = cluster.nodes, cluster.devices_per_node, cluster.size
     counts = {round(nodes * share / NODE_PARTS) for share in range(1, NODE_PARTS)} - {0, nodes}
     numbers = {count * per_node for count in counts}
@@ -82,8 +82,8 @@ class AheadProblem(Problem):
     """A problem with a staleness.
 
     Args:
-        split: where calls may run; `candidates` are those that it allows.
-        versions: the staleness.
+        split: devices of the calls ahead; `candidates` are already restricted to it.
+        versions: staleness.
     """
 
     split: Split | None = None
@@ -94,12 +94,12 @@ class AheadProblem(Problem):
         super().__post_init__()
         graph = self.space.graph
         ahead = calls_ahead(graph)
-        self._ahead = [at for at, name in enumerate(self.names) if name in ahead]
+        self._ahead = [call for call, name in enumerate(self.names) if name in ahead]
         self._generate = self._ahead[0]
         home = self._home[self._generate]
         assert home is not None, "the role that generates is trained"
         self._train = home
-        self._later = [at for at in range(len(self.names)) if at not in self._ahead]
+        self._later = [call for call in range(len(self.names)) if call not in self._ahead]
 
     def _seconds(self, state: State, moves: Mapping[int, float]) -> float:
         """The longest of: the work of a device ahead; the calls of an iteration on the devices that train; the
@@ -108,11 +108,11 @@ class AheadProblem(Problem):
         update = moves.get(self._generate, 0.0)
         load = generate.cost.parts.get("load", 0.0)
         current = self._current(state)
-        scoring = [at for at in (*self._ahead, *current) if at != self._generate]
+        scoring = [call for call in (*self._ahead, *current) if call != self._generate]
         work, scores = 0.0, 0.0
-        for device in {state[at].assignment.mesh.first for at in (*self._ahead, *current)}:
+        for device in {state[call].assignment.mesh.first for call in (*self._ahead, *current)}:
             scored = sum(
-                state[at].seconds + moves.get(at, 0.0) for at in scoring if device in state[at].assignment.mesh
+                state[call].seconds + moves.get(call, 0.0) for call in scoring if device in state[call].assignment.mesh
             )
             generates = device in generate.assignment.mesh
             scores = max(scores, scored)
@@ -123,18 +123,18 @@ class AheadProblem(Problem):
     def _current(self, state: State) -> list[int]:
         """The calls on devices ahead that belong to the iteration that trains."""
         assert self.split is not None, "the problem has a split"
-        return [at for at in self._later if self.split.is_ahead(state[at].assignment.mesh)]
+        return [call for call in self._later if self.split.is_ahead(state[call].assignment.mesh)]
 
     def allows(self, state: State) -> bool:
-        """True if the mesh of each such call lies within the devices that run ahead or has none of them
+        """True if the mesh of each call of the training iteration contains only devices that run ahead, or none
         (`staleness_problems`)."""
-        parts: list[tuple[int, int]] = []  # of the devices ahead, first and last
-        for mesh in sorted(state[at].assignment.mesh for at in self._ahead):
+        parts: list[tuple[int, int]] = []  # (first, last) of each block of devices ahead
+        for mesh in sorted(state[call].assignment.mesh for call in self._ahead):
             if parts and mesh.first <= parts[-1][1] + 1:
                 parts[-1] = parts[-1][0], max(parts[-1][1], mesh.last)
             else:
                 parts.append((mesh.first, mesh.last))
-        meshes = [state[at].assignment.mesh for at in self._current(state)]
+        meshes = [state[call].assignment.mesh for call in self._current(state)]
         return all(
             (first <= mesh.first and mesh.last <= last) or mesh.last < first or mesh.first > last
             for mesh in meshes
@@ -144,31 +144,31 @@ class AheadProblem(Problem):
     def _training(self, state: State, moves: Mapping[int, float], update: float) -> tuple[float, float]:
         """Seconds until the engines have their update, and until all calls that do not run ahead have ended."""
         tasks: list[IterationTask] = []
-        places: dict[int, int] = {}  # of the calls' tasks
-        for at in self._later:
-            mesh, home = state[at].assignment.mesh, self._home[at]
-            if home is not None and (seconds := moves.get(at, 0.0)) > 0:
+        task_of: dict[int, int] = {}  # call -> index of its task
+        for call in self._later:
+            mesh, home = state[call].assignment.mesh, self._home[call]
+            if home is not None and (seconds := moves.get(call, 0.0)) > 0:
                 tasks.append(IterationTask("", (state[home].assignment.mesh, mesh), seconds))
-            after = tuple(places[producer] for producer in self._data[at] if producer in places)
-            places[at] = len(tasks)
-            tasks.append(IterationTask("", (mesh,), state[at].seconds, after))
-            if at == self._train:
+            after = tuple(task_of[producer] for producer in self._data[call] if producer in task_of)
+            task_of[call] = len(tasks)
+            tasks.append(IterationTask("", (mesh,), state[call].seconds, after))
+            if call == self._train:
                 updated = len(tasks)
                 tasks.append(IterationTask("", (mesh,), update))
         ended, times = undisturbed_iteration(tasks)
         return times[updated][1], ended
 
     def _full_seconds(self, candidate: Candidate) -> float:
-        """Seconds of a batch in an engine all of whose places are taken: later batches fill those of samples that have
-        ended."""
+        """Seconds of a batch in a full engine: samples of later batches take the places of samples that have ended."""
         if id(candidate) not in self._full:
             pricing, assignment = self.space.pricing, candidate.assignment
             work, call = pricing.workload, self.space.graph.call(self.names[self._generate])
             share = math.ceil(work.episodes / assignment.strategy.dp)
-            drawn = fmean(n * n for n in work.response_tokens) / (2 * work.mean_response)  # tokens of a running sample
-            prompt, cached, seconds = work.engine_prompt(share), work.prompt_tokens + drawn, 0.0
+            # mean number of generated tokens of a running sample
+            generated = fmean(n * n for n in work.response_tokens) / (2 * work.mean_response)
+            prompt, cached, seconds = work.engine_prompt(share), work.prompt_tokens + generated, 0.0
             for spec in self.space.specs[call.name]:
-                batch = pricing.slots(spec, assignment, share, prompt + drawn + HALF_BLOCK)
+                batch = pricing.slots(spec, assignment, share, prompt + generated + HALF_BLOCK)
                 step = sum(pricing.decode_step(spec, assignment, batch * call.passes, cached).values())
                 tokens = share * prompt * call.passes
                 read = sum(pricing.prefill(spec, assignment, tokens, work.prompt_tokens).values())

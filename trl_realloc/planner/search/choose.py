@@ -1,4 +1,4 @@
-"""Chooses the plan to run. The result, with why each alternative was not chosen, is in `decision`."""
+"""Chooses the plan to run. The result is a `decision.Decision`."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from .space import Candidate, Space, State, TrainingSplits
 from .stream_choice import choose_streams
 
 
-MAX_SUGGESTED_DEVICES = 1024  # of the cluster that a refusal suggests
-WAY_SHARE = 0.25  # of a search's time limit: the time in which fused training is looked for, and streams are simulated
-PRICED_SHARE = 0.5  # of a search's time limit: the time in which what it has found is priced by transfer schedules
-# Estimates of plans of one device err alike: the same calls run on the same device, one after the other. So a preset is
-# preferred there only if it takes less than this longer.
+MAX_SUGGESTED_DEVICES = 1024  # largest cluster that an error message suggests
+WAY_SHARE = 0.25  # time of the search for fused training, and of the one for streams, as a share of the time limit
+PRICED_SHARE = 0.5  # time in which plans are priced by transfer schedules, as a share of the time limit
+# On one device the estimates of all plans have the same error: the same calls run one after the other. So a preset is
+# preferred there only if it takes no more than this share longer.
 AS_FAST = 0.02
-ADAPTERS = 0.01  # of a policy's elements: those of large adapters, which a refusal suggests
+ADAPTERS = 0.01  # size of the large adapters that an error message suggests, as a share of the policy's elements
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The plans in which calls overlap by themselves.
+    """The best plans without fused training, streams and staleness.
 
     Args:
-        best: the fastest, or a preset that is as fast as estimates can tell.
-        presets: those that fit in memory.
-        unfit: the others.
-        ranked: what the search has found, the fastest first.
+        best: the fastest plan, or a preset that is as fast as estimates can tell.
+        presets: presets that fit in memory.
+        unfit: the other presets.
+        ranked: plans of the search, the fastest first.
     """
 
     problem: Problem
@@ -55,36 +55,36 @@ class _Found:
 
 
 def choose(space: Space, ways: Ways | None = None, *, time_limit_s: float = 5.0) -> Decision:
-    """The plan with the shortest estimated iteration that fits in memory: the best plan in which calls overlap by
-    themselves, with each way of overlapping that makes its iteration shorter.
+    """The plan with the shortest estimated iteration that fits in memory: the best plan without options, with each
+    option (fused training, streams, staleness) that makes its iteration shorter.
 
     Args:
-        space: of a run (`Space.of_run`).
-        ways: that the plan may use; by default those of `Ways()`.
-        time_limit_s: of the search; where a staleness is allowed, of a second search too. Pricing what it has found,
-            and looking for fused training and streams, take up to 1.25 times as long after it, and one step each at
-            least; listing and pricing the candidates before it is not limited.
+        space: space of a run (`Space.of_run`).
+        ways: options that the plan may use; *optional*, defaults to `Ways()`.
+        time_limit_s: time of the search, and of a second search if a staleness is allowed. Pricing the plans, fused
+            training and streams then take up to 1.25 times as long, and at least one step each. The time to price the
+            candidates before the search is not limited.
 
     Raises:
-        PlanError: the models fit on no plan; names the smallest cluster on which they fit, or what a vLLM engine's
-            share of a device lacks.
+        PlanError: the models fit on no plan. The message names the smallest cluster on which they fit, or how much a
+            vLLM engine needs.
     """
     ways = ways or Ways()
-    found = _fitting(space, ways, time_limit_s)
-    best, ladder = found.best, list[Rung]()
+    base = _fitting(space, ways, time_limit_s)
+    best, ladder = base.best, list[Rung]()
     for way in (_fused, _streaming, _ahead):
-        ladder += way(space, found, best, ways, time_limit_s)
+        ladder += way(space, base, best, ways, time_limit_s)
         best = ladder[-1].fastest if ladder else best
-    return Decision(best, _alternatives(best, ladder, found), found.result, tuple(ladder))
+    return Decision(best, _alternatives(best, ladder, base), base.result, tuple(ladder))
 
 
-# --- the ways, from the lowest rung of the ladder to the highest ------------------------------------------------------
+# --- the options, in the order in which they are tried ----------------------------------------------------------------
 
 
-def _fused(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+def _fused(space: Space, base: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
     if ways.fuses and pair_of(space.graph):
-        others = [plan for plan in (*found.ranked[:2], *found.presets) if plan.calls != best.calls]
-        yield _fused_among([best, *others], found.problem.candidates, ways, time_limit_s)
+        others = [plan for plan in (*base.ranked[:2], *base.presets) if plan.calls != best.calls]
+        yield _fused_among([best, *others], base.problem.candidates, ways, time_limit_s)
 
 
 def _fused_among(
@@ -95,16 +95,16 @@ def _fused_among(
     return choose_fused(plans[0].space, candidates, plans, deadline, latest, is_allowed=ways.fused_training)
 
 
-def _streaming(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
-    if ways.streams and space.cluster.size > 1:  # one device scores after it has generated
+def _streaming(space: Space, base: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+    if ways.streams and space.cluster.size > 1:  # a single device cannot score while it generates
         deadline = time.perf_counter() + WAY_SHARE * time_limit_s
-        plans = [best, *found.presets, *found.ranked[:2]]
+        plans = [best, *base.presets, *base.ranked[:2]]
         yield choose_streams(plans, deadline, deterministic=ways.deterministic)
 
 
-def _ahead(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
-    """Fused training beside the best staleness, and each staleness. In the given space, whose engines do not sleep
-    because nothing fits otherwise."""
+def _ahead(space: Space, base: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+    """Fused training with the best staleness, and each staleness. `space` is the original one, in which engines sleep
+    only if the user has set it."""
     if not ways.max_staleness:
         return
     most, deterministic = ways.max_staleness, ways.deterministic
@@ -116,31 +116,30 @@ def _ahead(space: Space, found: _Found, best: PricedPlan, ways: Ways, time_limit
     yield rung
 
 
-def _alternatives(best: PricedPlan, ladder: Sequence[Rung], found: _Found) -> tuple[Alternative, ...]:
-    """The plans that are not chosen: those without a way that is chosen, with another staleness, and with other
-    layouts."""
+def _alternatives(best: PricedPlan, ladder: Sequence[Rung], base: _Found) -> tuple[Alternative, ...]:
+    """Plans that are not chosen: without a chosen option, with another staleness, and with other layouts."""
     alternatives: list[Alternative] = []
-    below = best  # the best plan without the ways that have been looked at
+    below = best  # the best plan without the options of the rungs so far
     for rung in reversed(ladder):
         if rung.is_chosen and rung.fastest is below:
             below = rung.whole
             alternatives.append(Alternative(below.name, below, f"without {rung.name}, which {rung.worth}"))
     plans = [plan for rung in ladder if rung.way == STALENESS for plan in rung.plans.values()]
-    plans += sorted(found.presets, key=lambda plan: plan.seconds)
-    fastest = found.ranked[0]
-    other = fastest if below.name != fastest.name else _next_layouts(found.ranked, best)
+    plans += sorted(base.presets, key=lambda plan: plan.seconds)
+    fastest = base.ranked[0]
+    other = fastest if below.name != fastest.name else _next_layouts(base.ranked, best)
     for plan in (*plans, *([other] if other is not None else ())):
-        if plan is not best and not any(plan is known.plan for known in alternatives):
+        if plan is not best and not any(plan is alternative.plan for alternative in alternatives):
             name = "next best" if plan is other and other is not fastest else plan.name
             alternatives.append(Alternative(name, plan, why_not(plan, best)))
-    return (*alternatives, *found.unfit)
+    return (*alternatives, *base.unfit)
 
 
-# --- the plans without them -------------------------------------------------------------------------------------------
+# --- the plans without options ----------------------------------------------------------------------------------------
 
 
 def _fitting(space: Space, ways: Ways, time_limit_s: float) -> _Found:
-    """The best plans; with engines that sleep, if nothing fits otherwise. Raises `PlanError` as `choose`."""
+    """The best plans; with sleeping engines if nothing fits otherwise. Raises `PlanError` like `choose`."""
     pricing = space.pricing
     generates_by_vllm = space.generation_engine == "vllm"
     if generates_by_vllm and pricing.memory is not None and pricing.vllm_share is not None:
@@ -163,14 +162,14 @@ def _fitting(space: Space, ways: Ways, time_limit_s: float) -> _Found:
 
 
 def _sleeping(space: Space) -> Space:
-    """The space with engines that sleep, unless the user has said whether they do."""
+    """The space with sleeping engines, unless the user has set whether they sleep."""
     if space.pricing.vllm_sleeps is not None:
         return space
     return replace(space, pricing=replace(space.pricing, vllm_sleeps=True))
 
 
 def _on_one(space: Space) -> tuple[str, ...]:
-    """A remedy that makes the models fit on the only device, in a sentence; none for a larger cluster."""
+    """A sentence with a remedy that makes the models fit on the only device; empty for a larger cluster."""
     if space.cluster.size > 1:
         return ()
     trains = space.graph.train_call(Role.ACTOR)
@@ -212,7 +211,7 @@ def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
 
 
 def _found(space: Space, ways: Ways, time_limit_s: float) -> _Found:
-    """The best plans without further ways of overlapping. Raises `PlanError` if none fits in memory."""
+    """The best plans without options. Raises `PlanError` if none fits in memory."""
     overlap = Overlap.of_runs(space.graph, barrier=ways.barrier)
     problem = Problem(space, space.candidates(), overlap)
     presets, unfit = _price_presets(problem)
@@ -239,14 +238,14 @@ def _preferred(plans: Sequence[PricedPlan], error: float) -> PricedPlan:
 
 
 def _roomier(problem: Problem, state: State) -> State:
-    """A state with forwards of as many tokens as the settings allow, and an engine with its usual share, where the
-    memory holds that and a call takes no longer for it than by `AS_FAST`. By formula small matrix products are as fast
-    as large ones, and a cache that is just large enough is as good as a larger one."""
-    for at in reversed(range(len(state))):  # generation last
-        candidate = state[at]
-        for assignment in _roomier_ways(problem, problem.names[at], candidate.assignment):
-            larger = problem.priced(problem.names[at], assignment)
-            changed = (*state[:at], larger, *state[at + 1 :])
+    """The state with larger forwards and the usual memory share of the engine, if these fit in memory and no call takes
+    longer by more than `AS_FAST`. They are faster than the formulas say, for which small matrix products are as fast as
+    large ones, and a cache that is just large enough is as good as a larger one."""
+    for call in reversed(range(len(state))):  # generation last
+        candidate = state[call]
+        for assignment in _roomier_ways(problem, problem.names[call], candidate.assignment):
+            larger = problem.priced(problem.names[call], assignment)
+            changed = (*state[:call], larger, *state[call + 1 :])
             if larger.seconds <= (1 + AS_FAST) * candidate.seconds and problem.fits(changed):
                 state = changed
                 break
@@ -254,8 +253,7 @@ def _roomier(problem: Problem, state: State) -> State:
 
 
 def _roomier_ways(problem: Problem, name: str, assignment: Assignment) -> Iterator[Assignment]:
-    """The assignment with a larger share of the memory up to `MEMORY_SHARE`, or with larger forwards; the largest
-    first."""
+    """The assignment with larger memory shares up to `MEMORY_SHARE`, or with larger forwards; the largest first."""
     strategy, pricing = assignment.strategy, problem.space.pricing
     if assignment.memory_share is not None:
         shares = (share for share in pricing.shares if assignment.memory_share < share <= MEMORY_SHARE)
@@ -268,7 +266,7 @@ def _roomier_ways(problem: Problem, name: str, assignment: Assignment) -> Iterat
 
 
 def _price_presets(problem: Problem) -> tuple[list[PricedPlan], list[Alternative]]:
-    """The presets that fit in memory, each under its fastest ZeRO stage; and those that do not fit."""
+    """The presets that fit in memory, each under its fastest ZeRO stage, and the presets that do not fit."""
     fitting: list[PricedPlan] = []
     unfit: list[Alternative] = []
     space, cluster, graph = problem.space, problem.space.cluster, problem.space.graph
@@ -289,7 +287,7 @@ def _price_presets(problem: Problem) -> tuple[list[PricedPlan], list[Alternative
 
 
 def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan | None:
-    """The fastest plan whose meshes, engines or layouts differ from the best one's."""
+    """The fastest plan whose meshes, engines or layouts differ from those of `best`."""
 
     def layouts(plan: PricedPlan) -> tuple[object, ...]:
         assignments = [candidate.assignment for candidate in plan.calls.values()]
@@ -299,8 +297,8 @@ def _next_layouts(ranked: Sequence[PricedPlan], best: PricedPlan) -> PricedPlan 
 
 
 def smallest_cluster(space: Space) -> int | None:
-    """The smallest cluster, in devices, on which the models fit: the given one doubled until they do; `None` above
-    `MAX_SUGGESTED_DEVICES`."""
+    """Number of devices of the smallest cluster on which the models fit: the given cluster doubled until they fit.
+    `None` above `MAX_SUGGESTED_DEVICES`."""
     per_node, size = space.cluster.devices_per_node, 2 * space.cluster.size
     while size <= MAX_SUGGESTED_DEVICES:
         cluster = Cluster(max(1, size // per_node), min(size, per_node), space.cluster.memory_gb)

@@ -1,4 +1,4 @@
-"""Compares clusters: the best plan on each, beside the colocated run, and the knee of their costs."""
+"""Compares clusters: the best plan on each, the colocated plan, and the knee of their costs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .space import Space
 
 
 COLOCATED = "colocated"
-COLOCATED_S = 1.0  # time limit of the search for it: some hundred layouts of each call on one mesh
-UPDATES = 1000  # iterations for which device-hours and costs are given
+COLOCATED_S = 1.0  # time limit of its search: some hundred layouts of each call on one mesh
+UPDATES = 1000  # number of iterations to which device-hours and costs refer
 
 
 def colocated(space: Space) -> PricedPlan | None:
-    """The fastest plan in which every call runs on all devices, one call after the other, as a run of TRL does whose
-    engines share the devices: training and scoring by ZeRO under any stage, generation by engines of any tensor degree,
-    share and sleep. `None` where none fits in memory."""
+    """The fastest plan in which every call runs on all devices, one call after the other, like TRL with colocated
+    engines: training and scoring by ZeRO under any stage, generation under any tensor-parallel degree, memory share and
+    sleep mode. `None` if none fits in memory."""
     engines = tuple(engine for engine in space.engines if engine in (space.generation_engine, "zero"))
     whole = replace(space, engines=engines, smallest_mesh=space.cluster.size)
     plans = []
@@ -55,13 +55,13 @@ class ClusterAnswer:
     """The plans of a recipe on one cluster.
 
     Args:
-        cluster: as the user wrote it, like `h100:8x8`.
-        kind: the device's name.
-        best: `None` where no plan fits in memory.
-        colocated: see `colocated`.
-        own: the user's plan; `None` where none is given for a cluster of this size.
-        refusal: why no plan fits; empty if one does.
-        price: of an hour of a device, in any currency; `None` if it is not given.
+        cluster: the user's text, like `h100:8x8`.
+        kind: name of the devices.
+        best: best plan; `None` if no plan fits in memory.
+        colocated: result of `colocated`.
+        own: the user's plan; `None` without one for a cluster of this size.
+        refusal: reason why no plan fits; empty if one does.
+        price: price of a device-hour in any currency; `None` if unknown.
     """
 
     cluster: str
@@ -74,22 +74,22 @@ class ClusterAnswer:
 
     @property
     def plans(self) -> dict[str, PricedPlan]:
-        """The plans that there are, by `best`, `colocated` and `own`."""
-        known = {"best": self.best, COLOCATED: self.colocated, "own": self.own}
-        return {name: plan for name, plan in known.items() if plan is not None}
+        """The plans that are not `None`, by `best`, `colocated` and `own`."""
+        plans = {"best": self.best, COLOCATED: self.colocated, "own": self.own}
+        return {name: plan for name, plan in plans.items() if plan is not None}
 
     def device_hours(self, plan: PricedPlan) -> float:
-        """Hours of devices that `UPDATES` iterations take."""
+        """Device-hours of `UPDATES` iterations."""
         return UPDATES * plan.seconds * plan.space.cluster.size / 3600
 
     def cost(self, plan: PricedPlan) -> float | None:
-        """Price of `UPDATES` iterations; `None` if an hour's is not known."""
+        """Price of `UPDATES` iterations; `None` without `price`."""
         return None if self.price is None else self.price * self.device_hours(plan)
 
     @property
     def worth(self) -> float | None:
-        """Seconds of an iteration times its price, or its device-hours where no price is known; `None` without a
-        plan."""
+        """Seconds of an iteration times the price of `UPDATES` iterations, or times their device-hours without `price`;
+        `None` without a plan."""
         if self.best is None:
             return None
         cost = self.cost(self.best)
@@ -102,17 +102,17 @@ def saving(plan: PricedPlan, other: PricedPlan) -> float:
 
 
 def tokens_per_second(plan: PricedPlan) -> float:
-    """Tokens of prompts and responses that are generated and trained on in a second, on all devices together."""
+    """Prompt and response tokens per second on all devices together."""
     return plan.space.pricing.workload.tokens / plan.seconds
 
 
 def knee(answers: Sequence[ClusterAnswer]) -> ClusterAnswer | None:
-    """The cluster on which the product of an iteration's seconds and its price is smallest. On a faster one a time that
-    is shorter by one percent costs more than one percent, on a cheaper one a price that is lower by one percent takes
-    more than one percent longer. Prices are used if all clusters with a plan have one, else device-hours, which compare
-    only devices of one kind. `None` where no cluster has a plan."""
-    known = [answer for answer in answers if answer.best is not None]
-    if any(answer.price is None for answer in known):
-        known = [replace(answer, price=None) for answer in known]
-    best = min(known, key=lambda answer: answer.worth or 0.0, default=None)
+    """The cluster with the smallest product of seconds and price. A faster cluster costs more than one percent for each
+    percent of time that it saves, and a cheaper one takes more than one percent longer for each percent of price that
+    it saves. Prices are used if all clusters with a plan have one, else device-hours, which can only be compared for
+    devices of one kind. `None` if no cluster has a plan."""
+    planned = [answer for answer in answers if answer.best is not None]
+    if any(answer.price is None for answer in planned):
+        planned = [replace(answer, price=None) for answer in planned]
+    best = min(planned, key=lambda answer: answer.worth or 0.0, default=None)
     return next((answer for answer in answers if best is not None and answer.cluster == best.cluster), None)

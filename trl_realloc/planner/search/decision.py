@@ -1,7 +1,4 @@
-"""`Decision`: the plan to run, the alternatives, and in words why each of them was not chosen.
-
-The choice is made in `choose`.
-"""
+"""`Decision`: the plan to run, the alternatives, and the reasons why they were not chosen, as text."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ class Alternative:
     """A plan that was not chosen.
 
     Args:
-        plan: `None` where it does not fit in memory.
-        reason: why it was not chosen, in a sentence.
+        plan: the plan; `None` if it does not fit in memory.
+        reason: sentence that says why it was not chosen.
     """
 
     name: str
@@ -34,8 +31,8 @@ class Decision:
     """The plan to run and the alternatives.
 
     Args:
-        search: that found the plan, or of several the one for plans without a staleness.
-        ladder: what each way of overlapping is worth, in the order in which they were tried.
+        search: result of the search for plans without a staleness.
+        ladder: options for overlapping calls with their savings, in the order in which they were tried.
     """
 
     best: PricedPlan
@@ -44,7 +41,7 @@ class Decision:
     ladder: tuple[Rung, ...] = ()
 
     def rung(self, way: str) -> Rung | None:
-        """The rung of this way; `None` if it was not tried."""
+        """The rung of this option; `None` if it was not tried."""
         return next((rung for rung in self.ladder if rung.way == way), None)
 
     @property
@@ -98,8 +95,8 @@ def why_slower(plan: PricedPlan, best: PricedPlan) -> str:
 
 
 def _other_layouts(plan: PricedPlan, best: PricedPlan) -> str:
-    """End of a sentence that compares two plans. Of the calls with different assignments it names the one whose seconds
-    differ most, and counts the others. Empty if there are none."""
+    """End of a sentence that compares two plans: the call with a different assignment whose seconds differ most, and
+    the number of other such calls. Empty if there are none."""
     other = [name for name in plan.calls if plan.calls[name].assignment != best.calls[name].assignment]
     if not other:
         return ""
@@ -119,25 +116,26 @@ def _between(assignment: Assignment) -> str:
 
 
 def _by_run(plan: PricedPlan, fused: Fused) -> dict[str, CallCost]:
-    """The costs of a plan's calls; of these two together: fused, one after the other, or side by side."""
+    """The costs of a plan's calls. The two calls of `fused` have one joint cost, whether the plan runs them fused, one
+    after the other or side by side."""
     costs = plan.run_costs
     if not fused or plan.fused:
         return costs
     pair = [costs.pop(name) for name in fused]
-    one, other = (plan.calls[name].assignment.mesh for name in fused)
+    a, b = (plan.calls[name].assignment.mesh for name in fused)
     longer = max(pair, key=lambda cost: cost.seconds)
-    return {**costs, joined(fused): pair[0] + pair[1] if one.overlaps(other) else longer}
+    return {**costs, joined(fused): pair[0] + pair[1] if a.overlaps(b) else longer}
 
 
 def _places(plan: PricedPlan, run: str) -> str:
     """Meshes and strategies of one call, or of two fused calls, as text."""
     assignments = [plan.calls[name].assignment for name in parted(run)]
-    places = " and ".join(dict.fromkeys(f"{each.mesh} ({each.strategy})" for each in assignments))
+    places = " and ".join(dict.fromkeys(f"{a.mesh} ({a.strategy})" for a in assignments))
     return f"{places}, fused" if plan.fused and joined(plan.fused) == run else places
 
 
 def explain(cost: CallCost) -> str:
-    """The causes of a call's seconds, the largest first, in words and numbers."""
+    """The parts of a call's seconds as text, the largest first."""
     parts = sorted(cost.parts.items(), key=lambda item: -item[1])
     whole = cost.seconds
     return "; ".join(
@@ -146,7 +144,7 @@ def explain(cost: CallCost) -> str:
 
 
 def too_large(plan: PricedPlan) -> str:
-    """Why a plan does not fit in memory, in words."""
+    """The reason why a plan does not fit in memory, as text."""
     memory, estimate = plan.space.pricing.memory, plan.estimate
     usable = memory.usable if memory else 0.0
     largest = sorted(estimate.holds, key=lambda name: -estimate.holds[name])[:3]

@@ -1,9 +1,8 @@
 """The fastest execution plan of a space that fits in memory.
 
 A small space is searched exhaustively, as long as there is time. A large one is searched from several starting states
-by changing one call, by placing calls side by side, and by Metropolis moves as in ReaL (section 6), again and again for
-as long as its time limit allows. The search is seeded: with the same limit a problem gives the same plan each time,
-unless the limit ends it.
+by changing one call, by placing calls side by side, and by Metropolis moves as in ReaL (section 6), in several rounds.
+The search is seeded: with the same limit a problem gives the same plan each time, unless the limit ends it.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from .problem import Problem
 from .space import Candidate, State
 
 
-EXHAUSTIBLE = 20_000  # most combinations that are all evaluated
-EXHAUSTING = 0.8  # of the time limit: the most time for that, after which they are searched as a large space is
-LOOKS = 80_000  # most states that a round looks at, known ones included
-STARTING_PLANS = 8
-LOOKS_WITHOUT_GAIN = 8_000  # looks without a better plan after which a round ends
-BOUNDARIES = 48  # most moves of a boundary between meshes that a step looks at
-ROUND_S = 1.25  # of the time limit: a large space is searched again for each, from other states at random
+EXHAUSTIBLE = 20_000  # largest number of combinations for an exhaustive search
+EXHAUSTING = 0.8  # share of the time limit for the exhaustive search, after which the space is searched as a large one
+LOOKS = 80_000  # largest number of states in a round, repeated ones included
+STARTING_PLANS = 8  # number of random starting states of a round
+LOOKS_WITHOUT_GAIN = 8_000  # number of states without a better plan after which a round ends
+BOUNDARIES = 48  # largest number of moves of a boundary between meshes in a step
+ROUND_S = 1.25  # seconds of the time limit for each round of a large space; later rounds start at random states
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,12 @@ class SearchResult:
     """The result of a search.
 
     Args:
-        states: the best states, in order of weight.
-        weights: the states' weights (`Problem.weight`).
+        states: best states, in order of weight.
+        weights: weights of the states (`Problem.weight`).
         evaluations: number of states that were evaluated.
         seconds: duration of the search.
-        exhaustive: all combinations were evaluated.
-        is_cut_short: the time limit ended the search, and not that all was looked at or that nothing better was found
-            for long.
+        exhaustive: whether all combinations were evaluated.
+        is_cut_short: whether the time limit ended the search.
     """
 
     states: tuple[State, ...]
@@ -59,7 +57,7 @@ def search(
 
     Args:
         starts: further starting states, such as presets.
-        keep: how many states are returned at most.
+        keep: largest number of states that are returned.
 
     Raises:
         PlanError: no combination fits in memory.
@@ -96,16 +94,16 @@ def search(
 
 
 def partitions(size: int, count: int, draw: random.Random, most: int = 24) -> list[tuple[DeviceMesh, ...]]:
-    """Ways to divide `size` devices into `count` meshes side by side: halves, of which one is halved again until there
-    are enough, and for two meshes also a quarter and the rest. The parts come in any order; of more than `most` orders
-    a sample is drawn."""
+    """Ways to divide `size` devices into `count` meshes side by side. The largest mesh is halved until there are
+    enough; two meshes may also be a quarter and the rest. The meshes come in all orders, or in `most` orders at random
+    if there are more."""
     shares = [[size]]
     for _ in range(count - 1):
         shares = [
-            [*parts[:at], parts[at] // 2, parts[at] // 2, *parts[at + 1 :]]
+            [*parts[:largest], parts[largest] // 2, parts[largest] // 2, *parts[largest + 1 :]]
             for parts in shares
-            for at in [parts.index(max(parts))]
-            if parts[at] % 2 == 0
+            for largest in [parts.index(max(parts))]
+            if parts[largest] % 2 == 0
         ]
     if count == 2 and size % 4 == 0:
         shares.append([size // 4, size - size // 4])
@@ -118,22 +116,22 @@ def partitions(size: int, count: int, draw: random.Random, most: int = 24) -> li
 
 
 def _ends(mesh: DeviceMesh) -> set[int]:
-    """The first device of a mesh, and the first after it."""
+    """The first device of a mesh, and the first device after it."""
     return {mesh.first, mesh.last + 1}
 
 
-def _in_layout_of(one: Candidate, others: Sequence[Candidate]) -> Candidate:
-    """The first of the candidates that has the engine and the degrees of another, but for dp; or the first."""
+def _in_layout_of(model: Candidate, candidates: Sequence[Candidate]) -> Candidate:
+    """The first candidate with the engine, tp, pp and ZeRO stage of `model`, or else the first one."""
 
     def layout(candidate: Candidate) -> tuple[str, int, int, int]:
         strategy = candidate.assignment.strategy
         return candidate.assignment.engine, strategy.tp, strategy.pp, strategy.zero_stage
 
-    return next((other for other in others if layout(other) == layout(one)), others[0])
+    return next((candidate for candidate in candidates if layout(candidate) == layout(model)), candidates[0])
 
 
 class _Climb:
-    """Improves states step by step, and remembers the weight of each state that it has seen."""
+    """Improves states step by step, and caches the weight of each state."""
 
     def __init__(
         self, problem: Problem, lists: Sequence[Sequence[Candidate]], draw: random.Random, deadline: float
@@ -142,7 +140,7 @@ class _Climb:
         self.seen: dict[tuple[int, ...], tuple[float, State]] = {}
         self.best = math.inf
         self.looks = self.improved_at = 0
-        # the candidates of every call by mesh, the fastest first, for moves that place calls side by side
+        # candidates of each call by mesh, the fastest first, for moves that place calls side by side
         self.on_mesh: list[dict[DeviceMesh, list[Candidate]]] = []
         for candidates in lists:
             table: dict[DeviceMesh, list[Candidate]] = {}
@@ -161,8 +159,7 @@ class _Climb:
 
     @property
     def is_done(self) -> bool:
-        """True if the round has looked at `LOOKS` states, or at more than `LOOKS_WITHOUT_GAIN` without a better
-        plan."""
+        """True if the round has evaluated `LOOKS` states, or more than `LOOKS_WITHOUT_GAIN` without a better plan."""
         return self.looks >= LOOKS or self.looks - self.improved_at > LOOKS_WITHOUT_GAIN
 
     @property
@@ -180,28 +177,28 @@ class _Climb:
         return self.seen[key][0]
 
     def try_all(self, states: Iterable[State]) -> bool:
-        """Weighs all of these states. Returns whether there was time for them."""
+        """Weighs all these states. Returns whether there was time for all."""
         now = time.perf_counter()
         end = now + EXHAUSTING * (self.deadline - now)
         for state in states:
             self.weigh(state)
             if time.perf_counter() >= end:
-                self.looks = self.improved_at = 0  # the search that follows has its own
+                self.looks = self.improved_at = 0  # for the search that follows
                 return False
         return True
 
     def run(self, starts: Sequence[State], rounds: int) -> None:
         fastest = tuple(candidates[0] for candidates in self.lists)
         smallest = tuple(min(candidates, key=lambda c: c.cost.static + c.cost.transient) for candidates in self.lists)
-        known = [*starts, fastest, smallest, *self._roles_apart(fastest)]
+        first_starts = [*starts, fastest, smallest, *self._roles_apart(fastest)]
         for number in range(rounds):
             self.looks = self.improved_at = 0
             if not number or time.perf_counter() < self.deadline:
-                self._round([] if number else known)
+                self._round([] if number else first_starts)
 
     def _round(self, starts: Sequence[State]) -> None:
-        drawn = [tuple(map(self.draw.choice, self.lists)) for _ in range(STARTING_PLANS)]
-        beginnings = [*starts, *drawn]
+        random_states = [tuple(map(self.draw.choice, self.lists)) for _ in range(STARTING_PLANS)]
+        beginnings = [*starts, *random_states]
         ends: list[State] = []
         for state in beginnings:
             if not ends or not self.over:
@@ -211,19 +208,19 @@ class _Climb:
             state = self.descend(self.wander(state))
 
     def _roles_apart(self, fastest: State) -> Iterator[State]:
-        """States in which the calls of one trained role are on some of the devices, and those of the others on the
-        rest; for some ways to divide the cluster. Calls of other roles are where they are fastest."""
+        """States in which the calls of one trained role run on the first devices and those of the other trained roles
+        on the rest, for several divisions of the cluster. Calls of frozen roles run where they are fastest."""
         graph, cluster = self.problem.space.graph, self.problem.space.cluster
         first, *others = graph.trained_roles
         for edge in self._some_edges() if others else ():
             sides = {role: DeviceMesh(edge, cluster.size - edge) for role in others}
             sides[first] = DeviceMesh(0, edge)
             roles = [graph.call(name).role for name in self.problem.names]
-            tables = [self.on_mesh[at].get(sides[role], []) if role in sides else [] for at, role in enumerate(roles)]
-            yield tuple(table[0] if table else known for table, known in zip(tables, fastest, strict=True))
+            tables = [self.on_mesh[n].get(sides[role], []) if role in sides else [] for n, role in enumerate(roles)]
+            yield tuple(table[0] if table else free for table, free in zip(tables, fastest, strict=True))
 
     def _some_edges(self) -> list[int]:
-        """Places of the cluster where meshes may meet: those nearest to its eighths."""
+        """Boundaries of meshes nearest to the eighths of the cluster."""
         size = self.problem.space.cluster.size
         nearest = (min(self.edges, key=lambda edge: abs(edge - size * part // 8)) for part in range(1, 8) if self.edges)
         return list(dict.fromkeys(nearest))
@@ -260,62 +257,61 @@ class _Climb:
         return self.looks >= LOOKS or time.perf_counter() >= self.deadline
 
     def _one(self, state: State) -> Sequence[State]:
-        """States with another candidate for one call; of many candidates a sample."""
+        """States with another candidate for one call, or with a sample of many candidates."""
         states = []
-        for at in self.draw.sample(range(len(state)), len(state)):
-            candidates = self.lists[at]
+        for call in self.draw.sample(range(len(state)), len(state)):
+            candidates = self.lists[call]
             if len(candidates) > 48:
                 candidates = [*candidates[:16], *self.draw.sample(list(candidates), 32)]
-            states += [(*state[:at], new, *state[at + 1 :]) for new in candidates if new is not state[at]]
+            states += [(*state[:call], new, *state[call + 1 :]) for new in candidates if new is not state[call]]
         return states
 
     def _level(self, state: State) -> Sequence[State]:
-        """States in which the calls of one level of the graph run side by side on parts of the cluster, or each on all
-        of it: with their fastest candidates, or with the fastest that fit in memory together."""
+        """States in which the calls of one level of the graph run side by side on parts of the cluster, or each on the
+        whole cluster: with their fastest candidates, or with the fastest that fit in memory together."""
         states = []
         for level in self.levels:
             for meshes in self.parts[len(level)]:
-                tables = [self.on_mesh[at].get(mesh, []) for at, mesh in zip(level, meshes, strict=True)]
+                tables = [self.on_mesh[call].get(mesh, []) for call, mesh in zip(level, meshes, strict=True)]
                 if not all(tables):
                     continue
                 placed = list(state)
-                for at, table in zip(level, tables, strict=True):
-                    placed[at] = table[0]
+                for call, table in zip(level, tables, strict=True):
+                    placed[call] = table[0]
                 states.append(tuple(placed))
-                for at, table in zip(level, tables, strict=True):
-                    placed[at] = self._fastest_that_fits(placed, at, table)
+                for call, table in zip(level, tables, strict=True):
+                    placed[call] = self._fastest_that_fits(placed, call, table)
                 states.append(tuple(placed))
         return states
 
     def _boundary(self, state: State) -> Sequence[State]:
-        """States in which meshes that lie side by side meet elsewhere."""
+        """States in which a boundary between meshes is moved."""
         pairs = itertools.product(self._edges_of(state), self.edges)
         changed = (self._moved(state, edge, other) for edge, other in pairs if edge != other)
         states = [moved for moved in changed if moved is not None]
         return self.draw.sample(states, min(BOUNDARIES, len(states)))
 
     def _edges_of(self, state: State) -> list[int]:
-        """Numbers of the devices at which a mesh of the state begins, or before which one ends. The ends of the cluster
-        are left out."""
+        """Boundaries of the state's meshes inside the cluster."""
         return sorted({place for candidate in state for place in _ends(candidate.assignment.mesh)} & self._inside)
 
     def _moved(self, state: State, edge: int, other: int) -> State | None:
-        """The state in which all meshes that begin or end at `edge` do so at `other`: one alone would overlap with the
-        rest. Calls keep their layouts where these are possible. `None` where a mesh cannot be so."""
+        """The state in which all meshes that begin or end at `edge` begin or end at `other`. Calls keep their layouts
+        if possible. `None` if a call has no candidate on its new mesh."""
         placed = []
-        for at, candidate in enumerate(state):
+        for call, candidate in enumerate(state):
             mesh = candidate.assignment.mesh
             first, after = (other if place == edge else place for place in (mesh.first, mesh.last + 1))
-            table = self.on_mesh[at].get(DeviceMesh(first, after - first)) if first < after else None
+            table = self.on_mesh[call].get(DeviceMesh(first, after - first)) if first < after else None
             if not table:
                 return None
             placed.append(_in_layout_of(candidate, table))
         return tuple(placed)
 
-    def _fastest_that_fits(self, state: list[Candidate], at: int, candidates: Sequence[Candidate]) -> Candidate:
-        """The first candidate of a call that fits in memory; where none does, the one that holds least."""
+    def _fastest_that_fits(self, state: list[Candidate], call: int, candidates: Sequence[Candidate]) -> Candidate:
+        """The first candidate of a call that fits in memory, or else the one with the least static memory."""
         for candidate in candidates:
-            changed = (*state[:at], candidate, *state[at + 1 :])
+            changed = (*state[:call], candidate, *state[call + 1 :])
             if self.problem.space.pricing.fits(self.problem.memory(changed, set())[0]):
                 return candidate
         return min(candidates, key=lambda c: c.cost.static)
@@ -324,15 +320,15 @@ class _Climb:
         """States in which two calls run on two disjoint meshes."""
         states = []
         pairs = list(itertools.combinations(range(len(state)), 2))
-        for one, other in self.draw.sample(pairs, min(6, len(pairs))):
-            meshes = [mesh for mesh in self.on_mesh[one] if mesh.size < self.problem.space.cluster.size]
+        for first, other in self.draw.sample(pairs, min(6, len(pairs))):
+            meshes = [mesh for mesh in self.on_mesh[first] if mesh.size < self.problem.space.cluster.size]
             for mesh in self.draw.sample(meshes, min(6, len(meshes))):
                 disjoint = [m for m in self.on_mesh[other] if not m.overlaps(mesh)]
                 if disjoint:
                     largest = max(disjoint, key=lambda m: m.size)
                     for candidate in self.on_mesh[other][largest][:2]:
                         changed = list(state)
-                        changed[one], changed[other] = self.on_mesh[one][mesh][0], candidate
+                        changed[first], changed[other] = self.on_mesh[first][mesh][0], candidate
                         states.append(tuple(changed))
         return states
 
@@ -344,5 +340,5 @@ class _Climb:
             moved = self._moved(state, self.draw.choice(edges), self.draw.choice(self.edges))
             if moved is not None:
                 return moved
-        at = self.draw.randrange(len(state))
-        return (*state[:at], self.draw.choice(list(self.lists[at])), *state[at + 1 :])
+        call = self.draw.randrange(len(state))
+        return (*state[:call], self.draw.choice(list(self.lists[call])), *state[call + 1 :])

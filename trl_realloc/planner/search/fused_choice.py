@@ -2,8 +2,8 @@
 of the other calls.
 
 A mesh and a split that are slow for each call alone can be the best for both together. Therefore all pairs of pipelines
-on a plan's meshes are compared by the lower bound of their schedules. The best plans are then priced by a schedule that
-is searched. `choose` decides whether one of them is run.
+on a plan's meshes are compared by the lower bound of their schedules. For the best plans a schedule is searched, which
+gives their price.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .problem import Problem
 from .space import Candidate, Space, State
 
 
-PAIRS = 4  # that are kept of those on a mesh: the fastest, and the one with the least memory
-SPLIT = 3  # candidates of a call with the same split that are looked at: the fastest, and the one with the least memory
-SEARCHED = 3  # plans whose schedules are searched
-FASTEST, SMALL = 12, 6  # candidates of another call that are tried, besides those on the plan's meshes
-PLACING_ROUNDS = 4  # at most, in which the other calls are placed one by one
+PAIRS = 4  # number of fastest pairs on a mesh that are tried, besides the one with the least memory
+SPLIT = 3  # number of candidates per call and split: the fastest, and the one with the least memory
+SEARCHED = 3  # number of plans whose schedules are searched
+FASTEST, SMALL = 12, 6  # numbers of fastest and of smallest candidates of another call that are tried
+PLACING_ROUNDS = 4  # largest number of rounds in which the other calls are placed one by one
 NOT_ALLOWED = "not chosen on GPUs, on which it has never run, without fused_training: true"
 
 
@@ -41,13 +41,13 @@ def may_fuse(setting: bool | None, *, on_gpus: bool) -> bool:
     """True if a plan with fused training may be chosen.
 
     Args:
-        setting: `fused_training` of the config. `None` if it is not set, which allows fused training only without GPUs.
+        setting: `fused_training` of the config. `None` (not set) allows fused training only without GPUs.
     """
     return not on_gpus if setting is None else setting  # it has never run over NCCL (docs/hardware.md)
 
 
 def pair_of(graph: DataflowGraph) -> Fused:
-    """The two calls of a graph that train; empty if it has more or fewer, or if one needs what the other trains."""
+    """The two calls of a graph that train; empty if it has more or fewer, or if one depends on the other's training."""
     trains = [name for name in graph.order if graph.call(name).trains]
     if len(trains) != 2 or any(order_problems(graph, (trains[0], trains[1]))):
         return ()
@@ -55,7 +55,7 @@ def pair_of(graph: DataflowGraph) -> Fused:
 
 
 def why_none(space: Space) -> str:
-    """Why no plan of a space can fuse two calls, in words; an empty text where one may."""
+    """The reason why no plan of a space can fuse two calls, as text; empty if a plan can."""
     pair = pair_of(space.graph)
     if not pair:
         return "the algorithm has no two calls that could train at the same time"
@@ -80,12 +80,12 @@ def choose_fused(
     """The best plan with fused training.
 
     Args:
-        candidates: of each call (`Space.candidates`).
-        plans: without fused calls and streams. Their meshes are tried, with their other calls as a start. The first one
-            is what fused training is compared with; the others have its staleness.
-        deadline: of `time.perf_counter`, after which no further pair of pipelines is tried.
-        latest: of `time.perf_counter`, after which no further schedule is searched.
-        is_allowed: whether it may be chosen.
+        candidates: candidates of each call (`Space.candidates`).
+        plans: plans without fused calls and streams, with the same staleness. Their meshes are tried, with their other
+            calls as a start. The first plan is the baseline.
+        deadline: value of `time.perf_counter` after which no further pair of pipelines is tried.
+        latest: value of `time.perf_counter` after which no further schedule is searched.
+        is_allowed: whether fused training may be chosen.
     """
     whole = plans[0]
     versions = whole.staleness.versions
@@ -95,23 +95,23 @@ def choose_fused(
     search = _FusedSearch(space, candidates, whole)
     for plan in plans:
         search.look_at(plan, deadline)
-    found = search.plans()
-    if not found:
+    best_plans = search.plans()
+    if not best_plans:
         return Rung(name, whole, reason=search.why_nothing)
     limit = whole.seconds / (1 + space.pricing.rates.error)
-    promising = [plan for plan in found if plan.seconds < limit]
+    promising = [plan for plan in best_plans if plan.seconds < limit]
     searched: list[PricedPlan] = []
     for plan in promising:
         if time.perf_counter() < latest:
             searched.append(search.exact(plan))
     if promising and not searched:
         return Rung(name, whole, reason="no time was left to search its schedules")
-    fused = min(searched or found[:1], key=lambda plan: plan.seconds)
+    fused = min(searched or best_plans[:1], key=lambda plan: plan.seconds)
     return Rung(name, whole, {name: fused}, refusal="" if is_allowed else NOT_ALLOWED)
 
 
 class _FusedSearch:
-    """The best plans that fuse the two calls that train, by the bound of their schedules."""
+    """Searches plans that fuse the two calls that train, by the lower bound of their schedules."""
 
     def __init__(self, space: Space, candidates: Mapping[str, Sequence[Candidate]], whole: PricedPlan) -> None:
         self.space, self.candidates, self.whole = space, candidates, whole
@@ -124,9 +124,9 @@ class _FusedSearch:
         assignments = {name: candidate.assignment for name, candidate in whole.calls.items()}
         self.taken = devices_ahead(graph, assignments) if is_ahead else frozenset[int]()
         fixed = {*self.fused, *(calls_ahead(graph) if is_ahead else ())}
-        self.others = [at for at, name in enumerate(self.problem.names) if name not in fixed]
+        self.others = [call for call, name in enumerate(self.problem.names) if name not in fixed]
         self.has_pairs = False
-        self._pairs: dict[int, list[Pair]] = {}  # by number of devices, on the first ones
+        self._pairs: dict[int, list[Pair]] = {}  # number of devices -> pairs on the first devices
         self._placed: dict[DeviceMesh, list[Pair]] = {}
         self._lists: dict[int, tuple[list[Candidate], list[Candidate], list[Candidate]]] = {}
         self._scoring: dict[tuple[str, Assignment], Candidate] = {}
@@ -139,15 +139,15 @@ class _FusedSearch:
         return "the stages of both models and the activations of both do not fit in a device's memory"
 
     def look_at(self, plan: PricedPlan, deadline: float) -> None:
-        """Try the pairs of pipelines on the meshes of a plan, one at least."""
+        """Try the pairs of pipelines on the meshes of a plan, at least one in total."""
         start = tuple(plan.calls[name] for name in self.problem.names)
         for mesh in self._meshes(start):
             for pair in self._pairs_on(mesh):
                 if self._states and time.perf_counter() >= deadline:
                     return
                 state = list(start)
-                for at, candidate in zip(self.places, pair, strict=True):
-                    state[at] = candidate
+                for place, candidate in zip(self.places, pair, strict=True):
+                    state[place] = candidate
                 weight, improved = self._improved(tuple(state))
                 self._states.setdefault(tuple(c.assignment for c in improved), (weight, improved))
 
@@ -158,7 +158,7 @@ class _FusedSearch:
         return sorted((plan for plan in priced if plan.fits), key=lambda plan: plan.seconds)
 
     def exact(self, plan: PricedPlan) -> PricedPlan:
-        """The same plan, priced by a schedule that is searched."""
+        """The same plan, priced by the schedule of a search."""
         return self._priced(self.exact_problem, tuple(plan.calls.values()))
 
     def _priced(self, problem: Problem, state: State) -> PricedPlan:
@@ -167,11 +167,11 @@ class _FusedSearch:
         return problem.priced_plan(state, name, exact=self.space.is_small).with_staleness(self.whole.staleness)
 
     def _meshes(self, state: State) -> Iterator[DeviceMesh]:
-        """The smallest that has both calls, the whole cluster or all devices that train, and those of each call."""
-        one, other = (state[at].assignment.mesh for at in self.places)
+        """The smallest mesh that contains both calls, all devices that may train, and the mesh of each call."""
+        a, b = (state[place].assignment.mesh for place in self.places)
         free = [device for device in range(self.space.cluster.size) if device not in self.taken]
-        hull = DeviceMesh(min(one.first, other.first), max(one.last, other.last) + 1 - min(one.first, other.first))
-        for mesh in dict.fromkeys((hull, DeviceMesh(free[0], free[-1] + 1 - free[0]), one, other)):
+        hull = DeviceMesh(min(a.first, b.first), max(a.last, b.last) + 1 - min(a.first, b.first))
+        for mesh in dict.fromkeys((hull, DeviceMesh(free[0], free[-1] + 1 - free[0]), a, b)):
             with contextlib.suppress(PlanError):
                 check_mesh(mesh, self.space.cluster)
                 if not self.taken.intersection(mesh.devices):
@@ -183,27 +183,27 @@ class _FusedSearch:
         if mesh not in self._placed:
             self._placed[mesh] = [
                 (
-                    Candidate(replace(one.assignment, mesh=mesh), one.cost),
-                    Candidate(replace(other.assignment, mesh=mesh), other.cost),
+                    Candidate(replace(a.assignment, mesh=mesh), a.cost),
+                    Candidate(replace(b.assignment, mesh=mesh), b.cost),
                 )
-                for one, other in self._pairs[mesh.size]
+                for a, b in self._pairs[mesh.size]
             ]
         return self._placed[mesh]
 
     def _pairs_of(self, size: int) -> list[Pair]:
-        """The best pairs on so many devices that fit in memory by themselves, and the one that takes the least."""
+        """The fastest pairs on `size` devices that fit in memory alone, and the pair with the least memory."""
         calls = [self.space.graph.call(name) for name in self.fused]
         first, second = (_best_of_split(self.space.pipelines(call, size)) for call in calls)
         priced = []
-        for number, (one, other) in enumerate(itertools.product(first, second)):
-            a, b = one.assignment.strategy, other.assignment.strategy
+        for number, pair in enumerate(itertools.product(first, second)):
+            a, b = (candidate.assignment.strategy for candidate in pair)
             if a.tp != b.tp or max(a.pp, b.pp) % min(a.pp, b.pp):
                 continue
             self.has_pairs = True
-            cost = self.prices.price((one, other)).cost
-            held = one.cost.static + other.cost.static + cost.transient
+            cost = self.prices.price(pair).cost
+            held = sum(candidate.cost.static for candidate in pair) + cost.transient
             if self.space.pricing.fits(held):
-                priced.append((cost.seconds, held, number, (one, other)))
+                priced.append((cost.seconds, held, number, pair))
         priced.sort()
         best = priced[:PAIRS]
         smallest = min(priced[PAIRS:], key=lambda item: item[1], default=None)
@@ -212,46 +212,41 @@ class _FusedSearch:
         return [pair for *_, pair in best]
 
     def _improved(self, state: State) -> tuple[float, State]:
-        """The state with the best candidates of the other calls, found one by one, and its weight."""
+        """The weight of the state after the other calls have been placed one by one, and the state."""
         weight = self.problem.weight(state)
         for _ in range(PLACING_ROUNDS):
             before = weight
-            for at in self.others:
-                for candidate in self._options(state, at):
-                    changed = (*state[:at], candidate, *state[at + 1 :])
+            for call in self.others:
+                for candidate in self._options(state, call):
+                    changed = (*state[:call], candidate, *state[call + 1 :])
                     if (other := self.problem.weight(changed)) < weight * (1 - 1e-9):
                         weight, state = other, changed
             if weight == before:
                 break
         return weight, state
 
-    def _options(self, state: State, at: int) -> list[Candidate]:
-        """The candidates of a call that are tried: the fastest, those with the least memory, and those on the meshes of
-        the state."""
-        fast, small, others = self._sorted_candidates(at)
+    def _options(self, state: State, index: int) -> list[Candidate]:
+        """Candidates of a call that are tried: in place, the fastest, the smallest, and those on the state's meshes."""
+        fast, small, others = self._sorted_candidates(index)
         meshes = {candidate.assignment.mesh for candidate in state}
-        return [
-            *self._in_place(state, at),
-            *fast,
-            *small,
-            *(candidate for candidate in others if candidate.assignment.mesh in meshes),
-        ]
+        on_meshes = (candidate for candidate in others if candidate.assignment.mesh in meshes)
+        return [*self._in_place(state, index), *fast, *small, *on_meshes]
 
-    def _sorted_candidates(self, at: int) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
-        """The fastest candidates of a call, of the others those with the least memory, and the rest."""
-        if at not in self._lists:
+    def _sorted_candidates(self, index: int) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
+        """The fastest candidates of a call, those with the least memory of the others, and the rest."""
+        if index not in self._lists:
             able = [
                 candidate
-                for candidate in self.candidates[self.problem.names[at]]
+                for candidate in self.candidates[self.problem.names[index]]
                 if not self.taken.intersection(candidate.assignment.mesh.devices)
             ]
             rest = sorted(able[FASTEST:], key=lambda c: c.cost.static + c.cost.transient)
-            self._lists[at] = able[:FASTEST], rest[:SMALL], rest[SMALL:]
-        return self._lists[at]
+            self._lists[index] = able[:FASTEST], rest[:SMALL], rest[SMALL:]
+        return self._lists[index]
 
-    def _in_place(self, state: State, at: int) -> Iterator[Candidate]:
-        """Scoring by the parameters where the fused training has them."""
-        call = self.space.graph.call(self.problem.names[at])
+    def _in_place(self, state: State, index: int) -> Iterator[Candidate]:
+        """Scoring in the layout of the fused training, which needs no reallocation."""
+        call = self.space.graph.call(self.problem.names[index])
         trained = self.space.graph.train_call(call.role)
         if call.kind is not CallKind.FORWARD or trained not in self.fused:
             return
@@ -269,8 +264,8 @@ class _FusedSearch:
 
 
 def _best_of_split(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The `SPLIT` fastest candidates of each split. The one that needs the least memory replaces the last of them if it
-    is not among them."""
+    """The `SPLIT` fastest candidates of each split, the last one replaced by the one with the least memory if that is
+    not among them."""
     by_split: dict[tuple[int, ...], list[Candidate]] = defaultdict(list)
     for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
         by_split[candidate.assignment.strategy.layout].append(candidate)

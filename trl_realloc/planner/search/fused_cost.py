@@ -1,8 +1,7 @@
 """`FusedCost`: seconds and memory of two calls that train together (`plan.fused`).
 
-A mini-batch of both takes the makespan of a fused schedule of their stages, whose times are those by which each call
-alone is priced (`pricing`). Before the schedule is searched, it is the lower bound of all schedules. Which calls are
-fused is decided in `fused_choice`.
+A mini-batch of both takes the makespan of a fused schedule of their stages, or the lower bound of all schedules before
+a schedule is searched. The times of the stages are those of `pricing`.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from ..fused.pipelines import FusedPipelines, FusedSchedule, Pipeline
 from .space import Candidate, Space
 
 
-ESTIMATE_EFFORT = 100_000  # tasks that the search of a schedule places; a run's most (`runtime/fused/orders`)
-OUTSIDE = ("data", "optimizer", "handover", "load", "functions")  # causes of a call's seconds outside of its pipeline
+ESTIMATE_EFFORT = 100_000  # tasks that a schedule search places; the largest effort of a run (`runtime/fused/orders`)
+OUTSIDE = ("data", "optimizer", "handover", "load", "functions")  # parts of a call's seconds outside of its pipeline
 
 Pair = tuple[Candidate, Candidate]
 
 
 @dataclass(frozen=True, eq=False)
 class FusedCost:
-    """Two calls that train together.
+    """Cost of two calls that train together.
 
     Args:
-        cost: of both. `static` is 0, because each call has its own; `transient` has the activations and the
-            gradients of both.
+        cost: cost of both calls. `static` is 0, because it is counted for each call; `transient` has the activations
+            and the gradients of both.
         makespan: seconds of the pipelines in one mini-batch.
-        found: the pipelines, in seconds and bytes, and the schedule that has this makespan; `None` where the makespan
-            is the lower bound of all schedules.
+        found: pipelines, in seconds and bytes, and the schedule with this makespan; `None` if the makespan is the lower
+            bound of all schedules.
     """
 
     cost: CallCost
@@ -44,10 +43,10 @@ class FusedCost:
 
 @dataclass
 class FusedPrices:
-    """Prices pairs of candidates of two calls that train, which a plan can fuse.
+    """Prices pairs of candidates of two training calls that a plan can fuse.
 
     Args:
-        calls, specs: the first call and the second, whose stages lie in the opposite direction, and their models.
+        calls, specs: both calls and their models. The stages of the second call are in the opposite order.
     """
 
     pricing: Pricing
@@ -56,34 +55,30 @@ class FusedPrices:
     _stages: dict[tuple[int, int], tuple[Candidate, TrainingStage]] = field(default_factory=dict)
 
     def price(self, pair: Pair, *, exact: bool = False) -> FusedCost:
-        """The cost of two candidates.
-
-        Args:
-            exact: search the schedule; otherwise the makespan is the lower bound.
-        """
+        """The cost of two candidates; with `exact` by a searched schedule, otherwise by the lower bound."""
         stages = self.stage(pair[0], 0), self.stage(pair[1], 1)
         uniform = self._uniform(pair)
         working = max(stage.working for stage in stages)
         if not exact:
-            makespan, found = uniform_bound(*uniform), None
+            makespan, schedule = uniform_bound(*uniform), None
         else:
-            from ..fused.schedule_search import search  # importing numba takes a second, and few plans come so far
+            from ..fused.schedule_search import search  # imported here: numba takes a second, and few plans need it
 
             pipelines = self.pipelines(pair)
             result = search(pipelines, effort=ESTIMATE_EFFORT)
-            makespan, found = result.simulated.makespan, (pipelines, result.schedule)
-        return FusedCost(self._cost(pair, stages, makespan, _memory_limit(*uniform) + working), makespan, found)
+            makespan, schedule = result.simulated.makespan, (pipelines, result.schedule)
+        return FusedCost(self._cost(pair, stages, makespan, _memory_limit(*uniform) + working), makespan, schedule)
 
     def pipelines(self, pair: Pair) -> FusedPipelines:
         """One mini-batch of both calls, in seconds and bytes. All stages have the times of the slowest one, as in the
-        price of one call alone; a message is part of the forward or backward after which it is sent."""
-        one, other = self._uniform(pair)
-        stages = max(one.stages, other.stages)
+        price of one call alone; a message is part of the forward or backward before it."""
+        uniform = self._uniform(pair)
+        stages = max(p.stages for p in uniform)
         a, b = (
             Pipeline.of(p.stages, p.micro_batches, p.forward, p.memory, p.backward, copies=stages // p.stages)
-            for p in (one, other)
+            for p in uniform
         )
-        return FusedPipelines(a, b, (_memory_limit(one, other),) * stages)
+        return FusedPipelines(a, b, (_memory_limit(*uniform),) * stages)
 
     def stage(self, candidate: Candidate, which: int) -> TrainingStage:
         """Slowest stage of a candidate of the first call (`which` is 0) or the second call (1). Its seconds include the
@@ -93,20 +88,20 @@ class FusedPrices:
             stage = self.pricing.training_stage(self.specs[which], candidate.assignment)
             factor = self.pricing.corrections.factor(self.calls[which], candidate.assignment)
             stage = replace(stage, seconds=stage.seconds.times(factor))
-            self._stages[key] = candidate, stage  # the candidate too, so that its id stays its own
+            self._stages[key] = candidate, stage  # with the candidate, so that its id stays valid
         return self._stages[key][1]
 
     def _uniform(self, pair: Pair) -> tuple[UniformPipeline, UniformPipeline]:
-        one, other = (
+        a, b = (
             _uniform(self.stage(candidate, which), candidate.assignment.strategy.pp)
             for which, candidate in enumerate(pair)
         )
-        return one, other
+        return a, b
 
     def _cost(
         self, pair: Pair, stages: tuple[TrainingStage, TrainingStage], makespan: float, transient: float
     ) -> CallCost:
-        """All mini-batches of an iteration."""
+        """Cost of all mini-batches of an iteration."""
         updates = self.pricing.workload.updates
         parts = {"compute": 0.0, "tensor": 0.0, "pipeline": 0.0}
         for stage in stages:
@@ -125,8 +120,8 @@ def fused_prices(space: Space, fused: Fused) -> FusedPrices:
     """Prices of two calls of a space's graph that train one model each."""
     assert fused, "two calls are fused"
     calls = space.graph.call(fused[0]), space.graph.call(fused[1])
-    (one,), (other,) = space.specs[fused[0]], space.specs[fused[1]]
-    return FusedPrices(space.pricing, calls, (one, other))
+    (first,), (second,) = space.specs[fused[0]], space.specs[fused[1]]
+    return FusedPrices(space.pricing, calls, (first, second))
 
 
 def _uniform(stage: TrainingStage, pp: int) -> UniformPipeline:
@@ -138,7 +133,7 @@ def _uniform(stage: TrainingStage, pp: int) -> UniformPipeline:
     return UniformPipeline(pp, stage.micro_batches, forward, backward, stage.kept)
 
 
-def _memory_limit(one: UniformPipeline, other: UniformPipeline) -> float:
+def _memory_limit(a: UniformPipeline, b: UniformPipeline) -> float:
     """`check.memory_limit` of uniform pipelines."""
-    serial = max(min(p.micro_batches, p.stages) * p.memory for p in (one, other))
-    return max(MAX_MEMORY * serial, one.memory + other.memory)
+    serial = max(min(p.micro_batches, p.stages) * p.memory for p in (a, b))
+    return max(MAX_MEMORY * serial, a.memory + b.memory)

@@ -1,7 +1,5 @@
-"""The ladder of a decision: the seconds that each way of letting calls overlap saves, beside the ways below it.
-
-How the best plan of a way is found is in `fused_choice`, `stream_choice` and `ahead_choice`; in which order they are
-tried is in `choose`.
+"""The ladder of a decision: the options for overlapping calls (fused training, streaming, staleness), each with the
+seconds that it saves in addition to the options before it. `choose` tries them in order.
 """
 
 from __future__ import annotations
@@ -13,22 +11,22 @@ from ...plan.algorithm_graphs import has_host_loop
 from .priced_plan import PricedPlan
 
 
-FUSED, STREAMING, STALENESS = "fused training", "streaming", "staleness"  # the ways, by name
-SAME = 0.005  # difference of two plans, as a share of the seconds, below which one is as fast as the other
+FUSED, STREAMING, STALENESS = "fused training", "streaming", "staleness"  # names of the options
+SAME = 0.005  # relative difference of seconds below which two plans are equally fast
 NO_MORE = "which is within the estimates' error"
 
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways of letting calls overlap that a plan may use.
+    """The options for overlapping calls that a plan may use.
 
     Args:
-        barrier: its iterations do not overlap.
-        deterministic: two runs of the plan give the same bits.
-        max_staleness: the largest staleness.
-        fuses: what it is worth to train two calls in fused pipelines is looked for.
-        fused_training: such a plan may be the choice.
-        streams: samples may stream.
+        barrier: whether iterations must not overlap.
+        deterministic: whether two runs of the plan must give the same bits.
+        max_staleness: largest staleness.
+        fuses: whether plans with fused training are searched.
+        fused_training: whether such a plan may be chosen.
+        streams: whether samples may stream.
     """
 
     barrier: bool = False
@@ -41,14 +39,14 @@ class Ways:
 
 @dataclass(frozen=True)
 class Rung:
-    """A way of letting calls overlap, beside those below it.
+    """An option for overlapping calls, in addition to the options before it.
 
     Args:
-        way: its name.
-        whole: the best plan without it.
-        plans: the best plans with it by name, those that are preferred first.
-        reason: why there is none, in words.
-        refusal: why none may be chosen, in words; empty if one may.
+        way: name of the option.
+        whole: best plan without it.
+        plans: best plans with it by name, in the order of preference.
+        reason: text that says why there is no such plan.
+        refusal: text that says why none may be chosen; empty if one may.
     """
 
     way: str
@@ -59,7 +57,7 @@ class Rung:
 
     @property
     def fastest(self) -> PricedPlan:
-        """The plan with the fewest seconds, without what gains no more than the estimates' error."""
+        """The fastest plan with or without the option. A gain within the estimates' error does not count."""
         best, error = self.whole, self.whole.space.pricing.rates.error
         for plan in () if self.refusal else self.plans.values():
             if plan.fits and plan.seconds * (1 + error) < best.seconds:
@@ -68,12 +66,12 @@ class Rung:
 
     @property
     def is_chosen(self) -> bool:
-        """True if a plan with the way is the fastest."""
+        """True if a plan with the option is the fastest."""
         return self.fastest is not self.whole
 
     @property
     def best(self) -> PricedPlan:
-        """The fastest plan with the way; if none is chosen, that with the fewest seconds. There is one."""
+        """The chosen plan with the option, or else the fastest plan with it. `plans` must not be empty."""
         return self.fastest if self.is_chosen else min(self.plans.values(), key=lambda plan: plan.seconds)
 
     @property
@@ -83,12 +81,12 @@ class Rung:
 
     @property
     def worth(self) -> str:
-        """The saving of `best`, in words."""
+        """The saving of `best`, as text."""
         return saving(self.best, self.whole) + (f" ({ages(self.best)})" if self.best.staleness.versions else "")
 
     @property
     def sentence(self) -> str:
-        """The saving of the way, in words; or the reason why it has no plan. A sentence without its full stop."""
+        """The saving of the option, or the reason why it has no plan. A sentence without a full stop."""
         if not self.plans:
             return f"{self.way}: {self.reason}"
         text = f"{self.name} {self.worth}"
@@ -98,7 +96,7 @@ class Rung:
 
 
 def saving(plan: PricedPlan, whole: PricedPlan) -> str:
-    """The seconds that a plan saves of another's, in words."""
+    """The share of an iteration that a plan saves compared with another, as text."""
     share = 1 - plan.seconds / whole.seconds
     if abs(share) < SAME:
         return "saves nothing"
@@ -108,6 +106,6 @@ def saving(plan: PricedPlan, whole: PricedPlan) -> str:
 
 
 def ages(plan: PricedPlan) -> str:
-    """The ages of a plan's tokens, in words."""
+    """The ages of a plan's tokens, as text."""
     unit = "generations" if has_host_loop(plan.space.graph) else "updates"
     return f"tokens {plan.estimate.mean_age:.1f} {unit} old on average, {plan.estimate.oldest} at most"

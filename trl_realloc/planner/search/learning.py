@@ -1,9 +1,8 @@
-"""Corrects the estimates of a plan by the updates of a run under it.
+"""Learns `Corrections` of a plan's estimates from the updates of a run under this plan.
 
-The measured seconds of each call are divided by its estimate at the update's response lengths. A median over updates
-keeps an update that something else slowed down out. `estimate_factors` holds the result. The seconds of a streamed
-call depend on when its samples arrive, so its spans on all devices together are compared with those of a simulation at
-the update's response lengths.
+The measured seconds of each call are divided by its estimate at the update's response lengths. The median over updates
+ignores an update that something else slowed down. The seconds of a streamed call depend on when its samples arrive, so
+the sum of its spans on all devices is compared with that of a simulation at the update's response lengths.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from .problem import estimate_plan
 from .space import MANY
 
 
-WARM_UP = 1  # updates after a start that are left out: kernels are compiled and caches filled in them
-LEAST = 3  # updates after those, below which nothing is corrected
-UPDATES_WINDOW = 8  # latest updates that are used
-ROUNDS = 4  # calls that share processors change each other's seconds, so that factors are found in several rounds
+WARM_UP = 1  # updates after a start that do not count: they compile kernels and fill caches
+LEAST = 3  # smallest number of further updates from which corrections are computed
+UPDATES_WINDOW = 8  # number of latest updates that are used
+ROUNDS = 4  # rounds to compute factors, because calls that share processors change each other's seconds
 
 
 class StreamedEstimates:
-    """The simulation of a plan with streams, to be compared with measured updates. Samples are handed over in no time,
-    because the spans of streamed calls begin when their samples are there.
+    """The simulation of a plan with streams, to be compared with measured updates. It takes no time to send samples,
+    because the measured spans of streamed calls begin when their samples have arrived.
 
     Args:
-        specs: the models that each call runs, by the call's name.
-        pricing: without corrections.
+        specs: models that each call runs, by the call's name.
+        pricing: cost model without corrections.
         moves: estimated seconds of each reallocation, by the call that receives the parameters.
     """
 
@@ -55,7 +54,7 @@ class StreamedEstimates:
         self._names = {f"{edge.source} -> {edge.target}": edge.target for edge in plan.reallocations}
 
     def _told(self, spans: Iterable[Span]) -> list[Span]:
-        """Simulated spans that a real run also reports: of a replica's streamed calls those of its first device."""
+        """Simulated spans that a real run also reports: for streamed calls, those of a replica's first device."""
         first = {name: {ranks[0] for ranks in replicas_of(self.plan, name)} for name in self.plan.streamed}
         return [span for span in spans if span.call not in first or span.device in first[span.call]]
 
@@ -63,7 +62,7 @@ class StreamedEstimates:
         """Measured seconds of a device's share of each call that runs reward functions.
 
         Args:
-            work: estimated seconds of each call; 0 of reward functions.
+            work: estimated seconds of each call; 0 for reward functions.
         """
         shares = {name: update.device_seconds.get(name, 0.0) / self.plan.mesh(name).size for name in self.plan.streamed}
         return {name: shares.get(name, update.spans.get(name, 0.0)) for name, seconds in work.items() if seconds == 0.0}
@@ -75,19 +74,19 @@ class StreamedEstimates:
         update: MeasuredUpdate,
         work: Mapping[str, float],
     ) -> dict[str, float]:
-        """Better factors, by call and by reallocation: those with which this update would have been estimated, if other
-        factors changed nothing of which calls slow each other down.
+        """Factors by call and by reallocation, each multiplied by measured / simulated seconds of this update.
 
         Args:
-            factors: those known until now; 1 where there is none.
-            functions, work: as in `functions`.
+            factors: current factors, 1 if missing.
+            functions: the result of `functions`.
+            work: argument of `functions`.
         """
         calls = {name: factors.get(name, 1.0) for name in self.plan.order}
         corrections = Corrections(calls, functions=of_batch(self.plan, functions), handover=0.0)
         workload = self.pricing.workload.of_lengths(update.lengths)
         pricing = replace(self.pricing, workload=workload, corrections=corrections)
         prices = StreamPrices.of(self.plan, self.specs, pricing)
-        seconds = {name: functions.get(name, calls[name] * own) for name, own in work.items()}
+        seconds = {name: functions.get(name, calls[name] * estimated) for name, estimated in work.items()}
         moves = {
             target: factors.get(name, 1.0) * self.moves[target]
             for name, target in self._names.items()
@@ -107,8 +106,8 @@ class PlanEvidence:
     """The latest updates of a run under one plan.
 
     Args:
-        specs: the models that each call runs, by the call's name.
-        pricing: with the corrections that were known before the run came to this plan.
+        specs: models that each call runs, by the call's name.
+        pricing: cost model with the corrections before the run followed this plan.
 
     Raises:
         PlanError: the plan cannot be estimated.
@@ -123,14 +122,14 @@ class PlanEvidence:
         self._streamed: StreamedEstimates | None = None
         if plan.streams is not None and plan.streamed:
             self._streamed = StreamedEstimates(plan, specs, self.pricing, self._moves)
-        self._of_update: deque[dict[str, float]] = deque(maxlen=UPDATES_WINDOW)  # factors, with streams
+        self._of_update: deque[dict[str, float]] = deque(maxlen=UPDATES_WINDOW)  # factors of updates with streams
         self._learns = not (plan.staleness.versions or plan.fused)
-        if self._streamed is not None:  # on more devices a simulation takes seconds
+        if self._streamed is not None:  # on many devices a simulation takes seconds
             self._learns &= is_small
         self.seen = 0
 
     def add(self, update: MeasuredUpdate) -> None:
-        """Add an update. The first `WARM_UP` ones, and those without samples, are left out."""
+        """Add an update. The first `WARM_UP` updates, and updates without samples, do not count."""
         self.seen += 1
         if self.seen > WARM_UP and update.lengths:
             pricing = replace(self.pricing, workload=self.pricing.workload.of_lengths(update.lengths))
@@ -144,26 +143,24 @@ class PlanEvidence:
                 self._compare(self._streamed, update, work)
 
     def _compare(self, streamed: StreamedEstimates, update: MeasuredUpdate, work: Mapping[str, float]) -> None:
-        """Compare an update with its simulation, which has the factors that are known until now."""
         factors, functions = self._medians(), streamed.functions(update, work)
         for _ in range(1 if factors else ROUNDS):
             factors = streamed.refined(factors, functions, update, work)
         self._of_update.append(factors)
 
     def _medians(self) -> dict[str, float]:
-        """By call and by reallocation, the median of the factors of the updates with streams."""
+        """Median factors over the updates with streams, by call and by reallocation."""
         names = dict.fromkeys(name for factors in self._of_update for name in factors)
         return {name: median(f[name] for f in self._of_update if name in f) for name in names}
 
     def corrections(self) -> Corrections:
-        """The corrections after these updates; those before them where there are fewer than `LEAST`, or where samples
-        are generated ahead or two calls train together, because a call's seconds then depend on what else its devices
-        did."""
+        """The corrections after these updates. The earlier corrections if there are fewer than `LEAST` updates, or with
+        staleness or fused training, where a call's seconds depend on the other work of its devices."""
         if len(self._updates) < LEAST or not self._learns:
             return self.before
         if self._streamed is not None:
             of_updates = [self._streamed.functions(*row) for row in self._updates]
-            functions = {name: median(each[name] for each in of_updates) for name in of_updates[0]}
+            functions = {name: median(update[name] for update in of_updates) for name in of_updates[0]}
             return self._learned(self._medians(), functions, self.before.handover)
         functions = {
             name: median(update.spans.get(name, 0.0) for update, _ in self._updates)
@@ -171,7 +168,7 @@ class PlanEvidence:
             if all(work[name] == 0 for _, work in self._updates)
         }
         factors = self._factors(functions)
-        if has_host_loop(self.plan.graph):  # what that loop does between calls, as its reward functions, has no span
+        if has_host_loop(self.plan.graph):  # its work between calls, such as reward functions, has no span
             return self._learned(factors, functions, self.before.handover)
         handovers = [self._handover(update.seconds, work, factors, functions) for update, work in self._updates]
         return self._learned(factors, functions, median(handovers))
@@ -184,12 +181,8 @@ class PlanEvidence:
         return self.before.learned(self.plan, calls, moves, functions, handover)
 
     def _factors(self, functions: Mapping[str, float]) -> dict[str, float]:
-        """By call and by reallocation, the factor of the estimate with which the plan's timeline has the measured
-        seconds.
-
-        Args:
-            functions: seconds of a replica's share of the calls that run reward functions.
-        """
+        """Factors by call and by reallocation with which the plan's timeline has the measured seconds. `functions` are
+        the seconds of a replica's share of reward functions."""
         factors: dict[str, float] = {}
         for _ in range(ROUNDS if self.pricing.rates.sharing else 1):
             ratios: dict[str, list[float]] = defaultdict(list)
@@ -205,17 +198,17 @@ class PlanEvidence:
         self, work: Mapping[str, float], factors: Mapping[str, float], functions: Mapping[str, float], handover: float
     ) -> dict[str, tuple[float, float]]:
         """(start, end) of every call and reallocation of an iteration."""
-        seconds = {name: functions.get(name, factors.get(name, 1.0) * own) + handover for name, own in work.items()}
+        seconds = {name: functions.get(name, factors.get(name, 1.0) * alone) + handover for name, alone in work.items()}
         names = {edge.target: f"{edge.source} -> {edge.target}" for edge in self.plan.reallocations}
-        moves = {target: own * factors.get(names[target], 1.0) for target, own in self._moves.items()}
+        moves = {target: alone * factors.get(names[target], 1.0) for target, alone in self._moves.items()}
         _, times = plan_times(self.plan, seconds, moves, self.pricing.rates.sharing)
         return {task.name: of_task for task, of_task in times}
 
     def _handover(
         self, seconds: float, work: Mapping[str, float], factors: Mapping[str, float], functions: Mapping[str, float]
     ) -> float:
-        """Seconds that each call would take to receive and send samples, so that the iteration takes `seconds` from the
-        start of its first call, when that has its samples."""
+        """Seconds in which each call receives and sends samples, such that the iteration takes `seconds` from the start
+        of its first call after that call has its samples."""
 
         def iteration(handover: float) -> float:
             times = self._times(work, factors, functions, handover).values()
@@ -226,7 +219,7 @@ class PlanEvidence:
         if rest <= 0:
             return 0.0
         handover = rest / len(work)
-        for _ in range(2):  # nearly linear: the number of calls that wait for each other
+        for _ in range(2):  # `added` is nearly linear in `handover`
             added = iteration(handover) - without
             if added <= 0:  # no call waits for another
                 return 0.0

@@ -1,4 +1,4 @@
-"""`MeasuredUpdate`: the seconds that the calls of one update took. What they teach the planner is in `learning`."""
+"""`MeasuredUpdate`: the seconds of the calls of one update."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ class MeasuredUpdate:
     """The seconds of one iteration of a run.
 
     Args:
-        spans: by the name of a call, of the device that took longest; by that of a reallocation, the median of the
-            devices, because devices that arrive early wait for the others.
-        seconds: from the first span's start to the last one's end; where an iteration has several optimizer steps of
-            another library's loop, their sum.
-        lengths: of the responses, tokens.
-        device_seconds: by the name of a call, of all devices together.
+        spans: seconds by name: of a call on the slowest device; of a reallocation the median over the devices, because
+            devices that arrive early wait for the others.
+        seconds: seconds from the first span's start to the last span's end, summed over the steps of the iteration.
+        lengths: tokens of the responses.
+        device_seconds: seconds summed over all devices, by call.
     """
 
     spans: Mapping[str, float]
@@ -30,7 +29,7 @@ class MeasuredUpdate:
 
     @staticmethod
     def of(spans: Iterable[Span], lengths: Sequence[int], iterations: int = 1) -> MeasuredUpdate:
-        """Mean seconds of `iterations` iterations, from the spans of all devices. Work on the host is left out."""
+        """Mean seconds of `iterations` iterations, from the spans of all devices. Host work does not count."""
         timeline = Timeline(span for span in spans if not span.is_host_work)
         busy: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for span in timeline.spans:

@@ -1,7 +1,5 @@
-"""The ladder of a decision in words, for `trl-realloc plan --explain`: rows and sentences of the ways of letting calls
-overlap, and the reasons of the choice.
-
-The choice itself is in `choose`; this adds the plans that it had no reason to look at.
+"""The ladder of a decision as text, for `trl-realloc plan --explain`: rows and sentences about the options for
+overlapping calls, and the reasons of the choice. It also has plans that the choice did not need.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from .priced_plan import PricedPlan
 
 
 UNCORRECTED = "the loss is not corrected for old completions: vllm_importance_sampling_correction is false"
-LOOKED_AT = 4  # updates: the least staleness up to which plans are shown, also where fewer are allowed
+LOOKED_AT = 4  # updates: plans up to this staleness are shown, even if only a smaller one is allowed
 
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """A way of letting calls overlap.
+    """A row about an option for overlapping calls.
 
     Args:
-        plan: the best plan that uses it; `None` where there is none.
-        verdict: that it is chosen, or why it is not.
+        plan: the best plan with the option; `None` if there is none.
+        verdict: `chosen`, or the reason why it is not chosen.
     """
 
     name: str
@@ -41,15 +39,14 @@ class OverlapRow:
 
 @dataclass(frozen=True)
 class OverlapWorth:
-    """The ladder of a job in words.
+    """The ladder of a job as text.
 
     Args:
-        decision: for the job.
-        ways: that were allowed.
-        stale_graph: of a run with a staleness, which may have `actor.forward`.
-        stale_specs: the models that each call of it runs, by the call's name.
-        corrects: the run corrects its loss for old rollouts, or may.
-        time_limit_s: of each further search.
+        ways: options that were allowed.
+        stale_graph: graph of a run with a staleness, which may have `actor.forward`.
+        stale_specs: models that each call of `stale_graph` runs, by the call's name.
+        corrects: whether the run corrects its loss for old rollouts, or may do so.
+        time_limit_s: time limit of each further search.
     """
 
     decision: Decision
@@ -61,35 +58,35 @@ class OverlapWorth:
 
     @property
     def whole(self) -> PricedPlan:
-        """The best plan without further ways."""
+        """The best plan without options."""
         return self.decision.ladder[0].whole if self.decision.ladder else self.decision.best
 
     @cached_property
     def apart(self) -> PricedPlan:
-        """The best plan in which an iteration begins when the one before has ended."""
+        """The best plan without overlap of iterations."""
         ways = Ways(barrier=True, deterministic=self.ways.deterministic, fuses=False, streams=False)
         return choose(self.whole.space, ways, time_limit_s=self.time_limit_s).best
 
     @cached_property
     def ladder(self) -> tuple[Rung, ...]:
-        """The decision's, with a staleness of more updates than are allowed."""
+        """The decision's ladder, with a larger staleness than is allowed."""
         return (*(rung for rung in self.decision.ladder if rung.way != STALENESS), self._staleness())
 
     def _staleness(self) -> Rung:
-        known, most = self.decision.rung(STALENESS), max(self.ways.max_staleness, LOOKED_AT)
-        whole = self.decision.best if known is None else known.whole
+        rung, most = self.decision.rung(STALENESS), max(self.ways.max_staleness, LOOKED_AT)
+        whole = self.decision.best if rung is None else rung.whole
         if not self.corrects:
             return Rung(STALENESS, whole, reason=UNCORRECTED)
-        if known is not None and (self.ways.max_staleness >= most or not known.plans):
-            return known
+        if rung is not None and (self.ways.max_staleness >= most or not rung.plans):
+            return rung
         space = replace(self.whole.space, graph=self.stale_graph, specs=self.stale_specs)
         deterministic, limit_s = self.ways.deterministic, self.time_limit_s
-        found = choose_staleness(space, whole, most, deterministic=deterministic, time_limit_s=limit_s)
-        return replace(found, plans={**found.plans, **(known.plans if known is not None else {})})
+        larger = choose_staleness(space, whole, most, deterministic=deterministic, time_limit_s=limit_s)
+        return replace(larger, plans={**larger.plans, **(rung.plans if rung is not None else {})})
 
     @cached_property
     def rows(self) -> tuple[OverlapRow, ...]:
-        """In the order in which the ways were tried; the first one is what the savings refer to."""
+        """The rows in the order in which the options were tried. The first row is the baseline of the savings."""
         rows = [OverlapRow("one iteration after the other", self.apart, self._verdict(self.apart))]
         if not self._in_turn:
             rows.append(OverlapRow("the next generation begins early", self.whole, self._verdict(self.whole)))
@@ -106,7 +103,7 @@ class OverlapWorth:
 
     @property
     def _in_turn(self) -> bool:
-        """True if the loop of another library asks for the generation, so that none begins early."""
+        """True if another library's loop asks for the generation, so that none begins early."""
         return has_host_loop(self.whole.space.graph)
 
     def _verdict(self, plan: PricedPlan) -> str:
@@ -131,11 +128,11 @@ class OverlapWorth:
         early = early_call(whole.space.graph, {name: c.assignment for name, c in whole.calls.items()})
         cannot = "TRL's loop asks for it" if self._in_turn else "its engine sleeps or is not vLLM's"
         begins = "begins early" if early and not self._in_turn else f"cannot begin early, because {cannot}"
-        found = "all plans" if search.exhaustive else f"{search.evaluations:,} plans"
+        searched = "all plans" if search.exhaustive else f"{search.evaluations:,} plans"
         differs = abs(1 - best.seconds / self.apart.seconds) >= SAME
         saved = f", which {saving(best, self.apart)}" if differs else ""
         return (
-            f"Where calls run: the plan {whole.name!r}, {whole.seconds:.3g} s; of {found} the fastest that fits in "
+            f"Where calls run: the plan {whole.name!r}, {whole.seconds:.3g} s; of {searched} the fastest that fits in "
             f"memory, or a preset as fast as estimates can tell.",
             f"Iterations: the next generation {begins}, which {saving(whole, self.apart)}.",
             *(f"{text[0].upper()}{text[1:]}." for text in map(self._sentence_of, self.ladder)),
@@ -143,7 +140,7 @@ class OverlapWorth:
         )
 
     def _sentence_of(self, rung: Rung) -> str:
-        """The saving of a way, and the first of its plans with a larger staleness than is allowed."""
+        """The saving of an option, and the first of its plans with a larger staleness than is allowed."""
         allowed = {name: plan for name, plan in rung.plans.items() if not self._is_beyond(plan)}
         parts = [replace(rung, plans=allowed).sentence] if allowed or not rung.plans else []
         for name, plan in [item for item in rung.plans.items() if self._is_beyond(item[1])][:1]:

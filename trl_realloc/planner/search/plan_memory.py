@@ -1,4 +1,4 @@
-"""`PlanMemory`: what the devices of a plan hold, and which of them is the fullest."""
+"""`PlanMemory`: the memory of a plan's devices."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from .space import Space, State
 
 
 class PlanMemory:
-    """The memory of the plans of a space. `stays` are the places of calls that run in their role's training layout,
+    """The memory of the plans of a space. `stays` are the indices of calls that run in their role's training layout,
     and `fused_transient` the bytes that the two calls of `fused` add while they train together.
 
     Args:
         fused: two calls that train together.
 
     Attributes:
-        edges: of the parameters: the places of the call that trains and of the call that gets them.
+        edges: (training call, receiving call) of each reallocation, as indices.
     """
 
     def __init__(self, space: Space, fused: Fused = ()) -> None:
         self.space, self.fused, self.names = space, fused, space.graph.order
-        place = {name: at for at, name in enumerate(self.names)}
+        place = {name: index for index, name in enumerate(self.names)}
         self.edges = [(place[edge.source], place[edge.target]) for edge in space.graph.parameter_edges]
         self._fused = tuple(place[name] for name in fused)
         self._home = {target: source for source, target in self.edges}
         policy = space.graph.train_call(Role.ACTOR)
-        self._policy = None if policy is None else place[policy]  # trains
-        self._bases = {at for at, name in enumerate(self.names) if any(s.is_base for s in space.specs.get(name, ()))}
+        self._policy = None if policy is None else place[policy]  # the call that trains it
+        self._bases = {n for n, name in enumerate(self.names) if any(s.is_base for s in space.specs.get(name, ()))}
 
     def stays(self, state: State) -> set[int]:
-        """The places of the calls that run in their role's training layout."""
+        """The indices of the calls that run in their role's training layout."""
         return {t for source, t in self.edges if in_place(state[source].assignment, state[t].assignment)}
 
     def fullest(self, state: State, stays: Collection[int], fused_transient: float = 0.0) -> tuple[float, int]:
-        """Bytes of the fullest device, and its number: the sum of what its calls hold, and the most that one of them
-        adds while it runs."""
+        """Bytes of the fullest device, and its number. The bytes are the static bytes of all its calls and the largest
+        transient bytes of a call."""
         most, fullest = 0.0, 0
         for device in {candidate.assignment.mesh.first for candidate in state}:
             static = sum(self._overhead(state, stays, device).values())
             transient = fused_transient if self._fuses_on(state, device) else 0.0
-            for at, candidate in enumerate(state):
+            for call, candidate in enumerate(state):
                 if device in candidate.assignment.mesh:
-                    static += 0.0 if self._shares(state, at, stays) else candidate.cost.static
-                    transient = max(transient, self._transient(state, at, stays))
+                    static += 0.0 if self._shares(state, call, stays) else candidate.cost.static
+                    transient = max(transient, self._transient(state, call, stays))
             if static + transient > most:
                 most, fullest = static + transient, device
         return most, fullest
@@ -53,25 +53,24 @@ class PlanMemory:
     def _fuses_on(self, state: State, device: int) -> bool:
         return bool(self._fused) and device in state[self._fused[0]].assignment.mesh
 
-    def _transient(self, state: State, at: int, stays: Collection[int]) -> float:
-        """Bytes that a call adds while it runs. Generation by Transformers in the model that ZeRO stage 3 trains
-        gathers all its parameters."""
-        candidate, home = state[at], self._home.get(at)
-        is_in_place = at in stays and candidate.assignment.engine == "transformers" and not candidate.assignment.drop
+    def _transient(self, state: State, call: int, stays: Collection[int]) -> float:
+        """Bytes that a call adds while it runs. A Transformers generation in place under ZeRO stage 3 gathers all
+        parameters."""
+        candidate, home = state[call], self._home.get(call)
+        is_in_place = call in stays and candidate.assignment.engine == "transformers" and not candidate.assignment.drop
         if is_in_place and home is not None and state[home].assignment.strategy.zero_stage == 3:
-            return candidate.cost.transient + sum(spec.bytes for spec in self.space.specs.get(self.names[at], ()))
+            return candidate.cost.transient + sum(spec.bytes for spec in self.space.specs.get(self.names[call], ()))
         return candidate.cost.transient
 
-    def _shares(self, state: State, at: int, stays: Collection[int]) -> bool:
-        """True if a call needs no copy of its parameters: it computes on those that its role's training holds, or on
-        the policy's without its adapters."""
-        assignment = state[at].assignment
-        if at in self._bases and self._policy is not None:
+    def _shares(self, state: State, call: int, stays: Collection[int]) -> bool:
+        """True if a call needs no copy of its parameters, because it uses the model of its role's training, or the
+        policy with the adapters disabled."""
+        assignment = state[call].assignment
+        if call in self._bases and self._policy is not None:
             return in_place(state[self._policy].assignment, assignment)
-        return at in stays and assignment.engine != "vllm"
+        return call in stays and assignment.engine != "vllm"
 
     def _overhead(self, state: State, stays: Collection[int], device: int) -> dict[str, float]:
-        """Bytes of a device's contexts and communicators, each under its name."""
         memory, sizes = self.space.pricing.memory, dict[str, float]()
         if memory is not None and memory.context:
             sizes["contexts"] = memory.context * self._processes(state, device)
@@ -80,16 +79,16 @@ class PlanMemory:
         return sizes
 
     def _processes(self, state: State, device: int) -> int:
-        """The number of processes on a device: a vLLM engine is one of its own."""
+        # a vLLM engine has its own process
         return 1 + sum(c.assignment.engine == "vllm" and device in c.assignment.mesh for c in state)
 
     def holds(
         self, state: State, stays: Collection[int], device: int, fused_transient: float = 0.0
     ) -> dict[str, float]:
-        """Bytes that a device holds, by what holds them (`Estimate.holds`)."""
-        on_device = [(at, c) for at, c in enumerate(state) if device in c.assignment.mesh]
-        holds = {self.names[at]: c.cost.static for at, c in on_device if not self._shares(state, at, stays)}
-        adds = {self.names[at]: self._transient(state, at, stays) for at, _ in on_device}
+        """The parts of a device's memory, in bytes (`Estimate.holds`)."""
+        on_device = [(call, c) for call, c in enumerate(state) if device in c.assignment.mesh]
+        holds = {self.names[call]: c.cost.static for call, c in on_device if not self._shares(state, call, stays)}
+        adds = {self.names[call]: self._transient(state, call, stays) for call, _ in on_device}
         if self._fuses_on(state, device):
             adds[joined(self.fused)] = fused_transient
         name = max(adds, key=lambda name: adds[name])
@@ -98,8 +97,7 @@ class PlanMemory:
         return {name: size for name, size in holds.items() if size}
 
     def _communicators(self, state: State, stays: Collection[int], device: int) -> int:
-        """The number of NCCL communicators that a device is in: the job's own, and those that `runtime.process_groups`
-        makes."""
+        """The number of NCCL communicators of a device: the job's, and those of `runtime.process_groups`."""
         if self.space.cluster.size == 1:
             return 0
         groups: set[object] = {"of all ranks"}
@@ -110,9 +108,9 @@ class PlanMemory:
             groups.add(mesh)
             if candidate.assignment.engine == "megatron":
                 sizes = {"dp": strategy.dp, "tp": strategy.tp, "pp": strategy.pp, "ends": strategy.pp}
-                sizes["mesh"] = mesh.size  # beside the group of the same devices that other engines use
+                sizes["mesh"] = mesh.size  # in addition to the group of other engines on the same devices
                 groups |= {(kind, mesh, strategy.tp, strategy.pp) for kind, size in sizes.items() if size > 1}
-                # NCCL connects each pair of neighbouring stages by itself; a stage in the middle has two
+                # each pair of neighbouring stages has a communicator; a stage in the middle is in two pairs
                 groups |= {("pair", mesh, strategy.tp, strategy.pp, side) for side in range(min(2, strategy.pp - 1))}
         for source, target in self.edges:
             meshes = state[source].assignment.mesh, state[target].assignment.mesh

@@ -1,6 +1,6 @@
-"""`PricedPlan`: a combination of assignments with its estimate, and the estimate of how its calls overlap.
+"""`PricedPlan`: a combination of assignments with its estimate, and the estimates of streams and staleness.
 
-The estimate of a combination without streams and staleness is made in `problem`.
+The estimate without streams and staleness is made in `problem`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Estimate:
     """The estimate of one combination of candidates.
 
     Args:
-        seconds: of an iteration after the first ones.
+        seconds: seconds of an iteration in the steady state.
         moves: seconds of each reallocation, by the call that receives the parameters.
-        memory: bytes that the fullest device holds.
-        fullest: the number of that device.
-        holds: the parts of `memory`: of each call what it holds during the whole iteration, and, each under its name,
-            what the call with the most adds while it runs, the processes' contexts and the communicators.
-        mean_age, oldest: updates from the policy that drew a token to the one that is trained on it: the mean over the
-            tokens, and the most. 0 without a staleness.
+        memory: bytes on the device with the most.
+        fullest: number of that device.
+        holds: parts of `memory` by name: static bytes of each call, the largest transient bytes of a call, the
+            processes' contexts, and the communicators.
+        mean_age, oldest: number of updates from the policy that sampled a token to the policy that trains on it: mean
+            and largest over the tokens. 0 without a staleness.
     """
 
     seconds: float
@@ -53,9 +53,9 @@ class PricedPlan:
     """A combination of candidates with its estimate.
 
     Args:
-        calls: the candidate of each call, by the call's name.
-        barrier, streams, staleness, fused: of the plan.
-        fused_cost: of the calls that the plan fuses; `None` if it fuses none.
+        calls: candidate of each call, by the call's name.
+        barrier, streams, staleness, fused: fields of the `ExecutionPlan`.
+        fused_cost: cost of the calls that the plan fuses; `None` if it fuses none.
     """
 
     name: str
@@ -70,7 +70,7 @@ class PricedPlan:
 
     @property
     def plan(self) -> ExecutionPlan:
-        """Raises `PlanError` where no engine of this package can do an assignment (`Space.deep_generation`)."""
+        """The plan. Raises `PlanError` if no engine here supports an assignment (`Space.deep_generation`)."""
         assignments = {name: candidate.assignment for name, candidate in self.calls.items()}
         cluster, graph = self.space.cluster, self.space.graph
         overlap = self.streams, self.barrier, self.staleness, self.fused
@@ -83,7 +83,7 @@ class PricedPlan:
 
     @property
     def costs(self) -> dict[str, CallCost]:
-        """Cost of each call by itself, also of the calls that the plan fuses."""
+        """Cost of each call alone, even if the plan fuses it."""
         return {name: candidate.cost for name, candidate in self.calls.items()}
 
     @property
@@ -106,7 +106,7 @@ class PricedPlan:
 
     @property
     def device_seconds(self) -> dict[str, float]:
-        """The calls' seconds by cause, each multiplied by the number of devices of the call's mesh."""
+        """Device-seconds of all calls, by the keys of `call_cost.PARTS`."""
         spent: dict[str, float] = {}
         for name, cost in self.run_costs.items():
             for part, seconds in cost.parts.items():
@@ -119,20 +119,20 @@ class PricedPlan:
 
     @property
     def free(self) -> float | None:
-        """Bytes that the fullest device has left; `None` where its memory is not known."""
+        """Free bytes on the fullest device; `None` if its memory is unknown."""
         memory = self.space.pricing.memory
         return None if memory is None else memory.total - self.estimate.memory
 
     def streamed(self) -> StreamedIteration:
-        """An iteration sample by sample, of a plan that has streams."""
+        """The simulated iteration of a plan that has streams."""
         seconds = {name: cost.seconds for name, cost in self.run_costs.items()}
         prices = StreamPrices.of(self.plan, self.space.specs, self.space.pricing)
         return simulate_streams(prices, seconds, self.estimate.moves)
 
     def with_streams(self, streams: Streams | None) -> PricedPlan:
-        """The same assignments with these streams, and the seconds that an iteration takes then. Each device holds as
-        much as without streams, because an engine that sleeps between its calls gives its memory back before its
-        devices score. Raises `PlanError` where the plan cannot have the streams."""
+        """The same assignments with these streams and the estimated seconds with them. The memory is the same, because
+        an engine that sleeps between its calls frees its memory before its devices score. Raises `PlanError` if the
+        plan cannot have the streams."""
         assert self.streams is None, "the estimate of a plan without streams"
         changed = replace(self, streams=streams)
         if streams is None or not changed.plan.streamed:
@@ -141,24 +141,23 @@ class PricedPlan:
         return replace(changed, estimate=estimate)
 
     def ahead(self) -> AheadIterations:
-        """Some iterations of a plan that has a staleness."""
+        """Simulated iterations of a plan that has a staleness."""
         return simulate_ahead(self.plan, self.space.specs, self.space.pricing, self.run_costs, self.estimate.moves)
 
     def with_staleness(self, staleness: Staleness) -> PricedPlan:
-        """The same assignments with this staleness, the seconds that an iteration takes then, and the tokens' ages.
-        Each device holds as much as without. Raises `PlanError` where the plan cannot have it."""
+        """The same assignments with this staleness, and the estimated seconds and token ages with it. The memory is the
+        same. Raises `PlanError` if the plan cannot have the staleness."""
         assert not self.staleness.versions, "the estimate of a plan without staleness"
         if not staleness.versions:
             return self
         changed = replace(self, staleness=staleness)
-        found = changed.ahead()
-        estimate = replace(self.estimate, seconds=found.seconds, mean_age=found.mean_age, oldest=found.oldest)
+        ahead = changed.ahead()
+        estimate = replace(self.estimate, seconds=ahead.seconds, mean_age=ahead.mean_age, oldest=ahead.oldest)
         return replace(changed, estimate=estimate)
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
-        """The waits of the devices in an iteration after the first ones, or in those of `timeline` that have all of
-        their calls."""
+        """The waits of the devices in an iteration, or with a staleness in the complete iterations of `timeline`."""
         size, timeline = self.space.cluster.size, self.timeline
         if not self.staleness.versions:
             return waits_of_iteration(timeline, self.seconds, self.space.graph, size)
@@ -167,13 +166,13 @@ class PricedPlan:
 
     @property
     def idle(self) -> float:
-        """Share of an iteration in which a device waits, in the mean over the devices."""
+        """Mean share of an iteration in which a device waits."""
         return sum(wait.share * len(wait.devices) for wait in self.waits) / self.space.cluster.size
 
     @property
     def timeline(self) -> Timeline:
-        """The expected timeline of one iteration after the first ones; of several with a staleness. As in a measured
-        one, a span begins when its samples are there."""
+        """The expected timeline of one iteration, or of several with a staleness. As in a measured timeline, a span
+        begins when its samples have arrived."""
         if self.staleness.versions:
             return Timeline(self.ahead().spans)
         if self.streams is not None:

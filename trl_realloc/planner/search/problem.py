@@ -1,4 +1,4 @@
-"""Estimates a combination of one assignment for each call: seconds of an iteration, reallocations, memory."""
+"""`Problem`: estimates a combination of one assignment per call: seconds of an iteration, reallocations and memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .priced_plan import Estimate, PricedPlan
 from .space import Candidate, Space, State
 
 
-# Seconds in which the schedule that a reallocation is priced by has to be made. Others go from a part on each of a
-# thousand devices to each of a thousand: there the bound is within 1 % of the schedule's time.
+# A reallocation is priced by its transfer schedule if making the schedule takes no longer. Schedules that take longer
+# are for a thousand devices, where the quick estimate is within 1 % of the schedule's time.
 MAX_SCHEDULE_S = 2.0
-TOO_LARGE = 1e9  # seconds that the search takes for those of a plan which needs all the memory of a device
+TOO_LARGE = 1e9  # seconds that the search assumes for a plan that needs more memory than a device has
 
 
 @dataclass
@@ -34,10 +34,10 @@ class Problem:
     """A space with its candidates, and the graph in the form in which `estimate` needs it.
 
     Args:
-        candidates: the assignments that each call may have, by the call's name.
-        overlap: of iterations.
-        fused: two calls that train together. Their candidates in a state must be such that a plan can fuse them.
-        exact_fused: price them by a schedule that is searched; otherwise by the lower bound of all schedules.
+        candidates: assignments that each call may have, by the call's name.
+        overlap: overlap of iterations.
+        fused: two calls that train together. A plan must be able to fuse their candidates in a state.
+        exact_fused: whether they are priced by the schedule of a search, or by the lower bound of all schedules.
     """
 
     space: Space
@@ -46,21 +46,21 @@ class Problem:
     fused: Fused = ()
     exact_fused: bool = False
     evaluations: int = 0
-    # by ids, with the candidates, so that their ids stay theirs
+    # by ids; the values hold the candidates, so that the ids stay valid
     _moves: dict[tuple[int, int, bool], tuple[Candidate, Candidate, float | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._graph_tasks = GraphTasks(self.space.graph, self.fused)
         self.names = self._graph_tasks.names
         self._fused = tuple(map(self.names.index, self.fused))
-        self._sent_specs: dict[tuple[int, int], Sequence[ModelSpec]] = {}  # kept: a spec adds up its sizes once
+        self._sent_specs: dict[tuple[int, int], Sequence[ModelSpec]] = {}  # cached, because a spec caches its sizes
         self._fused_costs: dict[tuple[int, ...], tuple[tuple[Candidate, ...], FusedCost]] = {}
         self._data, self._home = self._graph_tasks.data, self._graph_tasks.home
-        depth: list[int] = []  # the longest chain of calls that each call waits for
+        depth: list[int] = []  # length of the longest chain of calls before each call
         for producers in self._data:
-            depth.append(1 + max((depth[at] for at in producers), default=-1))
+            depth.append(1 + max((depth[producer] for producer in producers), default=-1))
         self.levels = [
-            [at for at, call_depth in enumerate(depth) if call_depth == level] for level in sorted(set(depth))
+            [call for call, call_depth in enumerate(depth) if call_depth == level] for level in sorted(set(depth))
         ]
         self._memory = PlanMemory(self.space, self.fused)
         self._edges = self._memory.edges
@@ -74,15 +74,14 @@ class Problem:
         return Estimate(float(seconds), named, memory, fullest)
 
     def _moves_and_stays(self, state: State, *, exact: bool = False) -> tuple[dict[int, float], set[int]]:
-        """Seconds of each reallocation by the place of the call that receives the parameters, and the places of the
-        calls that receive none because they run in the layout of their role's training."""
-        found = {target: self._move(state, source, target, exact) for source, target in self._edges}
-        stays = {target for target, seconds in found.items() if seconds is None}
-        return {target: seconds for target, seconds in found.items() if seconds is not None}, stays
+        """Seconds of each reallocation by the index of the receiving call, and the indices of the calls that need none
+        because they run in the layout of their role's training."""
+        moves = {target: self._move(state, source, target, exact) for source, target in self._edges}
+        stays = {target for target, seconds in moves.items() if seconds is None}
+        return {target: seconds for target, seconds in moves.items() if seconds is not None}, stays
 
     def _seconds(self, state: State, moves: Mapping[int, float]) -> float:
-        """Seconds of an iteration, from those of each reallocation by the place of the call that receives the
-        parameters."""
+        """Seconds of an iteration. `moves`: seconds of each reallocation, by the index of the receiving call."""
         sharing, per_node = self.space.pricing.rates.sharing, self.space.cluster.devices_per_node
         return steady_times(self._tasks(state, moves), self.overlap, sharing, per_node)[0]
 
@@ -101,11 +100,11 @@ class Problem:
         return self.space.pricing.fits(self.estimate(state).memory)
 
     def allows(self, state: State) -> bool:
-        """True if the calls may run together so."""
+        """True if the state is a valid plan; subclasses restrict it."""
         return True
 
     def _move(self, state: State, source: int, target: int, exact: bool) -> float | None:
-        """Seconds of a reallocation; `None` where both assignments have the same layout."""
+        """Seconds of a reallocation; `None` if both assignments have the same layout."""
         home, other = state[source], state[target]
         key = (id(home), id(other), exact)
         if key not in self._moves:
@@ -131,7 +130,7 @@ class Problem:
     def _priced_move(
         self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool, is_reversed: bool
     ) -> float:
-        """Seconds of a reallocation; with `is_reversed`, from pipeline stages that lie in reverse."""
+        """Seconds of a reallocation; with `is_reversed`, the source's pipeline stages are in reverse order."""
         pricing = self.space.pricing
         seconds = 0.0
         for spec in specs:
@@ -154,15 +153,15 @@ class Problem:
 
     def fused_cost(self, state: State) -> FusedCost:
         """Cost of the two fused calls of a state."""
-        pair = tuple(state[at] for at in self._fused)
+        pair = tuple(state[call] for call in self._fused)
         key = tuple(map(id, pair))
         if key not in self._fused_costs:
             cost = fused_prices(self.space, self.fused).price((pair[0], pair[1]), exact=self.exact_fused)
-            self._fused_costs[key] = pair, cost  # the candidates too, so that their ids stay theirs
+            self._fused_costs[key] = pair, cost  # with the candidates, so that their ids stay valid
         return self._fused_costs[key][1]
 
     def memory(self, state: State, stays: Collection[int]) -> tuple[float, int]:
-        """As `PlanMemory.fullest`."""
+        """Bytes of the fullest device, and its number (`PlanMemory.fullest`)."""
         return self._memory.fullest(state, stays, self._fused_transient(state))
 
     def _fused_transient(self, state: State) -> float:
@@ -172,15 +171,15 @@ class Problem:
         """The state with its estimate. `drop` is removed from calls that run in their role's training layout.
 
         Args:
-            exact: price reallocations by their transfer schedules where these are made within `MAX_SCHEDULE_S`;
-                otherwise by a bound.
+            exact: whether reallocations are priced by their transfer schedules, if these can be made within
+                `MAX_SCHEDULE_S`, or by a quick estimate.
         """
         for source, target in self._edges:
             assignment = state[target].assignment
-            vllm = assignment.engine == "vllm"  # which has weights of its own wherever it runs
+            vllm = assignment.engine == "vllm"  # a vLLM engine has a copy of the weights wherever it runs
             if assignment.drop and not vllm and in_place(state[source].assignment, assignment):
-                kept = self.priced(self.names[target], replace(assignment, drop=False))
-                state = (*state[:target], kept, *state[target + 1 :])
+                without_drop = self.priced(self.names[target], replace(assignment, drop=False))
+                state = (*state[:target], without_drop, *state[target + 1 :])
         estimate = self.estimate(state, exact_moves=exact)
         holds = self._memory.holds(state, self._memory.stays(state), estimate.fullest, self._fused_transient(state))
         estimate = replace(estimate, holds=holds)
@@ -190,11 +189,11 @@ class Problem:
         return PricedPlan(name, self.space, calls, estimate, barrier, fused=self.fused, fused_cost=fused_cost)
 
     def state_of(self, assignments: Mapping[str, Assignment]) -> State:
-        """The state that a written plan's assignments make."""
+        """The state with a plan's assignments."""
         return tuple(self.priced(name, assignments[name]) for name in self.names)
 
     def priced(self, name: str, assignment: Assignment) -> Candidate:
-        """A call under an assignment."""
+        """The candidate of a call with this assignment."""
         space = self.space
         return Candidate(assignment, space.pricing.price(space.graph.call(name), space.specs.get(name, ()), assignment))
 
@@ -202,10 +201,7 @@ class Problem:
 def estimate_plan(
     plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing, *, exact: bool = True
 ) -> PricedPlan:
-    """A written plan with its estimate.
-
-    Args:
-        exact: as `Problem.priced_plan`'s.
+    """A plan with its estimate. `exact` is that of `Problem.priced_plan`.
 
     Raises:
         PlanError: the profile has no measurements of a model, or of a split.

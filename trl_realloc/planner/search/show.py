@@ -1,4 +1,4 @@
-"""Shows what the planner decided: tables of the plan and its alternatives, the cost of a call, a picture."""
+"""Tables, texts and pictures of a decision: the plan, its alternatives and the cost of a call."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .priced_plan import PricedPlan
 
 
 def plan_tables(plan: PricedPlan) -> list[Table]:
-    """All that is printed of a plan: its costs, the schedule of calls that it fuses, and the memory of the fullest
-    device, where it is known."""
+    """The tables of a plan: its costs, the schedule of fused calls if any, and the memory of the fullest device if it
+    is known."""
     tables = [plan_cost_table(plan)]
     if plan.fused_cost is not None and plan.fused_cost.found is not None:
         tables.append(schedule_table(plan.plan, plan.fused_cost.found))
@@ -33,7 +33,7 @@ def plan_tables(plan: PricedPlan) -> list[Table]:
 
 
 def plan_cost_table(plan: PricedPlan) -> Table:
-    """A row for each call: its mesh, engine and strategy, the memory it takes of a device, and its seconds."""
+    """A row for each call with its mesh, engine and strategy, its memory on a device, and its seconds."""
     table = Table("call", "mesh", "engine", "strategy", "memory", "time", title=plan.name, title_justify="left")
     for name, candidate in plan.calls.items():
         assignment, cost = candidate.assignment, candidate.cost
@@ -57,7 +57,7 @@ def plan_cost_table(plan: PricedPlan) -> Table:
 
 
 def in_seconds(seconds: float) -> str:
-    """Estimated seconds to three digits, as far as estimates are good for at most."""
+    """Estimated seconds with three significant digits; estimates are not more accurate."""
     return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:.3g} s"
 
 
@@ -69,7 +69,7 @@ def _migration(streams: Streams) -> str:
 
 
 def memory_table(plan: PricedPlan) -> Table:
-    """Table of the memory of the fullest device: its parts, the largest first, and the free rest."""
+    """Table of the memory of the fullest device: its parts, the largest first, and the free memory."""
     title = f"memory of device {plan.estimate.fullest}, the fullest"
     table = Table("part", "GB", title=title, title_justify="left")
     for name, size in sorted(plan.estimate.holds.items(), key=lambda item: -item[1]):
@@ -82,7 +82,7 @@ def memory_table(plan: PricedPlan) -> Table:
 
 
 def waits_table(waits: Sequence[Wait]) -> Table:
-    """A row for devices that wait alike: for which share of an iteration, and for which calls."""
+    """A row for each group of devices with the same waits: the share of an iteration, and the calls they wait for."""
     table = Table("devices", "wait", "for", title="waits of an iteration", title_justify="left")
     for wait in waits:
         causes = ", ".join(f"{call} {share:.0%}" for call, share in wait.calls.items())
@@ -91,11 +91,11 @@ def waits_table(waits: Sequence[Wait]) -> Table:
 
 
 def longest_wait(plan: PricedPlan, others: Sequence[PricedPlan]) -> Iterator[str]:
-    """The wait that wastes most of a plan's devices, in a sentence, with how long they would wait under another plan.
-    None where no device waits.
+    """A sentence about the wait that wastes most device time, with the wait of these devices under another plan.
+    Nothing if no device waits.
 
     Args:
-        others: in the order in which they are preferred; the first in which these devices wait less is named.
+        others: other plans in the order of preference; the first in which these devices wait less is named.
     """
     if not plan.waits:
         return
@@ -120,7 +120,7 @@ def alternatives_table(decision: Decision) -> Table:
 
 
 def overlap_table(worth: OverlapWorth) -> Table:
-    """A row for each rung of the ladder, and each plan of it."""
+    """A row for each plan of each rung of the ladder."""
     table = Table("overlap", "iteration", "saves", "age of tokens", "", title="ways to overlap", title_justify="left")
     base = worth.apart.seconds
     for row in worth.rows:
@@ -134,11 +134,11 @@ def overlap_table(worth: OverlapWorth) -> Table:
 
 
 def schedule_table(plan: ExecutionPlan, found: Found, *, is_example: bool = False) -> Table:
-    """A row for each stage of the two calls that a plan fuses: its devices, which stage of each call it is, and its
-    list of forwards and backwards.
+    """A row for each stage of two fused calls: its devices, its stage of each call, and its list of forwards and
+    backwards.
 
     Args:
-        is_example: the schedule is that of `lists.example`.
+        is_example: whether the schedule is that of `lists.example`.
     """
     table = _stage_table(plan, stage_lists(plan, found))
     if is_example:
@@ -148,7 +148,7 @@ def schedule_table(plan: ExecutionPlan, found: Found, *, is_example: bool = Fals
 
 
 def measured_schedule_table(plan: ExecutionPlan, ran: MiniBatchStages) -> Table:
-    """As `schedule_table`, of a mini-batch that a run has measured."""
+    """The `schedule_table` of a mini-batch that a run has measured."""
     return _stage_table(plan, measured_lists(plan, ran))
 
 
@@ -163,16 +163,16 @@ def _stage_table(plan: ExecutionPlan, stages: Sequence[StageList]) -> Table:
 
 
 def explained(plan: PricedPlan, call: str) -> str:
-    """Seconds of a call and their causes, as text. Raises `PlanError` if the graph has no such call."""
+    """Seconds of a call and their parts, as text. Raises `PlanError` if the graph has no such call."""
     name = plan.space.graph.call(call).name
     return f"{name}, {plan.costs[name].seconds:.3g} s: {explain(plan.costs[name])}"
 
 
 def draw_estimate(plan: PricedPlan, stem: str | Path) -> list[Path]:
-    """Writes the expected iterations as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`), and
-    where it is known the memory of the fullest device (`stem.memory.png`); of a plan that fuses two calls also one
-    mini-batch of theirs, stage by stage (`stem.schedule.png`). Where an iteration begins before the one before has
-    ended, the picture has the time of two, with what devices then still do of the one before."""
+    """Writes the expected iterations as a picture (`stem.png`) and as a trace for Perfetto (`stem.trace.json`), the
+    memory of the fullest device if it is known (`stem.memory.png`), and one mini-batch of fused calls if any, stage by
+    stage (`stem.schedule.png`). If iterations overlap, the picture has the time of two iterations, including the work
+    that is left of the iteration before them."""
     picture, trace = Path(f"{stem}.png"), Path(f"{stem}.trace.json")
     timeline, cluster = plan.timeline, f"{plan.space.pricing.rates.name}, {plan.space.cluster}"
     if not plan.staleness.versions and timeline.seconds_per_step > 1.01 * plan.seconds:

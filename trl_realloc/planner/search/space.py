@@ -25,9 +25,9 @@ from ..cost.pricing import Pricing
 from .selection_bias import selection_bias
 
 
-MAX_MESHES = 512  # of a cluster. If there are more, `meshes_of` selects some of them
-NODE_STEPS = 16  # of such a cluster
-MANY = 256  # devices; on more, a transfer schedule takes seconds, so only the chosen plan's are made
+MAX_MESHES = 512  # largest number of meshes of a cluster. If there are more, `meshes_of` selects some of them
+NODE_STEPS = 16  # number of node boundaries of such meshes
+MANY = 256  # devices; on more, a transfer schedule takes seconds, so only those of the chosen plan are made
 MAX_CANDIDATES = 12  # largest number of candidates of one call on one mesh
 
 
@@ -43,7 +43,7 @@ class Candidate:
         return self.cost.seconds
 
 
-State = tuple["Candidate", ...]  # of each call of a graph, in its order
+State = tuple["Candidate", ...]  # a candidate for each call of a graph, in the graph's order
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class TrainingSplits:
     """Splits of a training call's parameters that the optimizer and the adapters of a run allow.
 
     Args:
-        elements: a parameter may be split, or lie in a flat tensor with others: ZeRO of the engine `zero`, and tp.
-        parameters: whole parameters may be distributed over several optimizers: ZeRO of megatron, and pp.
-        by_deepspeed: DeepSpeed can make the optimizer of its flat tensors.
-        tensor: megatron can split the policy's trained parameters by tp: whole models and plain LoRA.
-        stages: megatron can split them by pp: whole models, and adapters whose parameters belong to one layer each.
+        elements: whether the optimizer works on parts of a parameter: ZeRO of the engine `zero`, and tp.
+        parameters: whether parameters may be distributed over several optimizers: ZeRO of megatron, and pp.
+        by_deepspeed: whether DeepSpeed can build the optimizer for its flat tensors.
+        tensor: whether tp can split the policy's trained parameters: whole models and plain LoRA.
+        stages: whether pp can split them: whole models, and adapters whose parameters belong to one layer each.
     """
 
     elements: bool = True
@@ -65,7 +65,7 @@ class TrainingSplits:
     stages: bool = True
 
     def allow(self, engine: str, tp: int = 1, pp: int = 1, zero_stage: int = 0) -> bool:
-        """True if a call may train by this engine with these degrees and this ZeRO stage."""
+        """True if a call may train with this engine, these degrees and this ZeRO stage."""
         flattens, distributes = zero_stage and engine == "zero", zero_stage and engine != "zero"
         if flattens and not self.by_deepspeed:
             return False
@@ -83,15 +83,15 @@ class Space:
 
     Args:
         engines: names of the engines that may run calls.
-        deep_generation: whether generation may use pipeline stages. The systems in the papers do. No engine here does.
+        deep_generation: whether generation may use pipeline stages, as in the papers' systems but in no engine here.
         offload: whether frozen roles may be kept in host memory between their calls.
         zero_stages: ZeRO stages that the `zero` engine may use.
-        splits: how the optimizer and the adapters allow training calls to be split.
+        splits: splits of training calls that the optimizer and the adapters allow.
         smallest_mesh: smallest number of devices in a mesh.
         train_width: largest tp x dp of a training call. `None`: no limit.
         deepest: largest pp. `None`: no limit.
-        micro_per_stage: number of micro-batches for each pipeline stage in training, for systems that fix this number
-            and use one micro-batch for each stage in scoring. `None`: the planner chooses the number.
+        micro_per_stage: number of micro-batches per pipeline stage in training, for systems that fix this number and
+            use one micro-batch per stage in scoring. `None`: the planner chooses the number.
     """
 
     cluster: Cluster
@@ -122,12 +122,12 @@ class Space:
         """The space of a run's plans.
 
         Args:
-            specs: the models that each call runs, by the call's name.
-            graph: by default PPO's.
-            engines: that may score and train.
-            zero_stages: by default all where a device's memory is known, else 0 alone, because the other stages save
-                memory and cost time.
-            splits: by default training calls may be split in every way.
+            specs: models that each call runs, by the call's name.
+            graph: *optional*, defaults to PPO's.
+            engines: engines that may score and train.
+            zero_stages: *optional*, defaults to all stages if a device's memory is known, else 0 alone, because the
+                other stages save memory and cost time.
+            splits: *optional*, defaults to all splits.
         """
         knows_memory = pricing.memory is not None
         return Space(
@@ -148,7 +148,7 @@ class Space:
 
     @property
     def is_small(self) -> bool:
-        """True if the transfer schedules of all plans that are looked at can be made in the time of a search."""
+        """True if a search has time for the transfer schedules of all plans that it prices."""
         return self.cluster.size <= MANY
 
     @property
@@ -160,8 +160,8 @@ class Space:
         """The candidates of each call, by the name of the call. Each list is sorted by seconds.
 
         Raises:
-            PlanError: a call fits on no mesh. The message states the least memory that the call needs, or what the
-                share of its vLLM engine lacks.
+            PlanError: a call fits on no mesh. The message states the least memory that the call needs, or that the
+                share of its vLLM engine is too small.
         """
         return {name: self._of_call(self.graph.call(name)) for name in self.graph.order}
 
@@ -193,12 +193,7 @@ class Space:
         return sorted(candidates, key=lambda candidate: candidate.seconds)
 
     def pipelines(self, call: Call, size: int) -> list[Candidate]:
-        """The assignments of a call to pipelines of two or more stages on the first devices, also those that others
-        beat.
-
-        Args:
-            size: number of devices.
-        """
+        """All assignments of a call to pipelines of two or more stages on the first `size` devices."""
         specs = self.specs.get(call.name, ())
         deep = (
             assignment
@@ -210,17 +205,17 @@ class Space:
         )
 
     def _unbiased(self, call: Call, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The candidates of one mesh with the seconds that the fastest of them takes on average, which is more than its
-        estimate. Layouts that a run has shown keep their estimates."""
-        known = self.pricing.corrections.layouts.get(call.name, {})
+        """The candidates of one mesh with their estimates corrected for `selection_bias`, except layouts that a run has
+        measured."""
+        measured = self.pricing.corrections.layouts.get(call.name, {})
         fastest: dict[ParallelStrategy, float] = {}
-        for candidate in sorted(candidates, key=lambda each: -each.seconds):
-            if layout_name(candidate.assignment) not in known:
+        for candidate in sorted(candidates, key=lambda c: -c.seconds):
+            if layout_name(candidate.assignment) not in measured:
                 fastest[replace(candidate.assignment.strategy, micro_batch_tokens=None)] = candidate.seconds
         factor = 1 + selection_bias([*fastest.values()], self.pricing.rates.layout_error)
         return [
-            each if layout_name(each.assignment) in known else Candidate(each.assignment, each.cost.times(factor))
-            for each in candidates
+            c if layout_name(c.assignment) in measured else Candidate(c.assignment, c.cost.times(factor))
+            for c in candidates
         ]
 
     def _fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -247,7 +242,6 @@ class Space:
                             yield from self._shares(call, Assignment(mesh, strategy, engine, drop=True))
 
     def _shares(self, call: Call, assignment: Assignment) -> Iterator[Assignment]:
-        """The assignment with each share of memory that is tried for its engine."""
         if assignment.engine != "vllm" or not self.pricing.shares:
             yield assignment
             return
@@ -287,8 +281,8 @@ class Space:
     def _micro_batches(self, call: Call, dp: int, pp: int) -> Iterator[int | None]:
         """The micro-batch sizes to try, in tokens. `None` is the default size.
 
-        Pipelines also get smaller sizes. If the memory of a device is known, the default is also halved repeatedly, as
-        long as the longest sample fits in it.
+        Pipelines also get smaller sizes. If the memory of a device is known, the default is also halved as long as the
+        longest sample fits.
         """
         work = self.pricing.workload
         tokens = self.pricing.budget(call.kind, ParallelStrategy())
@@ -309,10 +303,7 @@ class Space:
                 yield tokens
 
     def fixed_micro_batch(self, call: Call, dp: int, pp: int) -> int | None:
-        """Tokens of a micro-batch of a training pipeline, if `micro_per_stage` fixes the number of micro-batches.
-
-        `None` means the default size.
-        """
+        """Tokens of a micro-batch of a training pipeline by `micro_per_stage`. `None`: the default size."""
         if self.micro_per_stage is None or not call.trains or pp == 1:
             return None
         work = self.pricing.workload
@@ -325,9 +316,8 @@ class Space:
     def _may_drop(self, call: Call, engine: str, stage: int) -> bool:
         """True if a copy of trained parameters, or the memory of a vLLM engine, may be freed between calls.
 
-        A copy is freed only if the memory of a device is known and ZeRO stage 3 does not shard it. The memory of an
-        engine is freed only if the job sets that engines sleep, or leaves it open and the planner chooses their share
-        of the memory.
+        A copy is freed only if the memory of a device is known and ZeRO stage 3 does not shard it. An engine sleeps
+        only if the job sets it, or if the job does not set it and the planner chooses the engine's memory share.
         """
         trained = self.graph.train_call(call.role) is not None and not call.trains
         if engine == "vllm":
@@ -339,9 +329,9 @@ class Space:
 def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
     """The legal meshes of a cluster.
 
-    If there are more than `MAX_MESHES`, only meshes with at least a 64th of the devices are returned: aligned ones of
-    a power of two of devices or nodes, the rest of the cluster on either side of them, and those that begin and end at
-    a `NODE_STEPS`th of the nodes.
+    If there are more than `MAX_MESHES`, only meshes with at least a 64th of the devices are returned: aligned meshes of
+    2^n devices or nodes, the rest of the cluster beside them, and meshes that begin and end at a `NODE_STEPS`th of the
+    nodes.
     """
     if cluster.nodes * (cluster.nodes + 1) // 2 + 2 * cluster.size <= MAX_MESHES:
         return list(dict.fromkeys([*legal_meshes(cluster), cluster.mesh]))
@@ -370,45 +360,42 @@ def meshes_of(cluster: Cluster) -> list[DeviceMesh]:
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that no other candidate beats in all of seconds, static bytes and transient bytes.
 
-    Some slower candidates with another layout are kept too (`_new_layout`). Of more than `MAX_CANDIDATES` candidates
-    those are returned that are the fastest within a limit of memory, for limits between the least memory and that of
-    the fastest.
+    Some slower candidates with another layout are kept too (`_new_layout`). At most `MAX_CANDIDATES` are returned: the
+    fastest within each of several memory limits.
     """
-    kept: list[Candidate] = []
+    best: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.seconds, c.cost.static, c.cost.transient)):
         if not any(
-            k.cost.static <= candidate.cost.static * 1.001 and k.cost.transient <= candidate.cost.transient * 1.001
-            for k in kept
-        ) or _new_layout(candidate, kept):
-            kept.append(candidate)
-    return kept if len(kept) <= MAX_CANDIDATES else _spread(kept)
+            b.cost.static <= candidate.cost.static * 1.001 and b.cost.transient <= candidate.cost.transient * 1.001
+            for b in best
+        ) or _new_layout(candidate, best):
+            best.append(candidate)
+    return best if len(best) <= MAX_CANDIDATES else _spread(best)
 
 
 def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """`MAX_CANDIDATES` of these candidates, which are sorted by seconds: the fastest within each of several limits of
-    memory, a constant factor apart from the least memory to that of the fastest, and of the rest the fastest."""
+    """`MAX_CANDIDATES` of these candidates, which are sorted by seconds: the fastest within each of several memory
+    limits, then the fastest of the rest. The limits are a constant factor apart, from the least memory of a candidate
+    to that of the fastest."""
     sizes = [c.cost.static + c.cost.transient for c in candidates]
     least = max(min(sizes), 1.0)  # a byte; a reward in Python has none
     limits = [least * (sizes[0] / least) ** (step / (MAX_CANDIDATES - 1)) for step in range(MAX_CANDIDATES)]
-    chosen = {next(at for at, size in enumerate(sizes) if size <= limit * 1.001) for limit in limits}
-    rest = (at for at in range(len(candidates)) if at not in chosen)
+    chosen = {next(index for index, size in enumerate(sizes) if size <= limit * 1.001) for limit in limits}
+    rest = (index for index in range(len(candidates)) if index not in chosen)
     while len(chosen) < MAX_CANDIDATES:
         chosen.add(next(rest))
-    return [candidates[at] for at in sorted(chosen)]
+    return [candidates[index] for index in sorted(chosen)]
 
 
-def _new_layout(candidate: Candidate, kept: Sequence[Candidate]) -> bool:
-    """True if no kept candidate has this engine and layout, and this one takes less than 1.5 times the fastest seconds.
-
-    A layout that saves a reallocation can compensate for a slower call.
-    """
+def _new_layout(candidate: Candidate, best: Sequence[Candidate]) -> bool:
+    """True if `best` lacks this engine and layout, and the candidate takes less than 1.5 times the fastest seconds. A
+    layout that saves a reallocation can compensate for a slower call."""
     layout = candidate.assignment.engine, candidate.assignment.strategy.layout
-    same = any((k.assignment.engine, k.assignment.strategy.layout) == layout for k in kept)
-    return not same and candidate.seconds < 1.5 * kept[0].seconds
+    same = any((b.assignment.engine, b.assignment.strategy.layout) == layout for b in best)
+    return not same and candidate.seconds < 1.5 * best[0].seconds
 
 
 def _most_of(call: Call, cost: CallCost) -> str:
-    """The largest part of a call's memory, in words."""
     sizes = {
         "parameters and optimizer state" if call.trains else "parameters": cost.static,
         "gradients": cost.gradients,

@@ -1,7 +1,5 @@
-"""Choice of streams for a plan, and of the unfinished samples that move: the threshold, the number of engines and the
-fewest tokens of `Migration` are swept in the simulation (RLHFuse, arXiv 2409.13221, section 4).
-
-`choose` decides which plans are tried.
+"""Choice of streams for a plan, and of their migration: a sweep of the threshold, the number of engines and the
+fewest tokens of `Migration` in the simulation (RLHFuse, arXiv 2409.13221, section 4).
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from .ladder import STREAMING, Rung
 from .priced_plan import PricedPlan
 
 
-MAX_STREAMING = 1024  # on more, a simulation takes several seconds
-WORSE = 0.25  # a plan that takes so much longer than the best without streams is not simulated with them
+MAX_STREAMING = 1024  # devices; on more, a simulation takes several seconds
+WORSE = 0.25  # a plan that is slower than the best plan by more than this share is not simulated with streams
 THRESHOLDS = tuple(number / 20 for number in range(1, 20))  # shares of the batch
-FLAT = 1.25  # times the seconds of a decode step of one sample, below which more samples cost next to nothing
+FLAT = 1.25  # a batch is nearly free if its decode step takes no more than this times the step of one sample
 
 
 def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, deterministic: bool = False) -> Rung:
@@ -32,20 +30,20 @@ def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, d
     within the error of the estimates.
 
     Args:
-        plans: without streams and without a staleness.
-        deadline: of `time.perf_counter`, after which no further simulation begins.
-        deterministic: only streams that give the same bits in two runs; so no sample moves.
+        plans: plans without streams and without a staleness.
+        deadline: value of `time.perf_counter` after which no further simulation begins.
+        deterministic: whether two runs must give the same bits, so that no sample moves.
     """
     space = plans[0].space
     if space.cluster.size > MAX_STREAMING:
         return Rung(STREAMING, plans[0], reason="not simulated for so large a cluster")
     best = streams_of(plans[0], deadline, deterministic=deterministic)
-    known = [plans[0].calls]
-    for plan in plans[1:] if space.is_small else ():  # others have been estimated without a transfer schedule
+    tried = [plans[0].calls]
+    for plan in plans[1:] if space.is_small else ():  # on large clusters they are priced without transfer schedules
         too_slow = plan.seconds > plans[0].seconds * (1 + WORSE)
-        if plan.calls in known or too_slow or time.perf_counter() >= deadline:
+        if plan.calls in tried or too_slow or time.perf_counter() >= deadline:
             continue
-        known.append(plan.calls)
+        tried.append(plan.calls)
         rung = streams_of(plan, deadline, deterministic=deterministic)
         if rung.is_chosen and rung.fastest.seconds * (1 + space.pricing.rates.error) < best.fastest.seconds:
             best = rung
@@ -53,12 +51,8 @@ def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, d
 
 
 def streams_of(whole: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> Rung:
-    """The streams of a plan, by simulation: without migration, and with the best one that was found.
-
-    Args:
-        whole: a plan without streams and without a staleness.
-        deadline, deterministic: as of `choose_streams`.
-    """
+    """The streams of a plan, by simulation: without migration, and with the best migration of a sweep. The arguments
+    are those of `choose_streams`."""
     try:
         streamed = replace(whole, streams=Streams()).plan.streamed
     except PlanError:  # no call can stream
@@ -68,11 +62,11 @@ def streams_of(whole: PricedPlan, deadline: float = math.inf, *, deterministic: 
         return Rung(STREAMING, whole, reason=reason)
     if time.perf_counter() >= deadline:
         return Rung(STREAMING, whole, reason="no time was left to simulate scoring while others generate")
-    found = {STREAMING: whole.with_streams(Streams(deterministic=deterministic))}
+    plans = {STREAMING: whole.with_streams(Streams(deterministic=deterministic))}
     sweep = MigrationSweep(whole, streamed, deadline)
     if not deterministic and sweep.engines > 1 and (moved := sweep.best()) is not None:
-        found[f"{STREAMING} with {_moves(moved)}"] = moved
-    return Rung(STREAMING, whole, found)
+        plans[f"{STREAMING} with {_moves(moved)}"] = moved
+    return Rung(STREAMING, whole, plans)
 
 
 def _moves(plan: PricedPlan) -> str:
@@ -83,8 +77,8 @@ def _moves(plan: PricedPlan) -> str:
 
 
 def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
-    """True if the time of the streamed scoring calls, which is the most that streams can save, exceeds the estimates'
-    error."""
+    """True if the time of the streamed scoring calls, the most that streams can save, exceeds the error of the
+    estimates."""
     graph, error = plan.space.graph, plan.space.pricing.rates.error
     scored = [name for name in streamed if graph.call(name).kind is CallKind.FORWARD]
     return sum(plan.costs[name].seconds + plan.estimate.moves.get(name, 0.0) for name in scored) > error * plan.seconds
@@ -113,8 +107,8 @@ class MigrationSweep:
         return min(self.found.values(), key=lambda plan: plan.seconds, default=None)
 
     def _neighbours(self, threshold: float, engines: int) -> Iterator[tuple[float, int]]:
-        at = THRESHOLDS.index(threshold)
-        for other in THRESHOLDS[max(0, at - 2) : at + 3]:
+        index = THRESHOLDS.index(threshold)
+        for other in THRESHOLDS[max(0, index - 2) : index + 3]:
             yield other, self.engines_of(other)
         for number in (engines - 1, engines + 1, engines // 2, 2 * engines):
             yield threshold, number
@@ -127,8 +121,8 @@ class MigrationSweep:
         self.found[key] = self.whole.with_streams(Streams(migration=migration))
 
     def engines_of(self, threshold: float) -> int:
-        """RLHFuse's number of engines for the samples that are left: so few samples in each that a decode step takes
-        hardly longer than that of one, and no more than its cache has room for."""
+        """RLHFuse's number of engines for the unfinished samples: each engine gets so few that a decode step takes
+        hardly longer than that of one sample, and no more than its cache has room for."""
         samples = math.ceil(threshold * self.whole.space.pricing.workload.episodes)
         most = min(self.flat_batch, self.room)
         return min(self.engines - 1, max(1, math.ceil(samples / most)))
@@ -142,7 +136,7 @@ class MigrationSweep:
 
     @cached_property
     def flat_batch(self) -> int:
-        """The batch from which a decode step takes `FLAT` times as long as that of one sample, or longer."""
+        """The largest batch whose decode step takes at most `FLAT` times as long as that of one sample."""
         work = self.whole.space.pricing.workload
         cached = work.longest - work.mean_response / 2
         batch, most = 1, self.prices.step(self.generation, 1, cached) * FLAT
@@ -151,10 +145,11 @@ class MigrationSweep:
         return batch
 
     def least_tokens(self, threshold: float, engines: int) -> int:
-        """The number of decode steps that reading a sample again takes: one that ends before then had better stay."""
+        """The number of decode steps in which a moved sample could be read again. A sample with fewer tokens left is
+        not worth moving."""
         work = self.whole.space.pricing.workload
         batch = max(1, round(threshold * work.episodes / engines))
         again = self.prices.prefill(self.generation, [round(work.longest)]) + 3 * MESSAGE
         step = self.prices.step(self.generation, batch, work.longest)
-        # measurements may leave a step no time: then no sample pays its reading
+        # measured rates may give a step no time; then no sample is worth moving
         return 1 + math.floor(again / step if step else work.longest)

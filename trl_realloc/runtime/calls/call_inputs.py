@@ -1,7 +1,6 @@
-"""`CallInputs`: the samples that each call of an iteration reads, collected from the calls that make them and divided
-among the ranks that run it.
+"""`CallInputs`: collects the samples that each call of an iteration reads, and divides them among the call's ranks.
 
-Sending is in `exchange`, the arithmetic of the division in `shares`, running a call in `executor`.
+Sending is in `exchange`, the arithmetic of the division in `shares`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class CallInputs:
     """The inputs of one rank's calls in one iteration.
 
     Args:
-        answered: per call that generates, the engine of each prompt in the last generation; on the mesh's leader.
-        shares_tokens: by the name of a call whose mesh this rank is in, as of `shares_of_samples`.
+        answered: prefix affinity of each call that generates, on the mesh's leader.
+        shares_tokens: returns the argument `shares_tokens` of `shares_of_samples` for a call of this rank.
     """
 
     def __init__(
@@ -46,20 +45,19 @@ class CallInputs:
         self.exchange, self.algorithm, self.settings, self.alarm = exchange, algorithm, settings, alarm
         self.plan, self.rank = exchange.plan, exchange.rank
         self.step, self._answered, self._shares_tokens = step, answered, shares_tokens
-        self.reports = self.rank == RESULTS  # a batch that is skipped
+        self.reports = self.rank == RESULTS  # warns of a skipped batch
         self._prepared: Rollouts | None = None
-        # the batch is not finite, and the run goes on without training on it (`skip_nonfinite`)
-        self.skips_training = False
+        self.skips_training = False  # the batch is not finite, and the run skips it (`skip_nonfinite`)
 
     def share(self, call: Call, batch: Rollouts) -> Share | CallsFailed:
-        """This rank's share of a call's inputs; why there is none, if a call that it needs has failed.
+        """This rank's share of a call's inputs, or the failures of the calls that make them.
 
         Args:
             batch: the data set's columns of the global batch.
         """
         if is_divided_by_each(self.plan, call.name):
-            own = replica(self.plan, call.name, self.rank)
-            return shares_of_samples(self.plan, call, batch, [own])[0]
+            replica_index = replica(self.plan, call.name, self.rank)
+            return shares_of_samples(self.plan, call, batch, [replica_index])[0]
         if self.rank != self.plan.mesh(call.name).leader:
             self.alarm.at(f"waiting for its samples of {call.name} of {self.step.name}")
             try:
@@ -69,10 +67,10 @@ class CallInputs:
         return self._distributed(call, lambda: self._inputs(call, batch), self.plan.graph.sources)
 
     def share_of_gathered(self, call: Call, samples: Rollouts | None) -> Share | CallsFailed:
-        """This rank's share of samples that the leader of the call's mesh has.
+        """This rank's share of the leader's samples.
 
         Args:
-            samples: on the leader, with every column that the call reads.
+            samples: every column that the call reads, on the leader of the call's mesh; `None` on the others.
         """
         if samples is not None:
             return self._distributed(call, lambda: samples, ())
@@ -81,12 +79,8 @@ class CallInputs:
         except CallsFailed as failed:
             return failed
 
-    def _distributed(self, call: Call, inputs: Callable[[], Rollouts], known: Collection[str]) -> Share | CallsFailed:
-        """Divide a call's inputs on the leader of its mesh, and send the shares.
-
-        Args:
-            known: the columns that every rank has.
-        """
+    def _distributed(self, call: Call, inputs: Callable[[], Rollouts], omitted: Collection[str]) -> Share | CallsFailed:
+        """Divide a call's inputs on the leader of its mesh, and send the shares without the columns `omitted`."""
         try:
             shares = self.divide(call, inputs())
         except CallsFailed as failed:
@@ -96,14 +90,14 @@ class CallInputs:
             refused = CallsFailed((CallFailure(self.rank, call.name, str(error), True, error.sample),))
             self.exchange.distribute(call.name, refused)
             return refused
-        self.exchange.distribute(call.name, [share.without(known) for share in shares])
+        self.exchange.distribute(call.name, [share.without(omitted) for share in shares])
         return shares[replica(self.plan, call.name, self.rank)]
 
     def _inputs(self, call: Call, samples: Rollouts) -> Rollouts:
         """The global batch with every column that the call reads. Only on the leader of the call's mesh.
 
         Raises:
-            CallsFailed: a call whose outputs it reads failed, after the outputs of all of them have arrived.
+            CallsFailed: a producer failed. Raised after all producers have ended.
         """
         failures: list[CallFailure] = []
         columns = columns_read(self.plan, call.name)
@@ -118,7 +112,7 @@ class CallInputs:
         return samples
 
     def collect(self, producer: str) -> CallOutput:
-        """A call's outputs from all ranks. Raises `CallsFailed` where there are none."""
+        """A call's outputs from all ranks. Raises `CallsFailed` if the call has failed."""
         if not self.exchange.has(producer):
             self.alarm.at(f"waiting for the samples of {producer} of {self.step.name}")
         return self.exchange.collect(producer)
@@ -128,7 +122,7 @@ class CallInputs:
 
         Args:
             samples: the global batch with every column that the call reads.
-            replicas: whose shares are wanted; by default all.
+            replicas: replicas to return; by default all.
 
         Raises:
             NonFiniteError: the call trains, and a number of the samples is not finite.
@@ -136,7 +130,7 @@ class CallInputs:
         attention_at = self.settings.attention_at.get(call.role, math.inf)
         shares_tokens = self._shares_tokens(call.name)
         if not self.step.trains(call):
-            # each rank that divides by itself would have to know of all prompts before
+            # a rank that divides by itself does not know the earlier prompts
             answered = self._answered.get(call.name) if replicas is None else None
             return shares_of_samples(
                 self.plan,
@@ -163,8 +157,8 @@ class CallInputs:
         )
 
     def prepare(self, samples: Rollouts) -> Rollouts:
-        """The samples with the columns that the algorithm computes before training. The leaders of the meshes that
-        train and rank 0 compute them from the same data, once for all training calls of the iteration.
+        """The samples with the columns that the algorithm computes before training. Rank 0 and the leaders of meshes
+        that train compute them from the same data, once for all training calls of the iteration.
 
         Raises:
             NonFiniteError: a number of a sample is not finite, or too large to be trained on.

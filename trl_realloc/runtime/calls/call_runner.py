@@ -1,7 +1,7 @@
 """`CallRunner`: runs one call on this rank: updates its parameters, computes its outputs from this rank's share of the
 samples, and publishes them.
 
-What is computed for each kind of call is in `generate_and_score`, the loop over the calls in `executor`.
+The computations are in `generate_and_score` and `training_calls`, the loop over the calls in `executor`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class RunningIteration:
     """One iteration on this rank.
 
     Args:
-        exchange: of its samples.
-        inputs: what its calls read.
-        failure: the latest exception of one of its calls on this rank.
+        failure: the latest exception of a call on this rank.
     """
 
     step: Step
@@ -48,7 +46,7 @@ class CallRunner:
     """Runs the calls of one rank.
 
     Attributes:
-        early: the generation that has been begun in the iteration before.
+        early: the generation that was begun in the previous iteration.
     """
 
     def __init__(self, placement: Placement, algorithm: Algorithm, settings: CallSettings, alarm: Alarm) -> None:
@@ -73,14 +71,14 @@ class CallRunner:
         """Run a call, and publish its outputs or its failure. A call whose inputs have failed publishes their failures,
         so that every rank gets the messages that it waits for, and learns of the failure at the iteration's end.
 
-        A failure inside a call with collectives is raised at once. The other ranks of its mesh wait in one of them, and
-        the next collective of this rank on the same process group would be taken for it.
+        A failure inside a call with collectives is raised at once: the other ranks of its mesh wait in a collective,
+        and would mistake this rank's next collective on the same process group for it.
 
         Args:
-            share: `None` on a rank that only sends parameters.
+            share: this rank's share, or the failures of the inputs; `None` on a rank that only sends parameters.
 
         Returns:
-            Whether it did not fail here, and neither did a call that it reads.
+            True if neither the call nor its inputs failed here.
         """
         output: CallOutput | Failures
         name, step = call.name, iteration.step
@@ -89,7 +87,7 @@ class CallRunner:
             self.alarm.at(f"{name} of {step.name} (its parameters)")
             try:
                 moved = self._refresh(name)
-            # an engine refused the parameters; every rank knows it, and the collectives are complete
+            # an engine refused the parameters: raised on every rank, after the last collective
             except EngineError:
                 is_collective = False
                 raise
@@ -123,7 +121,7 @@ class CallRunner:
     def run_calls(
         self, iteration: RunningIteration, running: Sequence[Call], shares: Sequence[Share | CallsFailed | None]
     ) -> bool:
-        """Run one call, or the two that the plan fuses (`ExecutionPlan.runs_of`). The rest is as for `run`."""
+        """Run one call as `run` does, or the two that the plan fuses (`ExecutionPlan.runs_of`)."""
         if len(running) == 1:
             return self.run(iteration, running[0], shares[0])
         return self._run_together(iteration, (running[0], running[1]), [s for s in shares if s is not None])
@@ -131,7 +129,7 @@ class CallRunner:
     def _run_together(
         self, iteration: RunningIteration, pair: tuple[Call, Call], shares: Sequence[Share | CallsFailed]
     ) -> bool:
-        """Run the two calls that the plan fuses, and publish the outputs of both, or for both the failure of one."""
+        """Run the two calls that the plan fuses. A failure of one is published for both."""
         step, names = iteration.step, " and ".join(call.name for call in pair)
         outputs: Sequence[CallOutput | Failures]
         failed = [share for share in shares if isinstance(share, CallsFailed)]
@@ -161,17 +159,14 @@ class CallRunner:
         start = time.time()
         with placement.resident(first.name), placement.resident(second.name):
             columns = training_calls.train_together(placement, self.settings, losses, pair, batches, step)
-        spans = [self._span(call, step, own, start) for call, own in zip(pair, columns, strict=True)]
+        spans = [self._span(call, step, outputs, start) for call, outputs in zip(pair, columns, strict=True)]
         assert placement.fused is not None, "only the ranks of the calls' mesh run them"
         ran = placement.fused.take_latest()
         stages = () if ran is None else stage_spans(ran, (first.name, second.name), step.number)
         return [CallOutput(columns[0], (spans[0],), stages), CallOutput(columns[1], (spans[1],))]
 
     def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
-        """The outputs of a call of any kind for this rank's share.
-
-        Args:
-        """
+        """The outputs of a call of any kind for this rank's share."""
         placement, settings = self.placement, self.settings
         match call.kind:
             case CallKind.GENERATE:
@@ -187,8 +182,8 @@ class CallRunner:
                 return training_calls.train(placement, settings, loss, call, share.mini_batches(), step)
 
     def _meet(self, name: str, what: str) -> None:
-        """Wait for the other ranks of a call's mesh before its first collective. One may still be in another call, such
-        as the rewards of a slow judge."""
+        """Wait for the other ranks of a call's mesh before its first collective. They may still be in another call,
+        such as the rewards of a slow judge."""
         self.alarm.at(f"waiting for the other ranks of {what}")
         self.placement.group(name).meet()
         self.alarm.at(what)
@@ -197,7 +192,7 @@ class CallRunner:
         return self.early if self.early is not None and self.early.call == name else None
 
     def _refresh(self, name: str) -> Moved | None:
-        """Update the parameters that a call uses, unless this was done before the iteration began."""
+        """Update the call's parameters, unless its early generation has updated them."""
         early = self._early_of(name)
         return self.placement.refresh(name) if early is None else early.refreshed()
 

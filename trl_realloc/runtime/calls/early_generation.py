@@ -1,7 +1,7 @@
-"""`EarlyGeneration`: the next iteration's generation, begun on this rank while other ranks still train in this one.
+"""`EarlyGeneration`: the next iteration's generation, begun on this rank while other ranks still train.
 
-When it may begin is decided by the trainer and `executor`. The engine generates in its own process, so this rank goes
-on with the end of its iteration meanwhile.
+The trainer and `executor` decide when it may begin. The engine generates in a separate process, so this rank continues
+its iteration meanwhile.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class EarlyGeneration:
         step, batch: the next iteration and its global batch.
 
     Attributes:
-        generation: `None` on a rank without an engine, and where the update failed.
-        start: when it began; seconds of `time.time`.
+        generation: the running generation; `None` on a rank without an engine, and if the update failed.
+        start: start of the generation, in seconds of `time.time`.
     """
 
     def __init__(self, placement: Placement, settings: CallSettings, call: str, step: Step, batch: PromptBatch) -> None:
@@ -42,24 +42,24 @@ class EarlyGeneration:
             self.start = time.time()
             engine = placement.generators.get(call)
             if isinstance(engine, BackgroundEngine):
-                own, graph_call = replica(placement.plan, call, placement.rank), placement.plan.graph.call(call)
-                (share,) = shares_of_samples(placement.plan, graph_call, batch.prompts, [own])
+                index, graph_call = replica(placement.plan, call, placement.rank), placement.plan.graph.call(call)
+                (share,) = shares_of_samples(placement.plan, graph_call, batch.prompts, [index])
                 requests = calls.requests_of(settings, graph_call, share.samples, step)
                 self.generation = engine.start(requests, calls.sampling_of(settings, graph_call, step))
-        except EngineError as error:  # of the next iteration: this one may end well, and be saved
+        except EngineError as error:  # raised in the next iteration; this one can still end and be saved
             self._error = error
 
     def is_of(self, step: Step, batch: PromptBatch) -> bool:
-        """True if it is the generation of this iteration."""
+        """True if this is the generation of the given iteration."""
         return self.step.number == step.number and self.batch is batch and step.sampling is None
 
     def refreshed(self) -> Moved | None:
-        """The reallocation that was done. Raises the `EngineError` of the update or of the engine's start."""
+        """The finished reallocation. Raises the `EngineError` of the update or of the engine's start."""
         if self._error is not None:
             raise self._error
         return self._moved
 
     def close(self) -> None:
-        """End it, if it is not the generation of the iteration that is run next. May be called twice."""
+        """End the generation, if another iteration is run next. May be called twice."""
         if self.generation is not None:
             self.generation.close()

@@ -33,10 +33,10 @@ from ..samples.shares import as_responses
 
 
 logger = logging.get_logger(__name__)
-FAILURE_POLL_S = 1.0  # most time without a look for another rank's failure
-TEXTS = "texts"  # column of bytes, from which `CallSettings.reward_tokens` makes what reward models read
-TOKENS_READ = "tokens/"  # begins the name of a column of what a reward model has read of each sample
-EVALUATION_STEP = 1 << 40  # steps from here on are evaluations, which draw from seeds of their own
+FAILURE_POLL_S = 1.0  # longest time between two checks for another rank's failure
+TEXTS = "texts"  # column of bytes, which `CallSettings.reward_tokens` turns into the reward models' inputs
+TOKENS_READ = "tokens/"  # prefix of columns with the tokens that a reward model read of each sample
+EVALUATION_STEP = 1 << 40  # larger step numbers are evaluations, which have separate seeds
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,18 @@ class CallSettings:
     """Settings of a run's calls that are not in the plan, the placement or the algorithm; the same on every rank.
 
     Args:
-        sampling: how tokens are drawn.
-        seed: of the draws of tokens.
-        eos_token_id: a response with this token has ended too, for the column `has_eos`; `None` if only the engine
-            says which have.
-        processing_class: the tokenizer that decodes samples for reward functions and reward models that read text.
+        sampling: sampling parameters of all calls but those of `sampling_of`.
+        eos_token_id: end token of the column `has_eos`, besides `Completion.stopped`; `None` if there is none.
+        processing_class: tokenizer that decodes samples for reward functions and reward models that read text.
         functions: the reward functions. Reward models are in the placement.
-        reward_weights: by the name of each reward model and function.
+        reward_weights: weight of each reward model and function, by name.
         skip_nonfinite: skip an update that is not finite; otherwise it ends the run.
-        sampling_of: by call name, the sampling of calls that do not use `sampling`.
-        reward_tokens: from samples with the column `TEXTS` to what each reward model reads of them, by its name: token
-            ids, int64; `None` where reward models read prompts and responses.
-        attention_at: by role, as of `plan.batching.work`; without one, samples are divided by their tokens.
-        context: of the engines; `None` where every prompt leaves room for the sampling's `max_tokens`.
+        sampling_of: sampling of single calls, by call name.
+        reward_tokens: maps samples with the column `TEXTS` to the token ids, int64, that each reward model reads, by
+            model name; `None` where reward models read prompts and responses.
+        attention_at: argument `attention_at` of `plan.batching.work` for each role; a role without it divides samples
+            by their tokens.
+        context: context limit of the engines; `None` where every prompt leaves room for the sampling's `max_tokens`.
     """
 
     sampling: Sampling
@@ -77,16 +76,15 @@ class Step:
     """One iteration of a run.
 
     Args:
-        number: of the iteration, from 0. It seeds the draws of tokens and of mini-batches.
+        number: index of the iteration, from 0. It seeds sampling and mini-batches.
         rows: the data set's rows of the global batch, for reward functions that read other columns.
-        learning_rates: of each role that is trained.
         sampling: replaces the run's sampling in this iteration.
         draw: index of this generation among the iteration's generations by the same call.
-        model: the reward model that is run; empty for all.
-        first: the place of the batch's first sample in the data set of an evaluation, which seeds its draws.
+        model: the only reward model that is run; empty for all.
+        first: position of the batch's first sample in the data set of an evaluation, which seeds its sampling.
         loss: a call that trains adds the gradients of this loss, and takes no optimizer step.
-        continues: a call that trains adds to the gradients that are there; otherwise it forgets them first.
-        keeps: a model that is scored by and will be trained may keep the graphs of the samples.
+        continues: a call that trains adds to the present gradients; otherwise it clears them first.
+        keeps: a scoring model that will be trained may keep the graphs of the samples.
     """
 
     number: int
@@ -101,18 +99,18 @@ class Step:
     keeps: bool = True
 
     def trains(self, call: Call) -> bool:
-        """True if a call takes optimizer steps."""
+        """True if the call takes optimizer steps."""
         return call.trains and self.loss is None
 
     @property
     def name(self) -> str:
-        """In messages."""
+        """Name in messages."""
         return f"update {self.number + 1}" if self.number < EVALUATION_STEP else "an evaluation"
 
 
 def sample_seed(seed: int, step: int, index: int, label: str = "", draw: int = 0) -> int:
-    """The seed of one sample's draws, the same under any plan: made from the run's seed, the step, the sample's index
-    in the batch (of an evaluation, in the data set), the call's label, and the number of the generation in the step."""
+    """Sampling seed of one sample, the same under any plan. Derived from the run's seed, the step, the sample's index
+    in the batch (in an evaluation: in the data set), the call's label, and the index of the generation in the step."""
     further = (draw,) if draw else ()
     # SeedSequence splits integers of 2**32 and more, which could collide with another sample's entropy
     apart = (1,) if step >= EVALUATION_STEP else ()
@@ -130,8 +128,8 @@ def requests_of(
     """The requests of a call that generates.
 
     Args:
-        samples: with the columns `index` and the call's first input.
-        begun: by sample, what another engine has generated of it.
+        samples: columns `index` and the call's first input.
+        begun: partial responses from another engine, by sample index.
 
     Raises:
         EngineError: the context has no room for a response to some prompt.
@@ -151,17 +149,16 @@ def requests_of(
 
 
 def sampling_of(settings: CallSettings, call: Call, step: Step) -> Sampling:
-    """Sampling of a call in an iteration: the iteration's own if it has one, then that set for the call, then that of
-    the run."""
+    """Sampling of a call in an iteration: the iteration's, else the call's, else the run's."""
     return step.sampling or settings.sampling_of.get(call.name, settings.sampling)
 
 
 def completions(
     placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step
 ) -> Iterator[Completion]:
-    """Generate responses to this rank's prompts. None on a rank without a generation engine.
+    """Generate responses to this rank's prompts. Yields none on a rank without a generation engine.
 
-    To be called without prompts too: where the parameters are sharded, generating in place is a collective of the mesh.
+    Must be called without prompts too: with sharded parameters, generating in place is a collective of the mesh.
     """
     generator = placement.generators.get(call.name)
     if generator is None:
@@ -182,15 +179,15 @@ def generate(
 
     Args:
         poll: called after each finished sample.
-        begun: a generation of these prompts that runs already.
+        begun: a running generation of these prompts.
 
     Returns:
         The columns of `completed`.
     """
     if placement.generators.get(call.name) is None:
         return Rollouts()
-    made = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun, poll)
-    return completed(list(_polled(made, poll)), settings.eos_token_id, call.outputs)
+    finished = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun, poll)
+    return completed(list(_polled(finished, poll)), settings.eos_token_id, call.outputs)
 
 
 def _rest_of(generation: Generation, poll: Callable[[], None]) -> Iterator[Completion]:
@@ -214,10 +211,10 @@ def completed(
     names: Sequence[str] = ("responses", "logprobs"),
 ) -> Rollouts:
     """The columns of finished completions: token ids int64 and log-probabilities float32, ragged; and `has_eos` (n,)
-    bool, true of a response that has ended (`Completion.stopped`, or by `eos_token_id`), and not at its limit alone.
+    bool, true if the response ended (`Completion.stopped` or `eos_token_id`) before its length limit.
 
     Args:
-        names: of the columns of token ids and of log-probabilities.
+        names: names of the columns of token ids and log-probabilities.
     """
     tokens, logprobs = names[:2]
     columns: dict[str, Any] = {
@@ -237,8 +234,8 @@ def forward(
     per sample from a role of the kind `score`. The second output of a policy is the entropy at each token.
 
     Args:
-        keeps: a model that will be trained on the samples may keep their graphs. Where samples come as they are
-            generated, their order would decide in which order gradients are added, and the run would not be repeatable.
+        keeps: a model that will be trained on the samples may keep their graphs. Not for streamed samples: their order
+            of arrival would be the order of adding gradients, and the run would not be repeatable.
     """
     samples = as_responses(call, samples)
     if placement.roles[call.role].kind == "score":
@@ -249,14 +246,14 @@ def forward(
     if not out:
         return Rollouts()
     columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)
-    made = {name: out[column] for name, column in zip(call.outputs, columns, strict=False)}
-    return Rollouts(index=samples.tensor("index"), **made)
+    outputs = {name: out[column] for name, column in zip(call.outputs, columns, strict=False)}
+    return Rollouts(index=samples.tensor("index"), **outputs)
 
 
 def _outputs(
     placement: Placement, engine: ScoringEngine, call: Call, samples: Rollouts, *, keeps: bool
 ) -> Mapping[str, Ragged]:
-    """The engine's outputs. A model that will be trained on the samples, as it is, keeps their graphs if `keeps`."""
+    """The engine's outputs. The model that will be trained on the samples keeps their graphs if `keeps`."""
     home = placement.plan.graph.train_call(call.role)
     if keeps and home is not None and isinstance(engine, ReplicatedEngine) and engine is placement.trained(call.role):
         return engine.forward_to_train(samples, placement.budget(home), placement.most_kept(home))
@@ -264,7 +261,7 @@ def _outputs(
 
 
 def function_spans(settings: CallSettings, rank: int, step: Step) -> tuple[Span, ...]:
-    """The spans of the reward functions that this rank has called since this was last asked."""
+    """Spans of the reward functions that this rank has called since the last call of this function."""
     return tuple(
         Span(f"{REWARD_FUNCTION}{function.name}", rank, start, end, step.number)
         for function in settings.functions
@@ -276,8 +273,8 @@ def score(placement: Placement, settings: CallSettings, call: Call, samples: Rol
     """Score this rank's samples by the reward models and functions.
 
     Returns:
-        The call's first output column, the weighted sum of all scores, (n,) float32. Where there are several scores,
-        also `reward/<name>` for each. Where models read other tokens than the samples', these too (`TOKENS_READ`).
+        The call's first output column, the weighted sum of all scores, (n,) float32. With several scores, also
+        `reward/<name>` for each. If models read other tokens than the samples', also these tokens (`TOKENS_READ`).
     """
     budget, roles, rows = placement.budget(call.name), placement.roles[call.role], step.rows
     tokens = settings.reward_tokens(samples) if settings.reward_tokens is not None and TEXTS in samples else {}
@@ -294,7 +291,7 @@ def score(placement: Placement, settings: CallSettings, call: Call, samples: Rol
         )
         if step.model in ("", name)
     ]
-    # the ranks of a replica have the same samples, so only the first calls the functions, which may cost money
+    # all ranks of a replica have the same samples; only the first calls the functions, which may cost money
     is_source = placement.rank in sources(placement.plan, call.name)
     index = samples.tensor("index").tolist()
     scores, table = weighted_scores(
@@ -302,11 +299,11 @@ def score(placement: Placement, settings: CallSettings, call: Call, samples: Rol
         settings.functions if is_source else (),
         settings.reward_weights,
         samples,
-        lambda: decode(samples, [rows[at] if rows else {} for at in index], settings.processing_class),
+        lambda: decode(samples, [rows[row] if rows else {} for row in index], settings.processing_class),
         refuse=not settings.skip_nonfinite,
     )
     if not len(samples) or not is_source:
         return Rollouts()
     parts = {f"reward/{name}": scores for name, scores in table.items()} if len(table) > 1 else {}
-    read = {f"{TOKENS_READ}{name}": of_model for name, of_model in tokens.items()}
+    read = {f"{TOKENS_READ}{name}": model_tokens for name, model_tokens in tokens.items()}
     return Rollouts(index=samples.tensor("index"), **{call.outputs[0]: scores}, **parts, **read)

@@ -1,4 +1,4 @@
-"""`iteration_results`: what rank 0 makes of the outputs of all calls of an iteration, and of their failures.
+"""`iteration_results`: collects the outputs and failures of all calls of an iteration on rank 0.
 
 The metrics are computed in `results`.
 """
@@ -41,16 +41,15 @@ def iteration_results(
     settings: CallSettings,
     batch: PromptBatch,
     names: Sequence[str],
-    known: Collection[str],
+    replayed: Collection[str],
 ) -> Iteration:
     """Collect the outputs of all calls. Only on rank 0.
 
     Args:
-        names: the calls that were run.
-        known: the calls whose outputs were given.
+        replayed: the calls whose outputs were passed in.
 
     Raises:
-        JobFailed: a call failed; after the outputs or the failures of all calls have arrived.
+        JobFailed: a call failed. Raised after the outputs or the failures of all calls have arrived.
         NonFiniteError: a number of the samples is not finite.
     """
     inputs, graph, step = iteration.inputs, iteration.exchange.plan.graph, iteration.step.number
@@ -59,11 +58,11 @@ def iteration_results(
     refused: NonFiniteError | None = None
     statistics: Statistics = {}
     has_trained = False
-    for name in (*known, *names):
+    for name in (*replayed, *names):
         trains = graph.call(name).trains
         if trains and not failures and refused is None:
             try:
-                inputs.prepare(samples)  # also where rank 0 trains nothing: a batch may be refused or skipped
+                inputs.prepare(samples)  # even if rank 0 trains nothing: the batch may be refused or skipped
             except NonFiniteError as error:
                 refused = error
         try:
@@ -111,13 +110,8 @@ def _of_training(
 def job_failed(
     failures: Sequence[CallFailure], samples: Rollouts, processing_class: PreTrainedTokenizerBase, has_trained: bool
 ) -> JobFailed:
-    """The exception for failed calls, with the text of the samples at fault. Of ranks that say the same of a call, it
-    names the first.
-
-    Args:
-        processing_class: the tokenizer.
-        has_trained: whether a role was trained in the iteration.
-    """
+    """The exception for failed calls, with the text of the samples at fault. For equal messages about a call, it names
+    the first rank."""
     texts, first = [], dict[tuple[str, str], CallFailure]()
     for failure in failures:
         first.setdefault((failure.call, failure.message), failure)
@@ -131,7 +125,7 @@ def job_failed(
 
 
 def of_steps(statistics: Rollouts) -> Rollouts:
-    """One row for each optimizer step, with what is the same in all of its rows."""
+    """One row per optimizer step, with the columns that are equal in all of its rows."""
     if not len(statistics):
         return Rollouts()
     steps = statistics.tensor("update").tolist()
@@ -139,8 +133,8 @@ def of_steps(statistics: Rollouts) -> Rollouts:
 
 
 def refusal(failed: CallsFailed) -> JobFailed | NonFiniteError:
-    """The exception that every rank raises when a call that trains has failed. Its only failure that harms nothing is a
-    refusal of samples that are not finite."""
+    """The exception that every rank raises when a call that trains has failed. Only a refusal of samples that are not
+    finite leaves the roles unchanged."""
     first = failed.failures[0]
     if all(failure.is_unharmed for failure in failed.failures):
         return NonFiniteError(first.message, first.sample)

@@ -1,8 +1,7 @@
-"""One rank's part of calls that train, `train` for one call and `train_together` for two that the plan fuses, and the
-checks of trained weights. `add_gradients` is the part of one optimizer step that a loss is computed in.
+"""One rank's part of calls that train, and the checks of trained weights. `train` runs one call, `train_together` two
+calls that the plan fuses, and `add_gradients` a loss without an optimizer step.
 
-Other kinds of call are in `generate_and_score`, the division of the samples in `shares`. Only the engines communicate
-here.
+Other kinds of call are in `generate_and_score`. Only the engines communicate here.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .generate_and_score import CallSettings, Step
 
 
 logger = logging.get_logger(__name__)
-GRAD_NORM = "grad_norm"  # column of what a call that trains returns: the norm of the step's gradient before clipping
+GRAD_NORM = "grad_norm"  # output column of a call that trains: the norm of the step's gradient before clipping
 
 
 def train(
@@ -43,12 +42,11 @@ def train(
 
     Returns:
         A row for each sample of each optimizer step: `index` (the sample), `update` (the step), the loss's statistics,
-            and `grad_norm`, the step's (`base.TrainingEngine`), which is the same in all its rows. Steps that were
-            skipped have no rows.
+            and `grad_norm`, which is the same in all rows of a step. Skipped steps have no rows.
 
     Raises:
-        NonFiniteError: on every rank of the mesh, before an optimizer step that is not finite, or after steps that left
-            weights that are not finite.
+        NonFiniteError: raised on every rank of the mesh, before an optimizer step that is not finite, or after steps
+            that left weights that are not finite.
     """
     engine, log = placement.trained(call.role), _TrainingLog(placement, settings, call, step)
     assert engine is not None, "only the ranks of a call's mesh run it"
@@ -65,13 +63,13 @@ def train(
 
 
 def add_gradients(placement: Placement, call: Call, samples: Rollouts, step: Step) -> Rollouts:
-    """Add the gradients of `step.loss` to those of the next optimizer step of a role.
+    """Add the gradients of `step.loss` to the next optimizer step of a role.
 
     Args:
         samples: this rank's share.
 
     Returns:
-        `index`, and the values that the loss returns of each response token.
+        `index`, and the loss's values for each response token.
     """
     engine = placement.trained(call.role)
     assert engine is not None and step.loss is not None, "the ranks of a call's mesh compute a loss"
@@ -95,32 +93,33 @@ def train_together(
     """Train the two roles that the plan fuses, one mini-batch of each after the other.
 
     Args:
-        losses, mini_batches: of each role, as of `train`.
+        mini_batches: this rank's share of each optimizer step's samples, for each role.
 
     Returns:
-        What `train` returns, of each role.
+        For each role, the columns of `train`.
 
     Raises:
-        NonFiniteError: as `train`, for either role. The other role's step of this mini-batch has been taken.
+        NonFiniteError: either role's step or weights are not finite. The other role's step of this mini-batch has been
+            taken.
     """
     assert placement.fused is not None, "only the ranks of the calls' mesh run them"
     logs = tuple(_TrainingLog(placement, settings, call, step) for call in pair)
     for update, samples in enumerate(zip(*mini_batches, strict=True)):
         first, second = (
-            FusedShare(own, loss, placement.budget(call.name), step.learning_rates[call.role])
-            for call, own, loss in zip(pair, samples, losses, strict=True)
+            FusedShare(mini_batch, loss, placement.budget(call.name), step.learning_rates[call.role])
+            for call, mini_batch, loss in zip(pair, samples, losses, strict=True)
         )
         outcomes = placement.fused.train((first, second))
-        for log, own, outcome in zip(logs, samples, outcomes, strict=True):
+        for log, mini_batch, outcome in zip(logs, samples, outcomes, strict=True):
             if isinstance(outcome, NonFiniteError):
-                log.skip(update, own, outcome)
+                log.skip(update, mini_batch, outcome)
             else:
-                log.add(update, own, outcome)
+                log.add(update, mini_batch, outcome)
     return logs[0].end(), logs[1].end()
 
 
 class _TrainingLog:
-    """Collects what the optimizer steps of one call return on this rank."""
+    """Collects the outputs of one call's optimizer steps on this rank."""
 
     def __init__(self, placement: Placement, settings: CallSettings, call: Call, step: Step) -> None:
         self.placement, self.settings, self.call, self.step = placement, settings, call, step
@@ -138,7 +137,7 @@ class _TrainingLog:
             self._parts.append(Rollouts(index=samples.tensor("index"), update=order, **columns))
 
     def skip(self, update: int, samples: Rollouts, error: NonFiniteError) -> None:
-        """Note an optimizer step that was refused. Raises `NonFiniteError` unless the run skips such steps."""
+        """Record a refused optimizer step. Raises `NonFiniteError` unless the run skips such steps."""
         what = f"optimizer step {update + 1} of {self.call.name} in update {self.step.number + 1}"
         if not self.settings.skip_nonfinite:
             raise NonFiniteError(f"{what} was refused before it was taken: {error}", error.sample) from None
@@ -146,7 +145,7 @@ class _TrainingLog:
             logger.warning(f"{what} was left out: {with_text(error, samples, self.settings.processing_class)}.")
 
     def end(self) -> Rollouts:
-        """Check the weights. Returns what `train` returns."""
+        """Check the weights. Returns the columns of `train`."""
         rate, name, number = self.learning_rate, self.call.name, self.step.number
         rates = [rate] if isinstance(rate, (int, float)) else [group["lr"] for group in rate]
         when = f"after update {number + 1}, at learning rate {', '.join(map(str, rates))}"
@@ -157,7 +156,7 @@ class _TrainingLog:
 
 
 def _reports(placement: Placement, call: str, error: NonFiniteError, samples: Rollouts) -> bool:
-    """True if this rank, of all ranks of the mesh, reports the error: the one that has its sample."""
+    """True on the one rank of the mesh that reports the error: the source of its sample, or the leader."""
     if error.sample < 0:
         return placement.group(call).is_leader
     return placement.rank in sources(placement.plan, call) and error.sample in samples.tensor("index").tolist()
@@ -184,7 +183,7 @@ def check_first_weights(placement: Placement, origin: str) -> None:
         origin: the end of the message.
 
     Raises:
-        NonFiniteError: on every rank, if a trained role's weights are not finite.
+        NonFiniteError: a trained role's weights are not finite. Raised on every rank.
     """
     trainings = [name for name in placement.plan.order if placement.plan.graph.call(name).trains]
     broken = [n for n in trainings if placement.rank in placement.plan.mesh(n) and not _is_finite(placement, n)]
@@ -194,7 +193,6 @@ def check_first_weights(placement: Placement, origin: str) -> None:
 
 
 def _is_finite(placement: Placement, call: str) -> bool:
-    """True if this rank's part of a trained role is finite."""
     engine = placement.engine(call)
     assert engine is not None, "only ranks that train have weights to look at"
     return all_finite(tensor for parts in engine.parts().values() for _, tensor in parts)

@@ -1,6 +1,6 @@
-"""`Alarm`: tells all ranks of an exception on one rank, so that every rank ends with the reason.
+"""`Alarm`: reports an exception on one rank to all ranks, so that every rank ends with the reason.
 
-Losses of a process that raise no exception (killed, stopped, unreachable) are found by `rank_watchdog`.
+`rank_watchdog` detects the loss of a process without an exception (killed, stopped, unreachable).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...algorithms.nonfinite import NonFiniteError
 from .watchdog_client import GRACE_S, HOST, WatchdogClient
 
 
-# Parts of the messages of gloo, NCCL and the store where another process is gone or did not answer in time.
+# Phrases in messages of gloo, NCCL and the store if another process is lost or did not answer in time.
 _NETWORK_PHRASES = (
     "gloo/transport",
     "connection closed by peer",
@@ -36,9 +36,9 @@ class JobFailed(RuntimeError):
     """Another rank failed. The message is that rank's.
 
     Args:
-        is_unharmed: every rank has learned of the failure at the same place, before any role was trained. The run's
-            state is good, and all ranks can save it together.
-        is_shared: every rank has learned of the failure at the same place, so collectives are possible.
+        is_unharmed: every rank has raised this error at the same place, before any role was trained. The run's state is
+            good, and all ranks can save it together.
+        is_shared: every rank has raised this error at the same place, so collectives are possible.
     """
 
     def __init__(self, message: str, is_unharmed: bool = False, is_shared: bool = False) -> None:
@@ -47,7 +47,7 @@ class JobFailed(RuntimeError):
 
 
 def is_known_everywhere(error: BaseException) -> bool:
-    """True if every rank has raised this error of an iteration, at the same place, so that collectives are possible."""
+    """True if every rank has raised this error at the same place, so that collectives are possible."""
     return isinstance(error, NonFiniteError) or (isinstance(error, JobFailed) and error.is_shared)
 
 
@@ -57,11 +57,11 @@ _generations = itertools.count(1)
 class Alarm:
     """Reports failures of one runtime (an executor and its engines) to the other ranks, and raises theirs here.
 
-    Every rank numbers its runtimes (`generation`). The numbers agree, because all ranks make their runtimes together.
-    So a failure that ended one runtime does not end the next.
+    Every rank numbers its runtimes (`generation`), so that a failure that ended one runtime does not end the next. The
+    numbers agree, because all ranks make their runtimes together.
 
     Args:
-        watchdog: the client of this process's watchdog; `None` for a job that has none.
+        watchdog: the client of this process's watchdog; `None` for a job without watchdogs.
     """
 
     def __init__(self, watchdog: WatchdogClient | None = None) -> None:
@@ -70,12 +70,12 @@ class Alarm:
         self._exit_is_delayed = False
 
     def at(self, activity: str) -> None:
-        """Set what this rank is doing, for the message of a failure: "actor.train of update 3"."""
+        """Set this rank's activity for failure messages, such as "actor.train of update 3"."""
         if self.watchdog is not None:
             self.watchdog.set_activity(activity)
 
     def checkpoint(self, folder: str | os.PathLike[str] | None) -> None:
-        """Set the newest checkpoint, for the message of a failure."""
+        """Set the newest checkpoint, for failure messages."""
         if self.watchdog is not None and folder is not None:
             self.watchdog.set_checkpoint(folder)
 
@@ -89,8 +89,8 @@ class Alarm:
         """Report an exception of this rank to all ranks.
 
         Returns:
-            What to raise instead: the failure of another rank, where that caused `error` (which then is of a collective
-            or a message). Otherwise `None`. Raises nothing itself, because that would hide `error`.
+            The exception to raise instead: the failure of another rank, if it caused `error` in a collective or a
+            message. Otherwise `None`. Raises nothing, because that would hide `error`.
         """
         watchdog = self.watchdog
         if watchdog is None:
@@ -102,7 +102,7 @@ class Alarm:
             message = f"rank {watchdog.rank} on host {HOST} {what} in {watchdog.activity}: {message}"
         watchdog.report_error(message, self.generation, network=network)
         reason = None
-        if network:  # the watchdogs may have to wait for their limit to know who is lost
+        if network:  # the watchdogs may need their whole time limit to detect the lost rank
             reason = watchdog.await_verdict(self.generation, watchdog.timeout_s + GRACE_S)
         return None if reason is None else JobFailed(reason)
 
@@ -119,7 +119,7 @@ class Alarm:
         try:
             yield
         except Exception as error:
-            is_first_hand = not isinstance(error, JobFailed) or error.__cause__ is not None  # of this rank itself
+            is_first_hand = not isinstance(error, JobFailed) or error.__cause__ is not None  # raised first on this rank
             reason = self.ring(error) if is_first_hand else None
             self.acknowledge()
             close()
@@ -132,7 +132,7 @@ class Alarm:
             raise
 
     def acknowledge(self) -> None:
-        """Tell the watchdog that this rank handles the failure by an exception, and is not to be killed for it."""
+        """Tell the watchdog that this rank handles the failure by an exception, and must not be killed."""
         if self.watchdog is not None:
             self.watchdog.acknowledge(self.generation)
 
@@ -145,14 +145,14 @@ class Alarm:
 
 
 def in_words(error: BaseException) -> str:
-    """The message of an exception, with its type. This package's exceptions are sentences, which need none."""
+    """The message of an exception, with its type unless it is an exception of this package."""
     message, kind = str(error), type(error)
     is_sentence = message and kind.__module__.partition(".")[0] == __name__.partition(".")[0]
     return message if is_sentence else f"{kind.__name__}: {message}" if message else kind.__name__
 
 
 def is_network(error: BaseException) -> bool:
-    """True if an exception says that a message or a collective failed, so that another rank may be the cause."""
+    """True if an exception reports a failed message or collective, so that another rank may be the cause."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.OutOfMemoryError):

@@ -1,7 +1,5 @@
-"""Removal of a rank's temporary folders by its watchdog after the rank has ended, and of the launcher's log folder if
-it is empty.
-
-When a watchdog does this is in `rank_watchdog`.
+"""Removal of a rank's temporary folders by its watchdog after the rank has ended, and of the launcher's empty log
+folder.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ def clean_up(temporary_folders: Iterable[str], error_file: str | None, launcher_
     """Remove the rank's temporary folders. When the launcher has ended, remove its log folder if it is empty.
 
     Args:
-        error_file: torchrun's for this rank, if the rank is the first of its host.
+        error_file: torchrun's error file of this rank, if the rank is the first of its host.
     """
     for path in temporary_folders:
         shutil.rmtree(path, ignore_errors=True)
@@ -40,7 +38,7 @@ def clean_up(temporary_folders: Iterable[str], error_file: str | None, launcher_
 
 
 def launcher_folder(error_file: str | None) -> Path | None:
-    """torchrun's temporary folder, if the rank's error file is in one that torchrun made for itself."""
+    """torchrun's temporary folder, if it contains the rank's error file."""
     base = Path(tempfile.gettempdir())
     for folder in Path(error_file).parents if error_file else ():
         if folder.parent == base and folder.name.startswith("torchelastic_"):
@@ -49,7 +47,7 @@ def launcher_folder(error_file: str | None) -> Path | None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove empty logs, torchrun's error files and folders that are then empty. Other files stay."""
+    """Remove empty logs, torchrun's error files, and folders that become empty. Other files stay."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             path = Path(parent, name)

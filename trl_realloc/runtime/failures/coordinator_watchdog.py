@@ -1,6 +1,5 @@
-"""`CoordinatorWatchdog`: the watchdog of rank 0, which all others connect to. It decides when the job has failed.
-
-What counts as a failure is in `liveness`.
+"""`CoordinatorWatchdog`: the watchdog of rank 0, to which all others connect. It decides when the job has failed, by
+the rules of `liveness`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class CoordinatorWatchdog(Watchdog):
         super().__init__(rank_socket, settings)
         self.liveness = Liveness(settings["world_size"], self.timeout_s, time.monotonic())
         self.peers: list[MessageSocket] = []
-        self._all_leaving = -1  # the newest generation of which the ranks know that all are leaving
+        self._all_leaving = -1  # the newest generation whose `all_leaving` was sent to the ranks
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # a connection for each rank
         if settings["world_size"] > 1:
@@ -76,7 +75,7 @@ class CoordinatorWatchdog(Watchdog):
     def _messages(self, peer: MessageSocket) -> Iterator[JsonMessage]:
         try:
             yield from peer.receive()
-        except ValueError:  # no watchdog of this job has connected to the port
+        except ValueError:  # the peer is not a watchdog of this job
             peer.is_open = False
 
     def _record(self, rank: int, message: JsonMessage) -> None:
@@ -98,8 +97,8 @@ class CoordinatorWatchdog(Watchdog):
             verdict = self.with_remedy(verdict)
             self._send_to_peers(verdict=asdict(verdict))
             self.apply_verdict(verdict)
-        known = self.liveness.verdict
-        generation = -1 if known is None else ALL_GENERATIONS if known.fatal else known.generation
+        current = self.liveness.verdict
+        generation = -1 if current is None else ALL_GENERATIONS if current.fatal else current.generation
         if self._all_leaving < generation and self.liveness.all_leaving(
             0 if generation == ALL_GENERATIONS else generation
         ):
@@ -110,9 +109,9 @@ class CoordinatorWatchdog(Watchdog):
             peer.flush()
 
     def _rank_of(self, hello: object) -> int | None:
-        """The rank whose watchdog has introduced itself; `None` for anybody else."""
-        given = hello if isinstance(hello, dict) else {}
-        token, rank = str(given.get("token", "")).encode(), given.get("rank")
+        """The rank of a watchdog's greeting; `None` if the peer is not a watchdog of this job."""
+        fields = hello if isinstance(hello, dict) else {}
+        token, rank = str(fields.get("token", "")).encode(), fields.get("rank")
         is_known = hmac.compare_digest(token, self.settings["token"].encode())
         return rank if is_known and isinstance(rank, int) and 0 <= rank < self.settings["world_size"] else None
 

@@ -1,6 +1,6 @@
 """`Liveness`: the state of every rank as rank 0's watchdog knows it, and the rules for when the job has failed.
 
-Pure: no process, socket or clock. `coordinator_watchdog` passes in what it receives and sends out the verdict.
+Pure: no process, socket or clock. `coordinator_watchdog` passes in the messages and sends the verdict.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from enum import IntEnum
 from ...engines.child_process import JOB_SIGNALS
 
 
-START_S = 600.0  # in which each rank has to begin: ranks that read a config from a full server begin minutes apart
-PAUSE_S = 5.0  # a watchdog that did not run for so long was paused itself, so the others' silence means nothing
+START_S = 600.0  # time limit of a rank's start: ranks that read a config from a busy server start minutes apart
+PAUSE_S = 5.0  # a watchdog that did not run for this long was paused, so the others' silence means nothing
 
 
 class Kind(IntEnum):
@@ -32,7 +32,7 @@ class Kind(IntEnum):
     NETWORK = 8  # a collective or message failed; the cause is likely another rank
 
 
-# Seconds that a report waits for one of a likelier cause: "connection reset" waits for the report of the peer's death.
+# Seconds that a report waits for a likelier cause: "connection reset" waits for the report of the peer's death.
 _SETTLE_S = {Kind.ERROR: 0.0, Kind.KILLED: 0.0, Kind.STOPPED: 0.0, Kind.ABORTED: 3.0, Kind.NETWORK: 3.0}
 _SETTLE_DEFAULT_S = 0.5
 
@@ -42,10 +42,10 @@ class Verdict:
     """Why the job failed.
 
     Args:
-        sentence: with rank, host, call and cause.
+        sentence: message with rank, host, call and cause.
         fatal: a process or a host is lost, so no process of the job can go on. Otherwise an exception was raised,
-            which a script may catch on all ranks and go on.
-        generation: the number of the runtime, of those made in a process, in which it happened.
+            which a script may catch on all ranks.
+        generation: number of the process's runtime in which the job failed (`Alarm`).
     """
 
     sentence: str
@@ -58,11 +58,10 @@ class RankState:
     """Latest news of one rank, from its watchdog's heartbeats.
 
     Args:
-        heard: when its latest heartbeat arrived, in seconds of the watchdog's clock; before the first one, when rank 0
-            began.
-        activity: what the rank is doing, such as "actor.train of update 3".
+        heard: time of its latest heartbeat, in seconds of the watchdog's clock; before the first one, rank 0's start.
+        activity: the rank's present activity, such as "actor.train of update 3".
         stopped_s, launcher_stopped_s: seconds that the rank or its launcher has been stopped by a signal.
-        leaving: the newest generation whose failure the rank is about to end for; -1 for none.
+        leaving: the newest generation whose failure ends the rank; -1 for none.
     """
 
     rank: int
@@ -88,7 +87,7 @@ class RankState:
 class _Report:
     kind: Kind
     sentence: str
-    at: float
+    reported_at: float
     generation: int = 0
     ranks: tuple[int, ...] = ()
 
@@ -98,10 +97,9 @@ class Liveness:
     """The state of all ranks and the reports of failures that have not been judged yet.
 
     Args:
-        world_size: number of ranks of the job.
-        timeout_s: longest silence of a rank, and longest stop by a signal, before the job fails. A rank that has not
-            begun yet has `START_S` at least.
-        now: the time of the latest judgement, in seconds of the watchdog's clock.
+        timeout_s: longest silence of a rank, and longest stop by a signal, before the job fails. At least `START_S` for
+            a rank that has not begun.
+        now: time of the latest judgement, in seconds of the watchdog's clock.
     """
 
     world_size: int
@@ -122,7 +120,7 @@ class Liveness:
         """Report a rank's exception.
 
         Args:
-            network: the exception is of a collective or message, so another rank is the likely cause.
+            network: a collective or a message raised the exception, so another rank is the likely cause.
         """
         if self.verdict is None or (not self.verdict.fatal and generation > self.verdict.generation):
             self._report(Kind.NETWORK if network else Kind.ERROR, sentence, now, generation)
@@ -131,13 +129,13 @@ class Liveness:
         """Report that a rank's process has ended.
 
         Args:
-            status: as `waitpid` gives it; `None` where it could not be read.
+            status: `waitpid`'s status; `None` if it could not be read.
             is_exiting: the interpreter had begun a normal shutdown.
-            launcher: a sentence where the launcher has ended too, which ends its ranks.
+            launcher: a sentence if the launcher has ended too, which ends its ranks.
         """
         state = self.ranks[rank]
         state.ended = True
-        # a process alone has no other rank that ends with it; who started it sees how it ended
+        # a single process has no other ranks, and its exit status is visible to the user
         if self.world_size == 1 or status == 0 or (status is None and is_exiting):
             return
         name = f"{state.name} (pid {state.pid})"
@@ -161,7 +159,7 @@ class Liveness:
             self._report(Kind.GONE, "", now, ranks=(rank,))
 
     def judge(self, now: float) -> Verdict | None:
-        """A verdict that is new, or `None`. Must be called every second or more often."""
+        """A new verdict, or `None`. Must be called every second or more often."""
         if now - self.now > PAUSE_S:
             for state in self.ranks.values():
                 state.heard += now - self.now
@@ -171,23 +169,23 @@ class Liveness:
         if not self._reports:
             return None
         first = min(self._reports, key=lambda report: report.kind)
-        if any(now - r.at >= _SETTLE_S.get(first.kind, _SETTLE_DEFAULT_S) for r in self._reports):
+        if any(now - r.reported_at >= _SETTLE_S.get(first.kind, _SETTLE_DEFAULT_S) for r in self._reports):
             self._reports.clear()
             return self._decide(first)
         return None
 
     @property
     def is_undecided(self) -> bool:
-        """True if a report waits for another one of a likelier cause."""
+        """True if a report waits for a likelier cause."""
         return bool(self._reports)
 
     def _decide(self, report: _Report) -> Verdict | None:
         fatal = report.kind not in (Kind.ERROR, Kind.NETWORK)
-        known = self.verdict
-        if known is not None and known.fatal:
+        earlier = self.verdict
+        if earlier is not None and earlier.fatal:
             return None
-        if known is not None and report.kind in (Kind.EXITED, Kind.TERMINATED, Kind.GONE):
-            self.verdict = replace(known, fatal=True)  # ranks end because they were told of the known failure
+        if earlier is not None and report.kind in (Kind.EXITED, Kind.TERMINATED, Kind.GONE):
+            self.verdict = replace(earlier, fatal=True)  # ranks end because of the earlier failure
             return self.verdict
         self.verdict = Verdict(report.sentence, fatal, report.generation)
         return self.verdict
@@ -210,13 +208,12 @@ class Liveness:
         silent = [s for s in self.ranks.values() if not s.ended and now - s.heard > self._limit_of(s)]
         if silent:
             self._report(Kind.SILENT, "", now, ranks=tuple(s.rank for s in silent))
-        for report in self._reports:  # ranks of one host are lost together, so one sentence names all of them
+        for report in self._reports:  # ranks of a host are lost together, so one sentence names all of them
             if report.kind in (Kind.SILENT, Kind.GONE):
                 lost = sorted({rank for r in self._reports if r.kind == report.kind for rank in r.ranks})
                 report.sentence = self._loss_sentence(report.kind, [self.ranks[rank] for rank in lost])
 
     def _limit_of(self, state: RankState) -> float:
-        """The longest silence of a rank, in seconds."""
         return self.timeout_s if state.has_begun else max(self.timeout_s, START_S)
 
     def _loss_sentence(self, kind: Kind, states: list[RankState]) -> str:
@@ -240,12 +237,12 @@ class Liveness:
             self._reports.append(_Report(kind, sentence, now, generation, ranks))
 
     def all_leaving(self, generation: int) -> bool:
-        """True if every rank has ended, or is about to because of a failure of this generation."""
+        """True if every rank has ended, or is about to end because of a failure of this generation."""
         return all(state.ended or state.leaving >= generation for state in self.ranks.values())
 
 
 def name_ranks(states: Iterable[RankState]) -> str:
-    """Such as "rank 3 on host b" or "ranks 2, 3 on host b and rank 4 on host c"."""
+    """A phrase such as "rank 3 on host b" or "ranks 2, 3 on host b and rank 4 on host c"."""
     by_host: dict[str, list[int]] = {}
     for state in states:
         by_host.setdefault(state.host, []).append(state.rank)

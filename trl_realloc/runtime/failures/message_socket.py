@@ -1,5 +1,5 @@
-"""`MessageSocket`: JSON messages between a rank and its watchdog, and between watchdogs. What they mean is in
-`watchdog_process`."""
+"""`MessageSocket`: JSON messages between a rank and its watchdog, and between watchdogs. `watchdog_process` lists the
+messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MessageSocket:
 
     Attributes:
         is_open: False after an error or the end of the stream.
-        rank: in rank 0's watchdog, whose watchdog is at the other end, once it has sent the right token.
+        rank: rank of the watchdog at the other end, after it has sent the right token; only in rank 0's watchdog.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -26,13 +26,13 @@ class MessageSocket:
         self._received, self._unsent = b"", bytearray()
 
     def send(self, **message: object) -> None:
-        """Send a message, or queue what the socket does not take now."""
+        """Send a message, or queue it if the socket would block."""
         if self.is_open:
             self._unsent += json.dumps(message).encode() + b"\n"
             self.flush()
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it."""
+        """Send the queued bytes until the socket would block."""
         try:
             while self._unsent:
                 del self._unsent[: self.sock.send(self._unsent)]

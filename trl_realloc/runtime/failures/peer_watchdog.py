@@ -1,4 +1,4 @@
-"""`PeerWatchdog`: the watchdog of every rank but rank 0, connected to rank 0's (`coordinator_watchdog`)."""
+"""`PeerWatchdog`: the watchdog of every rank but rank 0. It is connected to rank 0's watchdog."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rank_watchdog import LAST_WORDS_S, Watchdog
 
 
 class PeerWatchdog(Watchdog):
-    """Sends rank 0's watchdog its rank's heartbeats, errors and end, and receives its verdicts."""
+    """Sends its rank's heartbeats, errors and end to rank 0's watchdog, and receives the verdicts."""
 
     def __init__(self, rank_socket: MessageSocket, settings: JsonMessage) -> None:
         super().__init__(rank_socket, settings)
@@ -60,12 +60,12 @@ class PeerWatchdog(Watchdog):
                 self.is_closing = True
         if not self.coordinator.is_open:
             self.selector.unregister(self.coordinator.sock)
-            # leaves a second for a verdict that is still on its way
+            # leaves a second for a verdict in transit
             self.last_heard = min(self.last_heard, time.monotonic() - self.timeout_s + 1.0)
 
     def look_for_failures(self, now: float) -> None:
         if now - self._last_check > 5.0:
-            self.last_heard += now - self._last_check  # this process was paused itself
+            self.last_heard += now - self._last_check  # this process was paused
         self._last_check = now
         if self.coordinator is not None:
             self.coordinator.flush()

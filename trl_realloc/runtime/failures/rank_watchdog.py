@@ -1,12 +1,12 @@
-"""`Watchdog`: what the watchdog processes of all ranks have in common.
+"""`Watchdog`: base class of the watchdog processes of all ranks.
 
-A watchdog sends signs of life of its rank to rank 0's watchdog, and ends the rank when the job has failed. It is a
-process and not a thread: a thread does not run while native code holds the interpreter (a reward function's extension,
-the writing of a large file), and it is stopped and killed with its process. It outlives the rank by moments, reports
-how the rank ended, and removes the rank's temporary folders (`cleanup`).
+A watchdog sends heartbeats of its rank to rank 0's watchdog, and ends the rank when the job has failed. It is a process
+and not a thread: a thread does not run while native code holds the GIL (a reward function's extension, the writing of a
+large file), and it is stopped and killed with its process. It outlives the rank briefly, reports how the rank ended,
+and removes the rank's temporary folders.
 
-What differs between rank 0's watchdog and the others' is in `coordinator_watchdog` and `peer_watchdog`. What counts as
-a failure is in `liveness`, the messages are in `watchdog_process`.
+The subclasses are in `coordinator_watchdog` (rank 0) and `peer_watchdog`, the rules for failures in `liveness`, the
+messages in `watchdog_process`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from .process_state import exit_status, has_ended, process_state
 
 
 TICK_S = 0.2
-KILL_S = 12.0  # a rank that has not ended so long after a verdict is killed
-LAUNCHER_ENDS_S = 0.3  # wait for the kernel to show that the launcher has ended; its ranks get their signal before
-LAST_WORDS_S = 2.0  # the watchdog of a rank that ended badly waits so long for the reason
+KILL_S = 12.0  # time after a verdict at which a rank that has not ended is killed
+LAUNCHER_ENDS_S = 0.3  # wait for the launcher's end in /proc; its ranks get their signal earlier
+LAST_WORDS_S = 2.0  # time that the watchdog of a failed rank waits for the reason
 
 
 class Watchdog:
-    """Args:
-    rank_socket: to the rank.
-    settings: `rank`, `world_size`, `pid`, `launcher` (its pid, 0 without one), `timeout_s`, `token`, `addresses` of
-        rank 0's watchdog (absent for rank 0's own), `everywhere` (rank 0 listens on all interfaces), `error_file`
-        (torchrun's).
+    """Watches one rank and reports to rank 0's watchdog.
+
+    Args:
+        settings: `rank`, `world_size`, `pid`, `launcher` (its pid, 0 without one), `timeout_s`, `token`, `addresses` of
+            rank 0's watchdog (absent on rank 0), `everywhere` (rank 0 listens on all interfaces), `error_file`
+            (torchrun's).
     """
 
     def __init__(self, rank_socket: MessageSocket, settings: JsonMessage) -> None:
@@ -69,7 +70,7 @@ class Watchdog:
         raise NotImplementedError
 
     def receive_from_watchdogs(self) -> None:
-        """Process what the other watchdogs have sent."""
+        """Process the messages of other watchdogs."""
         raise NotImplementedError
 
     def look_for_failures(self, now: float) -> None:
@@ -77,13 +78,13 @@ class Watchdog:
         raise NotImplementedError
 
     def is_finished(self) -> bool:
-        """True if no other watchdog needs this one any more. Called after the rank has ended."""
+        """True if no other watchdog needs this one. Called after the rank has ended."""
         raise NotImplementedError
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Watch the rank until it has ended and nobody needs this watchdog any more."""
+        """Watch the rank until it has ended and no other watchdog needs this one."""
         while True:
             self.selector.select(TICK_S)
             now = time.monotonic()
@@ -91,7 +92,7 @@ class Watchdog:
             self.receive_from_watchdogs()
             if not self.rank_ended and has_ended(self.pid):
                 self._report_end(now)
-            # a new activity is sent at once, because the connection may be lost the next moment
+            # a new activity is sent at once, because the connection may be lost at any moment
             is_new = self.state.activity != self._heartbeat_activity
             if now - self._heartbeat_at >= (TICK_S if is_new else self.interval_s):
                 self._heartbeat_at, self._heartbeat_activity = now, self.state.activity
@@ -106,7 +107,7 @@ class Watchdog:
         clean_up(self.temporary_folders, self.settings.get("error_file"), self.launcher)
 
     def _stopped_for(self, pid: int, now: float) -> float:
-        """Seconds since the process was first seen stopped by a signal, 0 where it is not stopped."""
+        """Seconds since the process was first seen stopped by a signal; 0 if it runs."""
         if pid and process_state(pid) == "T":
             return now - self._stopped_since.setdefault(pid, now)
         self._stopped_since.pop(pid, None)
@@ -140,7 +141,6 @@ class Watchdog:
             self.rank_socket.sock.close()
 
     def _report_end(self, now: float) -> None:
-        """Report how the rank ended."""
         if self.pidfd >= 0:
             self.selector.unregister(self.pidfd)
         status = exit_status(self.pid)
@@ -152,7 +152,7 @@ class Watchdog:
         self.send_to_coordinator(ended={"status": status, "exiting": self.is_exiting, "launcher": launcher})
 
     def _launcher_has_ended(self) -> bool:
-        """Waits up to `LAUNCHER_ENDS_S` for the launcher to end; true if it did."""
+        """Wait up to `LAUNCHER_ENDS_S` for the launcher's end."""
         deadline = time.monotonic() + LAUNCHER_ENDS_S
         while self.launcher and time.monotonic() < deadline:
             if has_ended(self.launcher):
@@ -161,11 +161,11 @@ class Watchdog:
         return False
 
     def _is_acknowledged(self, verdict: Verdict) -> bool:
-        """True if the rank handles that failure by an exception. Its message may arrive before the verdict does."""
+        """True if the rank handles this failure by an exception. Its message may arrive before the verdict."""
         return not verdict.fatal and verdict.generation <= self.acknowledged
 
     def apply_verdict(self, verdict: Verdict) -> None:
-        """Tell the rank that the job has failed, and kill it later if it does not end."""
+        """Report the job's failure to the rank, and schedule its kill in case it does not end."""
         is_news = self.verdict is None or not verdict.sentence.startswith(self.verdict.sentence)
         self.verdict = verdict
         now = time.monotonic()
@@ -176,7 +176,7 @@ class Watchdog:
             self.kill_at = min(self.kill_at, now + KILL_S)
         if verdict.fatal and self.launcher and process_state(self.launcher) == "T":
             with contextlib.suppress(OSError):
-                os.kill(self.launcher, signal.SIGCONT)  # so that it sees its ranks end, and ends
+                os.kill(self.launcher, signal.SIGCONT)  # so that it notices its ranks' end, and ends
         if verdict.fatal and process_state(self.pid) == "T":
             self._kill()
 
@@ -188,12 +188,12 @@ class Watchdog:
             os.kill(self.pid, signal.SIGKILL)
 
     def log(self, sentence: str) -> None:
-        """Write a line to stderr, which may be a log that is full or closed."""
+        """Write a line to stderr, which may be full or closed."""
         with contextlib.suppress(OSError):
             os.write(2, f"[rank{self.rank}] trl_realloc: {sentence}\n".encode())
 
     def with_remedy(self, verdict: Verdict) -> Verdict:
-        """A fatal verdict with a sentence that says what to resume from; any other unchanged."""
+        """A fatal verdict with the checkpoint to resume from added; any other unchanged."""
         if not verdict.fatal:
             return verdict
         remedy = (

@@ -1,4 +1,4 @@
-"""`temporary_folder`: a folder of a rank that does not outlive it, however the rank ends."""
+"""`temporary_folder`: a folder that is removed at the rank's end, even if the rank is killed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .watchdog_client import WatchdogClient, current_watchdog
 
 
 def temporary_folder(stack: contextlib.ExitStack, watchdog: WatchdogClient | None = None) -> Path:
-    """A new folder, which is removed when `stack` is closed. If this process is killed before, its watchdog does it.
+    """A new folder, which is removed when `stack` is closed, or by the watchdog if this process is killed before.
 
     Args:
-        watchdog: of this process; `None` for the one that is running, if there is one.
+        watchdog: this process's watchdog client; by default `current_watchdog`.
     """
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="trl_realloc_", ignore_cleanup_errors=True)))
     watchdog = watchdog or current_watchdog()

@@ -28,8 +28,8 @@ from .message_socket import JsonMessage
 
 HEARTBEAT_TIMEOUT_S = 30.0
 HOST = socket.gethostname()
-GRACE_S = 10.0  # a failed rank stays so long for the others to print the reason; then the launcher ends them
-LEAVE_S = 5.0  # a rank has so long to end by itself after a verdict; it may be in a collective that never ends
+GRACE_S = 10.0  # time that a failed rank stays, so that others print the reason before the launcher ends them
+LEAVE_S = 5.0  # time that a rank has to end by itself after a verdict; it may be in a collective that never ends
 _STORE_KEY = "trl_realloc/watchdog"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -38,9 +38,8 @@ class WatchdogClient:
     """The connection to this rank's watchdog process. One for the life of the process, made by `watch`.
 
     Args:
-        rank, world_size: of this process in the job.
-        store: the job's key-value store, through which rank 0 publishes where its watchdog listens; `None` in a job of
-            one process.
+        store: the job's key-value store, in which rank 0 publishes its watchdog's address; `None` in a job of one
+            process.
         timeout_s: longest silence of a rank, and longest stop by a signal, before the job fails.
 
     Raises:
@@ -51,13 +50,13 @@ class WatchdogClient:
         self.rank, self.timeout_s = rank, timeout_s
         self.activity = "starting"
         self.verdict: JsonMessage | None = None
-        self._verdicts = queue.SimpleQueue[tuple[float, dict[str, Any]]]()  # each with the time at which it came
-        self._all_leaving = -1  # the newest generation of which the watchdog has said that all ranks are leaving
+        self._verdicts = queue.SimpleQueue[tuple[float, dict[str, Any]]]()  # (time of arrival, verdict)
+        self._all_leaving = -1  # the newest generation whose failure all ranks are leaving for
         self._acknowledged = -1  # the newest generation whose failure this rank handles by an exception
         self._send_lock = threading.Lock()
         self._received = threading.Condition()
         parent_socket, child_socket = socket.socketpair()
-        with child_socket, job_signals_blocked():  # as to an engine, a cluster sends them to it too
+        with child_socket, job_signals_blocked():  # a cluster's scheduler sends them to all processes
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -87,7 +86,7 @@ class WatchdogClient:
             "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE") if os.environ.get("LOCAL_RANK") == "0" else None,
         }
         self._configure(settings, store if world_size > 1 else None)
-        # started here, because while the interpreter shuts down Python 3.12 starts none
+        # started here, because Python 3.12 starts no threads during the interpreter's shutdown
         for target in (self._listen, self._exit_if_late):
             threading.Thread(target=target, daemon=True, name="watchdog").start()
         atexit.register(self._send, exiting=True)
@@ -104,7 +103,7 @@ class WatchdogClient:
                 port = json.loads(line)["port"]
                 hosts = ["127.0.0.1"]
                 if settings["everywhere"]:
-                    # the first may be a service's, and the second may have no address elsewhere
+                    # the first may be a service's address, and the second may not resolve on other hosts
                     hosts = [os.environ.get("MASTER_ADDR", ""), HOST]
                     with contextlib.suppress(NetworkError):
                         hosts += [address for address in [gloo_address()] if not is_loopback(address)]
@@ -114,7 +113,7 @@ class WatchdogClient:
             self._send(settings={**settings, **json.loads(store.get(_STORE_KEY))})
 
     def _send(self, **message: object) -> None:
-        """Send one message. Never raises, because a lost watchdog is no reason to fail by itself."""
+        """Never raises, because a lost watchdog alone is no reason to fail."""
         if os.getpid() == self._owner_pid:  # a fork of the trainer, such as a data loader's worker, sends nothing
             with contextlib.suppress(OSError), self._send_lock:
                 self._socket.sendall(json.dumps(message).encode() + b"\n")
@@ -122,7 +121,7 @@ class WatchdogClient:
     # --- from the rank to the watchdog ------------------------------------------------------------------------------
 
     def set_activity(self, activity: str) -> None:
-        """Set what this rank is doing, for the message of a failure: "actor.train of update 3"."""
+        """Set this rank's activity for failure messages, such as "actor.train of update 3"."""
         if activity != self.activity:
             self.activity = activity
             self._send(activity=activity)
@@ -131,17 +130,17 @@ class WatchdogClient:
         """Report an exception of this rank.
 
         Args:
-            generation: the number of the runtime in which it was raised.
-            network: it is of a collective or a message, so another rank is the likely cause.
+            generation: number of the runtime that raised it (`Alarm`).
+            network: a collective or a message raised it, so another rank is the likely cause.
         """
         self._send(error={"sentence": sentence[:20_000], "generation": generation, "network": network})
 
     def set_checkpoint(self, folder: str | os.PathLike[str]) -> None:
-        """Set the newest checkpoint, for the message of a failure."""
+        """Set the newest checkpoint, for failure messages."""
         self._send(checkpoint=str(folder))
 
     def remove_at_end(self, path: str | os.PathLike[str]) -> None:
-        """Remove a temporary folder of this rank when the rank ends, however it ends."""
+        """Remove a temporary folder when this rank ends, even if it is killed."""
         self._send(remove=str(path))
 
     def keep(self, path: str | os.PathLike[str]) -> None:
@@ -149,13 +148,12 @@ class WatchdogClient:
         self._send(keep=str(path))
 
     def acknowledge(self, generation: int) -> None:
-        """This rank handles a failure of the given generation by an exception, and is not to be killed for it."""
+        """Report that this rank handles a failure of the given generation by an exception, and must not be killed."""
         self._acknowledged = max(self._acknowledged, generation)
         self._send(acknowledged=generation)
 
     def leave(self, generation: int, seconds: float) -> None:
-        """Say that this rank is about to end. Return when all ranks have ended or are leaving too, or after so many
-        seconds."""
+        """Report that this rank is about to end. Returns when all ranks end, or after `seconds`."""
         self._send(leaving=generation)
         with self._received:
             self._received.wait_for(lambda: self._all_leaving >= generation, seconds)
@@ -174,8 +172,8 @@ class WatchdogClient:
                 self._received.notify_all()
 
     def _exit_if_late(self) -> None:
-        """Exit this process if it has not ended `LEAVE_S` after a verdict. Where no process is lost, a rank that has
-        acknowledged the failure goes on."""
+        """Exit this process `LEAVE_S` after a verdict, unless no process is lost and this rank has acknowledged the
+        failure."""
         while True:
             came, verdict = self._verdicts.get()
             time.sleep(max(0.0, came + LEAVE_S - time.monotonic()))
@@ -187,8 +185,7 @@ class WatchdogClient:
             os._exit(1)
 
     def await_verdict(self, generation: int, seconds: float) -> str | None:
-        """The sentence of a failure of this generation, or of a fatal one, when it is known; `None` after so many
-        seconds."""
+        """Wait for `failure(generation)`; `None` after `seconds`."""
         with self._received:
             self._received.wait_for(lambda: self.failure(generation) is not None, seconds)
         return self.failure(generation)
@@ -205,8 +202,8 @@ _client: WatchdogClient | None = None
 
 
 def watch(timeout_s: float = HEARTBEAT_TIMEOUT_S) -> WatchdogClient:
-    """This process's watchdog client; starts the watchdog if there is none yet. All ranks of the job call this
-    together, before anything that may fail."""
+    """This process's watchdog client; starts the watchdog at the first call. All ranks of the job call this together,
+    before anything that may fail."""
     global _client
     if _client is None or _client._owner_pid != os.getpid():
         is_parallel = dist.is_initialized()
@@ -222,11 +219,11 @@ def current_watchdog() -> WatchdogClient | None:
 
 
 def _ended(sentence: str) -> str:
-    """A sentence with its full stop, which an exception's message may lack."""
+    """A sentence with a full stop, which an exception's message may lack."""
     return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
 
 
 def write_stderr(sentence: str) -> None:
-    """Write a line to file descriptor 2, whatever the state of `sys.stderr`."""
+    """Write a line to file descriptor 2, which works even if `sys.stderr` is closed or replaced."""
     with contextlib.suppress(OSError):
         os.write(2, f"{sentence}\n".encode())

@@ -10,7 +10,7 @@ Messages between the rank and its watchdog, JSON objects with one key each:
 | `acknowledged` (the rank handles a failure by an exception), `leaving`, `exiting` (normal shutdown has begun) | |
 | `remove`, `keep` (a temporary folder) | |
 
-What a watchdog does is in `rank_watchdog`, `coordinator_watchdog` and `peer_watchdog`.
+The watchdogs are in `rank_watchdog`, `coordinator_watchdog` and `peer_watchdog`.
 """
 
 from __future__ import annotations

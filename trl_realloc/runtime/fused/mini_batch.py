@@ -1,7 +1,7 @@
-"""A mini-batch of two models that train together in the planner's terms: its pipelines, the order of its tasks, and
-when its stages ran them.
+"""A mini-batch of two models that train together, in the planner's terms: its pipelines, the order of its tasks, and
+their times.
 
-Which order is chosen is in `orders`. Running it is in `engines/training/fused_training`.
+`orders` chooses the order, `engines/training/fused_training` runs it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def pipelines_of(shape: FusedShape) -> FusedPipelines:
 
 
 def _arrays(shape: FusedShape, model: int) -> tuple[Array, Array, Array]:
-    """Seconds of forwards and backwards, and memory. Shape `(copies, micro_batches, stages)`. Where the copies' numbers
-    of micro-batches differ, the missing ones take nothing."""
+    """Seconds of forwards and backwards, and memory. Shape `(copies, micro_batches, stages)`. If copies have different
+    numbers of micro-batches, the missing ones are zeros."""
     tokens, figures = shape.tokens[model], shape.figures[model]
     copies, width = len(tokens), max(1, *map(len, tokens))
     stages = len(figures) // copies
@@ -35,15 +35,15 @@ def _arrays(shape: FusedShape, model: int) -> tuple[Array, Array, Array]:
     for copy, lengths in enumerate(tokens):
         block = figures[copy * stages : (copy + 1) * stages]
         n, size = len(lengths), np.array(lengths, np.float64)
-        for stage, at in enumerate(block if model == 0 else block[::-1]):
-            forward[copy, :n, stage] = at.forward[0] + at.forward[1] * size
-            backward[copy, :n, stage] = at.backward[0] + at.backward[1] * size
-            memory[copy, :n, stage] = at.memory * size
+        for stage, stage_figures in enumerate(block if model == 0 else block[::-1]):
+            forward[copy, :n, stage] = stage_figures.forward[0] + stage_figures.forward[1] * size
+            backward[copy, :n, stage] = stage_figures.backward[0] + stage_figures.backward[1] * size
+            memory[copy, :n, stage] = stage_figures.memory * size
     return forward, backward, memory
 
 
 def tasks_of(schedule: FusedSchedule, shape: FusedShape) -> Orders:
-    """A schedule as the tasks of each stage, without the micro-batches that do not exist."""
+    """The tasks of each stage of a schedule, without the micro-batches that do not exist."""
 
     def exists(task: Task) -> bool:
         return task.micro_batch < len(shape.tokens[MODELS.index(task.model)][task.copy])
@@ -59,12 +59,10 @@ def tasks_of(schedule: FusedSchedule, shape: FusedShape) -> Orders:
 
 
 def stage_spans(ran: FusedMiniBatch, calls: tuple[str, str], step: int) -> tuple[StageSpan, ...]:
-    """When the stages of a line ran the tasks of a mini-batch, and when the schedule had them if their times had been
-    measured before.
+    """Times of a mini-batch's tasks on the stages of a line, and the expected times if the shape has measured ones.
 
     Args:
-        calls: of the two models.
-        step: the number of the iteration.
+        calls: names of the two models' calls.
     """
     pipelines = pipelines_of(ran.shape)
     schedule = FusedSchedule(

@@ -1,6 +1,6 @@
-"""`FusedOrders`: the order in which two models that train together run their micro-batches, by the planner's search.
+"""`FusedOrders`: finds the order in which two models that train together run their micro-batches.
 
-The search is in `planner/fused/schedule_search`. Running the order is in `engines/training/fused_training`.
+The search is in `planner/fused/schedule_search`; `engines/training/fused_training` runs the order.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ...planner.fused.schedule_search import compile_search, search
 from .mini_batch import pipelines_of, tasks_of
 
 
-MIN_EFFORT, MAX_EFFORT = 5_000, 100_000  # tasks that a search places, about a million per second
-WORTH = 0.05  # of the seconds that an order can save, the most for its search
+MIN_EFFORT, MAX_EFFORT = 5_000, 100_000  # number of tasks that a search places
+WORTH = 0.05  # maximum search time, as a share of the time that an order can save
 TASKS_PER_SECOND = 1e6
-MAX_KEPT = 256  # orders that are kept for later mini-batches
-ROUNDING_STEPS = 32  # times and memory are rounded to such parts of the largest, so that orders can be used again
+MAX_KEPT = 256  # number of cached orders
+ROUNDING_STEPS = 32  # times and memory are rounded to this fraction of the largest, so that cached orders are reused
 
 
 class FusedOrders:
-    """Finds orders, and keeps the latest schedules by the rounded times that they were found for.
+    """Finds orders, and caches schedules by their rounded times.
 
     Attributes:
-        latest: the times of the latest mini-batch, and its schedule; `None` before the first.
+        latest: times and schedule of the latest mini-batch; `None` before the first.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class FusedOrders:
         self._kept: OrderedDict[Hashable, FusedSchedule] = OrderedDict()
 
     def compile(self) -> None:
-        """Compile the search, which takes some 10 s if its machine code is not on the disk."""
+        """Compile the search, which takes about 10 s if its machine code is not cached on disk."""
         compile_search()
 
     def __call__(self, shape: FusedShape) -> Orders:
@@ -45,7 +45,7 @@ class FusedOrders:
         pipelines = pipelines_of(shape)
         rounded, unit = _rounded(pipelines)
         arrays = [(p.forward, p.backward, p.memory) for p in (rounded.a, rounded.b)]
-        key = tuple((array.shape, array.tobytes()) for of_model in arrays for array in of_model)
+        key = tuple((array.shape, array.tobytes()) for model_arrays in arrays for array in model_arrays)
         if key not in self._kept:
             saved = (serial_time(rounded) - lower_bound(rounded)) * unit if shape.is_measured else 0.0
             effort = int(np.clip(WORTH * saved * TASKS_PER_SECOND, MIN_EFFORT, MAX_EFFORT))
@@ -58,8 +58,7 @@ class FusedOrders:
 
 
 def _rounded(exact: FusedPipelines) -> tuple[FusedPipelines, float]:
-    """The same with times and memory rounded up to whole numbers, and with a limit of memory; and the unit of its
-    times."""
+    """(pipelines, unit of time): times and memory are rounded up to whole numbers, and a memory limit is added."""
     pair = exact.a, exact.b
     unit = max(float(array.max()) for p in pair for array in (p.forward, p.backward)) / ROUNDING_STEPS or 1.0
     part = max(float(p.memory.max()) for p in pair) / ROUNDING_STEPS or 1.0

@@ -1,7 +1,6 @@
 """Hosts of a job's processes, and the cluster that they form.
 
 Processes exchange their hosts through the job's key-value store, because collectives between hosts may not work yet.
-Which network interface gloo uses is in `network_interfaces`.
 """
 
 from __future__ import annotations
@@ -30,21 +29,20 @@ from .network_interfaces import VARIABLE, NetworkError, gloo_address, is_loopbac
 
 REACH_S = 15.0  # time limit of a connection between two hosts
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# the processes that the first call of `meet` found, and the store, whose server ends when the object is deleted
+# the result of the first call of `meet`, and the store, whose server ends when the object is deleted
 _met: list[tuple[tuple[Process, ...], Any]] = []
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the job, and where it runs.
+    """One process of the job, and its place.
 
     Args:
-        host: hostname.
-        machine: the boot id, which identifies the machine whatever its hostname.
-        local_rank: its number on its host, as the launcher counts; negative where the launcher does not say.
-        gpu: index of its GPU among those that it sees; `None` on a CPU.
-        gpus: how many GPUs it sees.
-        address, port: where it listens while connections between hosts are tested.
+        machine: the boot id, which identifies the machine independently of its hostname.
+        local_rank: the launcher's local rank; negative without one.
+        gpu: index of its GPU among its visible GPUs; `None` on a CPU.
+        gpus: number of visible GPUs.
+        address, port: address of its listener while connections between hosts are tested.
     """
 
     host: str
@@ -57,13 +55,13 @@ class Process:
 
 
 def meet() -> tuple[Process, ...]:
-    """Every process of the job, by rank. All ranks call this together. Later calls return what the first has found.
+    """Every process of the job, by rank. All ranks call this together. Later calls return the first call's result.
 
-    It needs no process group, so that hosts which cannot reach each other end with a message and not with the time
-    limit of a group.
+    It needs no process group, so that hosts which cannot reach each other end with a message and not with a group's
+    timeout.
 
     Raises:
-        NetworkError: a host cannot reach another. The same error on all ranks.
+        NetworkError: a host cannot reach another. Raised on all ranks.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", -1))
     gpus = torch.accelerator.device_count()
@@ -71,7 +69,7 @@ def meet() -> tuple[Process, ...]:
         "host": socket.gethostname(),
         "machine": machine_id(),
         "local_rank": local_rank,
-        "gpu": max(local_rank, 0) % gpus if gpus else None,  # as Accelerate deals them
+        "gpu": max(local_rank, 0) % gpus if gpus else None,  # Accelerate's assignment
         "gpus": gpus,
     }
     if dist.is_initialized():
@@ -87,12 +85,12 @@ def meet() -> tuple[Process, ...]:
 
 
 def machine_id() -> str:
-    """The boot id, which differs between machines with the same hostname; empty where the system has none."""
+    """The boot id, which differs between machines with the same hostname; empty if the system has none."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
 
 
 def has_rendezvous() -> bool:
-    """True if the launcher's environment variables say how this process finds the others."""
+    """True if the launcher's environment variables define a rendezvous of several processes."""
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(os.environ.get(name) for name in variables) and os.environ["WORLD_SIZE"] != "1"
 
@@ -144,7 +142,7 @@ def on_loopback(process: Process) -> str:
 
 
 def _exchange(store: dist.Store, key: str, rank: int, senders: Sequence[int], value: object) -> list[Any]:
-    """The senders' values, on every rank. Rank 0 collects them, so that each rank reads one message."""
+    """The senders' values, on every rank. Rank 0 collects them, so that each rank reads a single message."""
     if rank in senders:
         store.set(f"{key}/{rank}", json.dumps(value))
     if rank == 0:
@@ -154,7 +152,7 @@ def _exchange(store: dist.Store, key: str, rank: int, senders: Sequence[int], va
 
 
 def _test_connection(here: Process, there: Process) -> str:
-    """Connect to another process as gloo would. Returns a sentence if that fails, else an empty string."""
+    """Connect to another process as gloo would. Returns an error message, or an empty string."""
     try:
         with socket.create_connection((there.address, there.port), REACH_S, source_address=(here.address, 0)):
             return ""
@@ -174,8 +172,8 @@ def without_gpus(processes: Iterable[Process]) -> tuple[Process, ...]:
 def ranks_by_host(processes: Sequence[Process]) -> list[list[int]]:
     """The ranks of every host, in the order of their first ranks.
 
-    A host is a machine under one hostname. If a local rank occurs twice on it, the launcher counts several hosts there
-    (containers with the machine's hostname), and so does this function.
+    A host is a machine with one hostname. A local rank that occurs twice on it means several hosts (containers with the
+    machine's hostname).
     """
     hosts: dict[tuple[str, str, int], list[int]] = {}
     seen: Counter[tuple[str, str, int]] = Counter()
@@ -214,7 +212,7 @@ def check_gpus(processes: Sequence[Process], plan: ExecutionPlan) -> None:
     """Check that each process that starts a vLLM engine sees all of the engine's GPUs.
 
     Raises:
-        PlanError: for the first process that does not.
+        PlanError: a process does not see them.
     """
     for call in plan.graph.calls_of(CallKind.GENERATE):
         _check_gpus(processes, call, plan[call])

@@ -1,7 +1,7 @@
-"""Checks of what a launcher was asked for: requests that no engine can fulfil are refused, and the number of processes
-is compared with the number that runs.
+"""Checks of the launcher's settings: requests that no engine supports are refused, and the requested number of
+processes is compared with the running one.
 
-Which processes are on which host is in `hosts`. The Accelerate plugin for plans is in `trainer/accelerate_plugin`.
+The Accelerate plugin for plans is in `trainer/accelerate_plugin`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ MAX_CONNECTIONS, ENOUGH_CONNECTIONS = 32, 16
 
 
 class LaunchError(ValueError):
-    """The launcher's configuration asks for something that this trainer cannot do. The message says what to use
-    instead."""
+    """The launcher's configuration requests an unsupported feature. The message names an alternative."""
 
 
 _SHARDS = (
@@ -44,14 +43,14 @@ _SHARDS = (
 def check_launch(
     args: TrainingArguments, environment: Mapping[str, str] = os.environ, *, allows_fsdp: bool = False
 ) -> None:
-    """Refuse requests of Accelerate's launcher and of `TrainingArguments` that no engine fulfils. Called before a
+    """Refuse requests of Accelerate's launcher and of `TrainingArguments` that no engine supports. Called before a
     process group is made.
 
     Args:
         allows_fsdp: the run can be trained by Accelerate.
 
     Raises:
-        LaunchError: with a sentence for each such request.
+        LaunchError: there are such requests. The message has a sentence for each.
     """
     problems = list(_problems(args, environment, allows_fsdp))
     if problems:
@@ -80,11 +79,11 @@ def _problems(args: TrainingArguments, environment: Mapping[str, str], allows_fs
 
 
 def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
-    """Give a job that `torchrun --max-restarts` has restarted its own part of the key-value store. Called before a
+    """Give a job that `torchrun --max-restarts` has restarted a separate prefix in the key-value store. Called before a
     process group is made.
 
-    The store belongs to torchrun and keeps the entries of the processes that have ended. Torch 2.13 takes these for
-    entries of the new processes: gloo then connects to addresses at which no process listens any more.
+    The store belongs to torchrun and keeps the entries of the ended processes. Torch 2.13 takes them for entries of the
+    new processes: gloo then connects to addresses without a listener.
     """
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
@@ -93,9 +92,8 @@ def separate_attempts(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def wait_on_own_device(environment: Mapping[str, str] = os.environ) -> None:
-    """Makes Accelerate's `wait_for_everyone` wait on this process's device if the process sees fewer GPUs than its
-    number on its host, as one does that Slurm has given a GPU of its own. Accelerate names the device by the process's
-    number, and such a process has none of that number."""
+    """Make Accelerate's `wait_for_everyone` wait on this process's device if its local rank is not the index of a
+    visible GPU, such as under Slurm with one visible GPU per process. Accelerate takes the local rank for the index."""
     if not torch.accelerator.device_count() or int(environment.get("LOCAL_RANK", 0)) < torch.accelerator.device_count():
         return
 
@@ -107,16 +105,15 @@ def wait_on_own_device(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def connect_streams(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let CUDA give each stream of this process a hardware queue of its own, unless the user has set their number. It
-    reads the variable when it starts. By default there are eight; a stage of fused pipelines has a stream of
-    messages for each neighbour, beside those that compute, copy and have collectives, and where two streams share a
-    queue, what one of them computes waits for the message of the other."""
+    """Let CUDA give each stream of this process a separate hardware queue, unless the user has set their number. CUDA
+    reads the variable at its start. The default is eight queues. A stage of fused pipelines has streams for computing,
+    copies and collectives and one for each neighbour's messages; in a shared queue, kernels wait for messages."""
     if torch.version.cuda is not None and not torch.cuda.is_initialized():
         environment.setdefault(CONNECTIONS, str(MAX_CONNECTIONS))
 
 
 def too_few_connections(environment: Mapping[str, str] = os.environ) -> str | None:
-    """A warning for fused pipelines on CUDA where streams share hardware queues; `None` where there are enough."""
+    """A warning for fused pipelines on CUDA if streams share hardware queues; `None` if there are enough."""
     value = environment.get(CONNECTIONS, "")
     count = int(value) if value.isdigit() else 8  # CUDA's default
     if count >= ENOUGH_CONNECTIONS:
@@ -129,8 +126,8 @@ def too_few_connections(environment: Mapping[str, str] = os.environ) -> str | No
 
 
 def check_device(device: torch.device) -> None:
-    """Raise `LaunchError` if no engine runs on the job's device. Engines run on the CPU, on CUDA GPUs (which includes
-    ROCm's) and on an accelerator of PyTorch's that has a process-group backend of its own."""
+    """Raise `LaunchError` if no engine runs on the job's device. Engines run on the CPU, on CUDA GPUs (including ROCm)
+    and on any PyTorch accelerator with a process-group backend."""
     accelerator = torch.accelerator.current_accelerator()
     is_current = accelerator is not None and accelerator.type == device.type
     backend = dist.Backend.default_device_backend_map.get(device.type, "gloo")
@@ -144,10 +141,10 @@ def check_device(device: torch.device) -> None:
 def requested_processes(
     environment: Mapping[str, str] = os.environ, launcher: Sequence[str] | None = None
 ) -> tuple[int, str]:
-    """The largest number of processes that a launcher was asked for, and the variable or argument that says so.
+    """The largest number of processes requested from a launcher, and the variable or argument of the request.
 
     Args:
-        launcher: the command line of the process that started this one; by default read from the system.
+        launcher: command line of the parent process; by default read from the system.
     """
     requests = [(1, "")]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
@@ -155,10 +152,10 @@ def requested_processes(
             requests.append((int(environment[name]), f"{name}={environment[name]}"))
     arguments = list(_parent_command() if launcher is None else launcher)
     if any("accelerate" in argument for argument in arguments[:4]):
-        for at, argument in enumerate(arguments):
+        for index, argument in enumerate(arguments):
             name, _, value = argument.partition("=")
             if name.replace("-", "_") == "__num_processes":
-                value = value or (arguments[at + 1] if at + 1 < len(arguments) else "")
+                value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
                 if value.isdigit():
                     requests.append((int(value), f"accelerate launch --num_processes {value}"))
                 break  # later arguments may be the script's
@@ -166,7 +163,6 @@ def requested_processes(
 
 
 def _parent_command() -> list[str]:
-    """The command line of the parent process; empty where it cannot be read."""
     try:
         return Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
@@ -180,13 +176,12 @@ def launch_summary(
     compiler: str = "no",
     cores: int | None = None,
 ) -> Iterator[str]:
-    """Sentences about a job that has just been started: its processes, hosts and plan, and how it differs from what the
-    launcher was asked for.
+    """Sentences about a started job: its processes, hosts and plan, and its differences from the launcher's request.
 
     Args:
         requested: the result of `requested_processes`.
-        compiler: the backend of torch.compile that the launcher asks for.
-        cores: that the first process may use; `None` for enough.
+        compiler: the launcher's backend of torch.compile.
+        cores: number of cores that the first process may use; `None` for enough.
     """
     hosts = ranks_by_host(processes)
     names = [processes[ranks[0]].host for ranks in hosts]

@@ -1,8 +1,7 @@
 """The network interface that gloo uses on this host, and whether other hosts can reach it.
 
-gloo uses the address that the hostname resolves to. Many installers give the hostname a loopback address, and then
-processes on other hosts cannot connect and wait until their time limit. NCCL leaves loopback out by itself. Which
-processes are on which host is in `hosts`.
+gloo uses the address that the hostname resolves to. Many installers give the hostname a loopback address; then
+processes on other hosts cannot connect and wait until their timeout. NCCL skips loopback.
 """
 
 from __future__ import annotations
@@ -69,13 +68,13 @@ def is_loopback(address: str) -> bool:
 
 def set_gloo_interface(environment: MutableMapping[str, str] = os.environ) -> str | None:
     """Set the interface for gloo, if gloo would listen on loopback and the launcher's variables name another host.
-    Called before the first process group is made. An interface that the user has set is kept.
+    Called before the first process group is made. The user's setting is kept.
 
     Returns:
         The interface that was set; `None` if none had to be set.
 
     Raises:
-        NetworkError: an interface must be set, and it is not clear which.
+        NetworkError: an interface must be set, and several or none are possible.
     """
     processes = environment.get("WORLD_SIZE", "1")
     master = environment.get("MASTER_ADDR", "")

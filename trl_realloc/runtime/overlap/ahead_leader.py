@@ -1,7 +1,7 @@
-"""`AheadLeader`: rank 0's part of an iteration in which calls run ahead of the training. It passes what ranks report to
-`planner.iteration.ahead_order.AheadOrder`, and the orders that follow from it to the ranks.
+"""`AheadLeader`: rank 0's part of an iteration in which calls run ahead of the training. It passes the ranks' events to
+`planner.iteration.ahead_order.AheadOrder`, and the resulting orders to the ranks.
 
-What the ranks do is in `ahead_runs`.
+The ranks' part is in `ahead_runs`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ class AheadLeader(Leader[AheadEvent, AheadTask]):
     """Answers the ranks during one iteration.
 
     Args:
-        messages: of rank 0.
-        tag: of the events; the orders have `tag + 1`.
-        order: of the run.
-        ranks: those that run ahead, which get orders.
-        world: the number of ranks of the job, which all report.
-        iteration: that trains.
+        tag: tag of the events; the orders have `tag + 1`.
+        order: decides the next calls, over all iterations of the run.
+        ranks: the ranks that run ahead, which get orders.
+        world: number of ranks of the job; all of them report.
+        iteration: the iteration that trains.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class AheadLeader(Leader[AheadEvent, AheadTask]):
         self.listen(world - 1, "ahead-leader")
 
     def report(self, event: AheadEvent) -> None:
-        """Something has happened on a rank."""
+        """Handle an event of a rank."""
         if isinstance(event, Done):
             with self._lock:
                 self._give(self.order.done(event.iteration, event.call, event.rank, failed=event.failed))

@@ -1,8 +1,8 @@
 """`AheadRuns`: iterations of a plan with a staleness, on one rank. Ranks that train run their calls one after another.
-The other ranks generate for later iterations all the time, score, and take new parameters while they generate.
+The other ranks generate for later iterations without a pause, score, and take new parameters while they generate.
 
-Which call a rank runs next is decided by `planner.iteration.ahead_order` on rank 0 (`ahead_leader`). The batches on
-their way and the engine are in `batches_ahead`.
+On rank 0, `planner.iteration.ahead_order` decides which call a rank runs next (`ahead_leader`). The batches under way
+and the engine are in `batches_ahead`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from .in_flight import BatchInFlight
 from .leader_link import Left
 
 
-WAIT_S = 1.0  # time between two looks for another rank's failure
+WAIT_S = 1.0  # time between two checks for another rank's failure
 
 
 class AheadRuns:
     """One rank of a run with a staleness.
 
     Args:
-        runner: runs the calls of this rank.
-        exchange: of the executor; its messages' tags are not used.
+        exchange: the executor's exchange; the batches use higher tags.
     """
 
     def __init__(self, placement: Placement, alarm: Alarm, runner: CallRunner, exchange: Exchange) -> None:
@@ -49,7 +48,7 @@ class AheadRuns:
         self.train = graph.train_call(self.generate.role)
         self._ranks_ahead = devices_ahead(graph, self.plan.assignments)
         self._order: AheadOrder | None = None
-        self._restarts = 0  # of the batches, when the order was made
+        self._restarts = 0  # `batches.restarts` when the order was made
         self._link: AheadLink | None = None
 
     # --- one iteration ------------------------------------------------------------------------------------------------
@@ -58,7 +57,7 @@ class AheadRuns:
         """Run one iteration.
 
         Args:
-            following: the batches of the next iterations, `versions + 1` of them unless the run ends before.
+            following: the batches of the next iterations: `versions + 1`, unless the run ends before.
 
         Returns:
             The batch of the iteration. The outputs of its calls have been published.
@@ -95,9 +94,8 @@ class AheadRuns:
     # --- ranks that train ---------------------------------------------------------------------------------------------
 
     def _train(self, number: int) -> None:
-        """Run this rank's calls of the iteration, in the plan's order."""
-        of_rank = [n for n in self.plan.order if n not in self.ahead and self.placement.takes_part(n)]
-        for names, following in pairwise([*self.plan.runs_of(of_rank), ()]):
+        local_calls = [n for n in self.plan.order if n not in self.ahead and self.placement.takes_part(n)]
+        for names, following in pairwise([*self.plan.runs_of(local_calls), ()]):
             shares = [self._share(number, name) for name in names]
             for name in following:
                 self.placement.prefetch(name, beside=names)
@@ -108,8 +106,8 @@ class AheadRuns:
     def _share(self, number: int, name: str) -> Share | CallsFailed | None:
         if not self.placement.has(name):
             return None
-        of_batch = self.batches.in_flight[number]
-        return of_batch.running.inputs.share(self.plan.graph.call(name), of_batch.batch.prompts)
+        in_flight = self.batches.in_flight[number]
+        return in_flight.running.inputs.share(self.plan.graph.call(name), in_flight.batch.prompts)
 
     def _run_calls(self, number: int, names: Sequence[str], shares: Sequence[Share | CallsFailed | None]) -> bool:
         running = [self.plan.graph.call(name) for name in names]
@@ -129,7 +127,7 @@ class AheadRuns:
     # --- ranks that run ahead -----------------------------------------------------------------------------------------
 
     def _work(self, number: int) -> None:
-        """Do what rank 0 orders until it ends the iteration, and publish what the engine has finished."""
+        """Run rank 0's tasks until it ends the iteration, and publish the engine's finished samples."""
         assert self._link is not None
         task: AheadTask | None = None
         while not isinstance(task, EndIteration):
@@ -152,13 +150,13 @@ class AheadRuns:
     # --- between iterations -------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """As `BatchesAhead.stop`."""
+        """Stop the engine until the next iteration. All ranks together."""
         self.batches.stop()
 
     def drawn(self, first: int) -> DrawnSamples | None:
-        """As `BatchesAhead.drawn`."""
+        """Finished and partial samples of the iterations from `first` on, on rank 0. All ranks together."""
         return self.batches.drawn(first)
 
-    def restore(self, drawn: DrawnSamples) -> None:
-        """As `BatchesAhead.restore`."""
-        self.batches.restore(drawn)
+    def restore(self, partial_samples: DrawnSamples) -> None:
+        """Resume the samples of a checkpoint or of the previous plan. All ranks together."""
+        self.batches.restore(partial_samples)

@@ -1,8 +1,8 @@
-"""`BatchesAhead`: the batches that are generated ahead of their training, on one rank: which of them the engine
-generates, when it takes new parameters, and what has been drawn when it is stopped.
+"""`BatchesAhead`: generates batches ahead of their training on one rank, and updates the engine's parameters between
+batches.
 
-`ahead_runs` runs whole iterations with them, `host_ahead` serves another library's loop. What is known of one batch is
-in `in_flight`.
+`ahead_runs` runs whole iterations with it, `host_ahead` serves another library's loop. The state of one batch is in
+`in_flight`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from ..samples.shares import shares_of_samples
 from .in_flight import BatchInFlight, by_iteration, in_words, request_number, sample_of
 
 
-POLL_S = 0.002  # time between two looks for orders while the engine generates; other ranks wait for what is ordered
-RESTARTS = 1 << 16  # after so many, tags are used again
+POLL_S = 0.002  # time between two checks for orders during generation; short, because other ranks wait for the results
+RESTARTS = 1 << 16  # number of restarts before tags are used again
 
 
 class BatchesAhead:
     """The batches under way on one rank of a run with a staleness.
 
     Args:
-        runner: has the settings of the calls.
-        exchange: of the executor; its messages' tags are not used.
-        running: the calls whose outputs are sent to their readers. Those of others are sent to rank 0 alone.
-        published: called when this rank's part of a batch has been sent, with the iteration's number and whether it
-            failed.
+        runner: provides the settings of the calls.
+        exchange: the executor's exchange; the batches use higher tags.
+        running: the calls whose outputs are sent to their readers. Other calls' outputs are sent only to rank 0.
+        published: called with (iteration, failed) when this rank's part of a batch has been sent.
 
     Attributes:
-        in_flight: by the number of the iteration.
-        restarts: how often all batches were given up.
+        in_flight: batches by iteration number.
+        restarts: number of times that all batches were dropped.
     """
 
     def __init__(
@@ -60,52 +59,51 @@ class BatchesAhead:
         self.versions = self.plan.staleness.versions
         self.generate = self.plan.graph.call(calls_ahead(self.plan.graph)[0])
         self.in_flight: dict[int, BatchInFlight] = {}
-        self._latest: int | None = None  # the iteration that was opened last
+        self._latest: int | None = None  # the latest opened iteration
         self.restarts = 0
         self.messages = exchange.messages.twin()
         self._restored = DrawnSamples()
         self._generation: Generation | None = None
         self._sampling: Sampling | None = None
         self._is_begun = False  # whether the engines generate; the same on all ranks
-        self._updates = 0  # that made the policy which generates
-        self._update_of: dict[int, int] = {}  # by version of the engine's parameters
-        self._moved: list[Span] = []  # updates of parameters that no output has told of yet
-        self._error: Exception | None = None  # of the engine
+        self._updates = 0  # optimizer updates behind the generating policy
+        self._update_of: dict[int, int] = {}  # optimizer updates by version of the engine's parameters
+        self._moved: list[Span] = []  # parameter transfers that no output has reported yet
+        self._error: Exception | None = None  # the engine's failure
 
     @property
     def first_tag(self) -> int:
-        """The first of two tags for other messages about these batches. The messages of batches that were given up
-        are never received, so their tags are not used again soon."""
+        """The first of two tags for other messages about these batches. Messages of dropped batches are never received,
+        so their tags are not used again soon."""
         size = self.exchange.free_tag - self.exchange.first_tag + 2
         return self.exchange.free_tag + size * (self.restarts % RESTARTS)
 
     def open(self, step: Step, batches: Sequence[PromptBatch], sampling: Sampling) -> BatchInFlight:
-        """Have a `BatchInFlight` for each batch that may be under way during this iteration. All ranks together.
+        """Create a `BatchInFlight` for each batch that may be under way during this iteration. All ranks together.
 
         Args:
-            batches: of this iteration and of the next ones.
-            sampling: of the iteration.
+            batches: the batches of this iteration and of the next ones.
 
         Returns:
-            That of this iteration.
+            This iteration's batch.
         """
         if sampling != self._sampling:
             self.stop()
             self._sampling = sampling
         number = step.number
         if self._latest is not None and number not in (self._latest, self._latest + 1):
-            self.give_up()  # another training of this process begins elsewhere
+            self.give_up()  # another training in the same process has begun
         self._latest = number
         for earlier in [n for n in self.in_flight if n < number]:
             self.in_flight.pop(earlier).running.exchange.flush()
-        expected = {number + at: batch for at, batch in enumerate(batches)}
-        if any(n not in expected or of_n.batch is not expected[n] for n, of_n in self.in_flight.items()):
+        expected = {number + offset: batch for offset, batch in enumerate(batches)}
+        if any(n not in expected or entry.batch is not expected[n] for n, entry in self.in_flight.items()):
             self.give_up()
         for later, batch in expected.items():
             if later not in self.in_flight:
                 self.in_flight[later] = self._new(Step(later, batch.rows), batch)
         opened = self.in_flight[number].running
-        current = self.runner.begin(step, opened.exchange)  # with the settings and the algorithm that hold now
+        current = self.runner.begin(step, opened.exchange)  # takes the present settings and algorithm
         current.failure = opened.failure
         self.in_flight[number].running = current
         return self.in_flight[number]
@@ -114,19 +112,19 @@ class BatchesAhead:
         exchange = self.exchange.of_iteration(self.running, self.first_tag + 2)
         samples = batch.prompts.select([])
         if self.generate.name in self.placement.generators:
-            own = replica(self.plan, self.generate.name, self.rank)
-            (share,) = shares_of_samples(self.plan, self.generate, batch.prompts, [own])
+            replica_index = replica(self.plan, self.generate.name, self.rank)
+            (share,) = shares_of_samples(self.plan, self.generate, batch.prompts, [replica_index])
             samples = share.samples
-        made = BatchInFlight(self.runner.begin(step, exchange), batch, samples)
+        in_flight = BatchInFlight(self.runner.begin(step, exchange), batch, samples)
         if self.generate.name in self.placement.generators:
-            made.restore(self._restored.of_batch(step.number, batch, self.versions, self._sampling))
+            in_flight.restore(self._restored.of_batch(step.number, batch, self.versions, self._sampling))
         self._restored.samples.pop(step.number, None)
-        return made
+        return in_flight
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
     def poll(self, timeout_s: float = POLL_S) -> bool:
-        """Take what the engine has finished. Returns whether it generates."""
+        """Collect the engine's finished samples. Returns whether it generates."""
         if self._generation is None or not self._generation.unfinished:
             return False
         try:
@@ -143,22 +141,22 @@ class BatchesAhead:
             self.in_flight[iteration].end(sample, completion, completion.ended_at or generation.ended_at)
 
     def raise_failure(self) -> None:
-        """Raise why this rank's engine has failed, if it has."""
+        """Raise this rank's engine failure, if there is one."""
         if self._error is not None:
             raise self._error
 
     def _fail(self, error: Exception) -> None:
-        """The engine has failed. What was generated is published, what is missing are failures."""
+        """Record the engine's failure. Finished batches are still published, the others as failures."""
         self._error = error
         self._generation = None
 
     def admit(self) -> None:
         """Begin to generate for the batches that can be trained within the staleness."""
         for number in sorted(self.in_flight):
-            of_batch = self.in_flight[number]
-            if of_batch.is_admitted or number > self._updates + self.versions or not len(of_batch.samples):
+            batch = self.in_flight[number]
+            if batch.is_admitted or number > self._updates + self.versions or not len(batch.samples):
                 continue
-            requests = of_batch.admit(self.runner.settings, self.generate)
+            requests = batch.admit(self.runner.settings, self.generate)
             try:
                 if self._generation is not None and requests:
                     self._generation.add(requests)
@@ -173,28 +171,28 @@ class BatchesAhead:
         if self.generate.name not in self.placement.generators:
             return
         for number in sorted(self.in_flight):
-            of_batch = self.in_flight[number]
-            if of_batch.is_published:
+            batch = self.in_flight[number]
+            if batch.is_published:
                 continue
-            if number > self._updates + self.versions or not (of_batch.is_generated or self._error is not None):
+            if number > self._updates + self.versions or not (batch.is_generated or self._error is not None):
                 return
-            of_batch.is_published = True
-            if of_batch.is_generated:
-                outputs = of_batch.outputs(self.runner.settings, self.generate, self._update_of)
-                spans, self._moved = (*self._moved, *of_batch.all_spans()), []
-                of_batch.running.exchange.publish(self.generate.name, CallOutput(outputs, spans))
+            batch.is_published = True
+            if batch.is_generated:
+                outputs = batch.outputs(self.runner.settings, self.generate, self._update_of)
+                spans, self._moved = (*self._moved, *batch.all_spans()), []
+                batch.running.exchange.publish(self.generate.name, CallOutput(outputs, spans))
             else:
                 assert self._error is not None
-                of_batch.running.failure = self._error
+                batch.running.failure = self._error
                 failure = failure_of(self._error, self.rank, self.generate.name, is_collective=False)
-                of_batch.running.exchange.publish(self.generate.name, (failure,))
-            self.published(number, not of_batch.is_generated)
+                batch.running.exchange.publish(self.generate.name, (failure,))
+            self.published(number, not batch.is_generated)
 
     # --- parameters of the generation ---------------------------------------------------------------------------------
 
     def begin(self, updates: int) -> bool:
-        """Bring the generation's parameters up to date and start the engines, unless they generate. All ranks
-        together. Returns whether that was done."""
+        """Update the generation's parameters and start the engines, unless they are running. Returns whether they were
+        started. All ranks together."""
         if self._is_begun:
             return False
         self.take_update(updates)
@@ -212,7 +210,7 @@ class BatchesAhead:
         return True
 
     def take_update(self, updates: int) -> None:
-        """Bring the generation's parameters up to date. On the ranks that train the role and those that generate."""
+        """Update the generation's parameters. On the ranks that train the role and the ranks that generate."""
         name = self.generate.name
         self._updates = updates
         if not self.placement.takes_part(name):
@@ -220,85 +218,84 @@ class BatchesAhead:
         self.alarm.at(f"{name} (its parameters after {updates} updates)")
         try:
             moved = self.placement.refresh(name)
-        except EngineError as error:  # every rank of the update knows it, and the collectives are complete
+        except EngineError as error:  # raised on every rank of the update, after its last collective
             self._fail(error)
             return
         engine = self.placement.generators.get(name)
-        if moved is not None and engine is not None:  # whose outputs tell of it
+        if moved is not None and engine is not None:  # reported with the engine's next outputs
             step = max(0, updates - 1)
             self._moved.append(Span(moved.name, self.rank, moved.start, moved.end, step, bytes=moved.bytes))
         if engine is not None:
-            # no token that is under way was drawn by a policy that is older than the staleness
-            kept = {version: of for version, of in self._update_of.items() if of >= updates - self.versions}
-            self._update_of = {**kept, engine.version: updates}
+            # no token in flight is older than the staleness
+            recent = {version: count for version, count in self._update_of.items() if count >= updates - self.versions}
+            self._update_of = {**recent, engine.version: updates}
 
     # --- between iterations -------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stop the engine, so that it can be used for something else. The next iteration goes on with its samples. All
-        ranks together."""
+        """Stop the engine, so that it can be used for something else. The next iteration resumes its samples. All ranks
+        together."""
         self._is_begun = False
         generation, self._generation = self._generation, None
         if generation is None:
             return
         unfinished = [
-            request_number(of_batch.number, sample)
-            for of_batch in self.in_flight.values()
-            for sample in of_batch.unfinished
+            request_number(batch.number, sample) for batch in self.in_flight.values() for sample in batch.unfinished
         ]
         try:
             stopped, now = generation.withdraw(unfinished), time.time()
             self._take_finished(generation, 0.0)
-            for iteration, of_batch in by_iteration(stopped).items():
-                for sample, state in of_batch.items():
+            for iteration, states in by_iteration(stopped).items():
+                for sample, state in states.items():
                     self.in_flight[iteration].stop(sample, state, now)
             generation.close()
-        except EngineError as error:  # told of where its samples are needed
+        except EngineError as error:  # raised where the samples are needed
             self._fail(error)
-        for of_batch_ in self.in_flight.values():
-            of_batch_.is_admitted = False
+        for batch in self.in_flight.values():
+            batch.is_admitted = False
 
     def give_up(self) -> None:
-        """Forget the samples that are under way. All ranks together."""
+        """Drop the samples that are under way. All ranks together."""
         self.stop()
         self.in_flight.clear()
         self._restored = DrawnSamples()
         self.restarts += 1
 
     def drawn(self, first: int) -> DrawnSamples | None:
-        """The samples that have been drawn, in whole or in part, for the iterations from `first` on, on rank 0; `None`
-        on the others. All ranks together.
+        """Finished and partial samples of the iterations from `first` on, on rank 0; `None` on the others. All ranks
+        together.
 
-        Rank 0 receives one message from each rank that generates, so that none of them is in transit when the ranks
-        meet next. Outputs that a batch has published and that no iteration reads any more are never received. They end
-        with the process group at a change of plan, and the next plan has a group of its own.
+        Rank 0 receives one message from each rank that generates, so that none is in transit at the next barrier.
+        Published outputs that no iteration reads any more are never received. They are dropped with the process group
+        at a change of plan, and the next plan has a new group.
         """
         peeked: dict[int, dict[int, Unfinished]] = {}
         try:
             if self._generation is not None:
                 peeked = by_iteration(self._generation.peek())
-                self._take_finished(self._generation, 0.0)  # those that have ended since the last iteration
+                self._take_finished(self._generation, 0.0)  # samples that have ended since the last iteration
         except EngineError as error:  # rank 0 waits for this rank's message
             self._fail(error)
-        own = DrawnSamples(
-            {n: of_n.drawn(peeked.get(n, {})) for n, of_n in self.in_flight.items() if n >= first},
-            {n: checksum(of_n.batch) for n, of_n in self.in_flight.items() if n >= first},
+        drawn_samples = DrawnSamples(
+            {n: entry.drawn(peeked.get(n, {})) for n, entry in self.in_flight.items() if n >= first},
+            {n: checksum(entry.batch) for n, entry in self.in_flight.items() if n >= first},
             dict(self._update_of),
             self._sampling,
         )
         generating = sources(self.plan, self.generate.name)
         if self.rank != RESULTS:
             if self.rank in generating:
-                self.messages.send(pickle.dumps(own), RESULTS, self.first_tag)
+                self.messages.send(pickle.dumps(drawn_samples), RESULTS, self.first_tag)
             return None
         for rank in generating:
             if rank != RESULTS:
-                own.add(pickle.loads(self.messages.receive(rank, self.first_tag)))  # safe: from a rank of this job
-        return own
+                # safe: from a rank of this job
+                drawn_samples.add(pickle.loads(self.messages.receive(rank, self.first_tag)))
+        return drawn_samples
 
-    def restore(self, drawn: DrawnSamples) -> None:
-        """Go on with samples that were under way when a checkpoint was saved, or the plan changed. Before the first
-        iteration; all ranks together, with the same values."""
+    def restore(self, partial_samples: DrawnSamples) -> None:
+        """Resume the samples of a checkpoint or of the previous plan. Before the first iteration; all ranks together,
+        with the same values."""
         self.give_up()
-        self._restored, self._latest = drawn, None
-        self._update_of = dict(drawn.update_of)
+        self._restored, self._latest = partial_samples, None
+        self._update_of = dict(partial_samples.update_of)

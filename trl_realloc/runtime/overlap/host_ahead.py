@@ -1,8 +1,8 @@
 """`HostAhead`: generation for another library's loop under a plan with a staleness. While the loop trains on a batch,
-the engines generate the next ones; before they go on, they take the parameters of the training.
+the engines generate the next ones. At each new generation they take the trained parameters.
 
-An *iteration* is a generation with all optimizer steps on it. All calls but the generation are run when the loop asks
-for them. The batches on their way and the engine are in `batches_ahead`.
+An *iteration* is a generation with all optimizer steps on its samples. All calls but the generation are run when the
+loop asks for them. The batches under way and the engine are in `batches_ahead`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class HostAhead:
     """One rank's part. All methods are called by all ranks together.
 
     Args:
-        runner: has the settings of the calls.
-        exchange: of the executor; its messages' tags are not used.
+        runner: provides the settings of the calls.
+        exchange: the executor's exchange; the batches use higher tags.
     """
 
     def __init__(self, placement: Placement, alarm: Alarm, runner: CallRunner, exchange: Exchange) -> None:
         self.rank, self.alarm, self.runner, self.exchange = placement.rank, alarm, runner, exchange
         self.batches = BatchesAhead(placement, alarm, runner, exchange, ())
-        self._known: dict[int, PromptBatch] = {}  # by iteration
+        self._known: dict[int, PromptBatch] = {}  # announced batches by iteration
 
     @property
     def versions(self) -> int:
@@ -42,26 +42,28 @@ class HostAhead:
         return self.batches.versions
 
     def generate(self, number: int, prompts: Sequence[Rollouts]) -> CallOutput:
-        """The responses of an iteration, most of which were drawn before. Then the engines go on with the next ones.
+        """The responses of an iteration, most of which were generated before. The engines then go on with the next
+        iterations.
 
         Args:
-            number: of the iteration. Each follows the one before.
-            prompts: of this iteration and of the next ones, up to `versions`; of all ranks, with `index` and `prompts`.
-                If they are others than were announced, what has been drawn is dropped.
+            number: number of the iteration. Iterations are consecutive.
+            prompts: all ranks' prompts of this iteration and of up to `versions` next ones, with columns `index` and
+                `prompts`. If they differ from the announced ones, the samples so far are dropped.
 
         Returns:
-            The outputs in ascending order of `index`, with those of `results.OF_GENERATION`; and on rank 0 the spans.
+            The outputs in ascending order of `index`, with the columns of `results.OF_GENERATION`; and on rank 0 the
+            spans.
 
         Raises:
             JobFailed: the generation failed on some rank.
         """
         batches = self.batches
         batches.messages.flush()
-        of_iterations = [self._batch(number + at, of_batch) for at, of_batch in enumerate(prompts)]
-        self._known = {number + at: batch for at, batch in enumerate(of_iterations)}
-        step = Step(number, of_iterations[0].rows)
+        iteration_batches = [self._batch(number + offset, batch) for offset, batch in enumerate(prompts)]
+        self._known = {number + offset: batch for offset, batch in enumerate(iteration_batches)}
+        step = Step(number, iteration_batches[0].rows)
         sampling = calls.sampling_of(self.runner.settings, batches.generate, step)
-        current = batches.open(step, of_iterations, sampling)
+        current = batches.open(step, iteration_batches, sampling)
         if not batches.begin(number):
             batches.take_update(number)
         batches.admit()
@@ -86,26 +88,24 @@ class HostAhead:
         return outcome if isinstance(outcome, CallOutput) else received
 
     def check(self) -> None:
-        """Take what this rank's engine has finished. Raises `EngineError` if it has died."""
+        """Collect the finished samples of this rank's engine. Raises `EngineError` if it has died."""
         self.batches.poll(0.0)
         self.batches.raise_failure()
 
     def _batch(self, number: int, prompts: Rollouts) -> PromptBatch:
-        """The batch of an iteration: the same object each time that its prompts are the same."""
-        made = PromptBatch(prompts, [{}] * len(prompts))
-        known = self._known.get(number)
-        return made if known is None or checksum(known) != checksum(made) else known
+        """The batch of an iteration: the announced object if its prompts are the same."""
+        batch = PromptBatch(prompts, [{}] * len(prompts))
+        announced = self._known.get(number)
+        return batch if announced is None or checksum(announced) != checksum(batch) else announced
 
     def stop(self) -> None:
-        """Stop the engines, so that they can be used for something else. The next iteration goes on."""
+        """Stop the engines, so that they can be used for something else. The next iteration resumes the samples."""
         self.batches.stop()
 
     def drawn(self, number: int) -> DrawnSamples | None:
-        """The samples that have been drawn, in whole or in part, for the iterations from `number` on, on rank 0; `None`
-        on the others."""
+        """Finished and partial samples of the iterations from `number` on, on rank 0; `None` on the others."""
         return self.batches.drawn(number)
 
-    def restore(self, drawn: DrawnSamples) -> None:
-        """Go on with samples that were under way when a checkpoint was saved. Before the first iteration, with the same
-        values on all ranks."""
-        self.batches.restore(drawn)
+    def restore(self, partial_samples: DrawnSamples) -> None:
+        """Resume the samples of a checkpoint. Before the first iteration, with the same values on all ranks."""
+        self.batches.restore(partial_samples)

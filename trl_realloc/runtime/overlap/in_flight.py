@@ -1,5 +1,5 @@
-"""`BatchInFlight`: one rank's part of a batch that is generated and scored ahead of its training. What checkpoints keep
-of its samples is in `drawn_samples`.
+"""`BatchInFlight`: one rank's part of a batch that is generated and scored ahead of its training. Its form in
+checkpoints is in `drawn_samples`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..samples.drawn_samples import Drawn
 from ..samples.results import GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
 
 
-_SAMPLE_BITS = 32  # of a request's number; the iteration is in the bits above
+_SAMPLE_BITS = 32  # low bits of a request's number; the iteration is in the bits above
 
 
 @dataclass
@@ -32,14 +32,14 @@ class BatchInFlight:
     """A batch on this rank.
 
     Args:
-        running: the iteration that will train on it.
-        samples: the prompts that this rank's engine generates for; empty on a rank without one.
+        running: the iteration that will train on the batch.
+        samples: the prompts of this rank's generation engine; empty on a rank without one.
 
     Attributes:
-        is_admitted: whether its generation has begun.
-        is_published: whether its responses have been sent.
-        completions: by sample.
-        begun: by sample, what had been drawn when the engine was last stopped.
+        is_admitted: whether the generation has begun.
+        is_published: whether the responses have been sent.
+        completions: finished responses by sample index.
+        begun: partial responses at the engine's last stop, by sample index.
     """
 
     running: RunningIteration
@@ -50,8 +50,8 @@ class BatchInFlight:
     completions: dict[int, Completion] = field(default_factory=dict)
     begun: dict[int, Unfinished] = field(default_factory=dict)
     _spans: GenerationSpans | None = None
-    _since: float = 0.0  # when its generation began or went on
-    _seconds: dict[int, float] = field(default_factory=dict)  # of each sample in generation, before `_since`
+    _since: float = 0.0  # time at which the generation began or resumed
+    _seconds: dict[int, float] = field(default_factory=dict)  # each sample's time in generation before `_since`
     _ended_at: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -60,7 +60,7 @@ class BatchInFlight:
 
     @property
     def unfinished(self) -> list[int]:
-        """The samples that are being generated."""
+        """Indices of the samples that are being generated."""
         index = self.samples.tensor("index").tolist() if self.is_admitted else []
         return [sample for sample in index if sample not in self.completions]
 
@@ -68,26 +68,26 @@ class BatchInFlight:
     def is_generated(self) -> bool:
         return len(self.completions) == len(self.samples)
 
-    def restore(self, drawn: Mapping[int, Drawn]) -> None:
-        """Take what has been drawn before, of the samples that are this rank's."""
+    def restore(self, partial_samples: Mapping[int, Drawn]) -> None:
+        """Restore the tokens of this rank's samples."""
         for index in self.samples.tensor("index").tolist():
-            of_sample = drawn.get(index)
-            if of_sample is None:
+            sample = partial_samples.get(index)
+            if sample is None:
                 continue
-            self._seconds[index] = of_sample.seconds
-            content = (of_sample.token_ids, of_sample.logprobs)
-            if of_sample.stopped is None:
-                self.begun[index] = Unfinished(index, *content, versions=of_sample.versions)
+            self._seconds[index] = sample.seconds
+            content = (sample.token_ids, sample.logprobs)
+            if sample.stopped is None:
+                self.begun[index] = Unfinished(index, *content, versions=sample.versions)
             else:
-                self.completions[index] = Completion(index, *content, of_sample.stopped, versions=of_sample.versions)
+                self.completions[index] = Completion(index, *content, sample.stopped, versions=sample.versions)
                 self._ended_at[index] = time.time()
 
     def admit(self, settings: CallSettings, call: Call) -> list[GenerationRequest]:
-        """The requests of the samples that have not ended."""
+        """Mark the generation as begun. Returns the requests of the samples that have not ended."""
         self.is_admitted, self._since = True, time.time()
         if self._spans is None:
             self._spans = GenerationSpans(call.name, self.running.exchange.rank, self.number, self._since)
-        left = [at for at, i in enumerate(self.samples.tensor("index").tolist()) if i not in self.completions]
+        left = [row for row, i in enumerate(self.samples.tensor("index").tolist()) if i not in self.completions]
         requests = calls.requests_of(settings, call, self.samples.select(left), self.running.step, self.begun)
         return [
             replace(
@@ -98,25 +98,25 @@ class BatchInFlight:
             for request in requests
         ]
 
-    def end(self, index: int, completion: Completion, at: float) -> None:
-        """A sample has ended."""
+    def end(self, index: int, completion: Completion, ended_at: float) -> None:
+        """Record a finished sample."""
         self.completions[index] = replace(completion, index=index)
         self.begun.pop(index, None)
-        self._ended_at[index] = at
-        self._seconds[index] = self._seconds.get(index, 0.0) + at - self._since
+        self._ended_at[index] = ended_at
+        self._seconds[index] = self._seconds.get(index, 0.0) + ended_at - self._since
         assert self._spans is not None, "its generation has begun"
-        self._spans.finished(at, 1, len(completion.token_ids))
+        self._spans.finished(ended_at, 1, len(completion.token_ids))
 
-    def stop(self, index: int, unfinished: Unfinished, at: float) -> None:
-        """A sample was stopped, and goes on later."""
+    def stop(self, index: int, unfinished: Unfinished, stopped_at: float) -> None:
+        """Record a sample that was stopped and will be resumed."""
         self.begun[index] = replace(unfinished, index=index)
-        self._seconds[index] = self._seconds.get(index, 0.0) + at - self._since
+        self._seconds[index] = self._seconds.get(index, 0.0) + stopped_at - self._since
 
     def drawn(self, peeked: Mapping[int, Unfinished]) -> dict[int, Drawn]:
-        """The samples of which at least one token has been drawn, finished or not, by index.
+        """Finished and partial samples with at least one token, by index.
 
         Args:
-            peeked: by index, the tokens so far of the samples that are being generated.
+            peeked: partial responses of the samples that are being generated, by index.
         """
         now = time.time()
         result = {}
@@ -126,35 +126,35 @@ class BatchInFlight:
         for index, done in self.completions.items():
             seconds = self._seconds.get(index, 0.0)
             result[index] = Drawn(done.token_ids, done.logprobs, done.versions, done.stopped, seconds)
-        return {index: of_sample for index, of_sample in result.items() if of_sample.token_ids}
+        return {index: sample for index, sample in result.items() if sample.token_ids}
 
     def outputs(self, settings: CallSettings, call: Call, update_of: Mapping[int, int]) -> Rollouts:
         """The outputs of the generation.
 
         Args:
-            update_of: by the engine's version of the parameters, the number of updates that had made them.
+            update_of: number of optimizer updates behind each of the engine's parameter versions.
         """
         ended = [self.completions[index] for index in sorted(self.completions)]
-        made = calls.completed(ended, settings.eos_token_id, call.outputs)
+        responses = calls.completed(ended, settings.eos_token_id, call.outputs)
         versions: list[list[int]] = [[update_of[version] for version in completion.versions] for completion in ended]
-        at = [self._ended_at[completion.index] for completion in ended]
+        ended_at = [self._ended_at[completion.index] for completion in ended]
         seconds = [self._seconds[completion.index] for completion in ended]
         columns: dict[str, Any] = {
             POLICY_VERSIONS: Ragged.of(versions, torch.long),
             IN_FLIGHT_S: torch.tensor(seconds, dtype=torch.float32),
-            GENERATED_AT: torch.tensor(at, dtype=torch.float64),
+            GENERATED_AT: torch.tensor(ended_at, dtype=torch.float64),
         }
-        return made.plus(**columns)
+        return responses.plus(**columns)
 
     def all_spans(self) -> list[Span]:
         """The spans of the generation, which has ended."""
-        if self._spans is None:  # of a rank without prompts, or restored as a whole
+        if self._spans is None:  # the rank has no prompts, or all samples were restored
             return []
         return self._spans.end(max(self._ended_at.values(), default=self._since))
 
 
 def request_number(iteration: int, sample: int) -> int:
-    """The number of a sample's request among those of all iterations."""
+    """The engine's request number of a sample, unique over all iterations."""
     return (iteration << _SAMPLE_BITS) + sample
 
 
@@ -164,7 +164,7 @@ def sample_of(number: int) -> tuple[int, int]:
 
 
 def in_words(error: Exception, numbers: Iterable[int]) -> Exception:
-    """An engine's error about a request, with the sample and the batch in place of the request's number."""
+    """An engine's error with the sample and the batch in place of the request's number."""
     message = str(error)
     if type(error) is not EngineError:
         return error
@@ -175,7 +175,7 @@ def in_words(error: Exception, numbers: Iterable[int]) -> Exception:
 
 
 def by_iteration(numbers: Iterable[Unfinished]) -> dict[int, dict[int, Unfinished]]:
-    """Requests' states by iteration and sample."""
+    """Partial responses by iteration and sample."""
     result: dict[int, dict[int, Unfinished]] = {}
     for unfinished in numbers:
         iteration, sample = sample_of(unfinished.index)

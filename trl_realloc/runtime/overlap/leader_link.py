@@ -1,5 +1,5 @@
-"""Messages by which rank 0 orders the other ranks' work while samples are generated. `Leader` is rank 0's side of the
-connection, `LeaderLink` the side of each rank.
+"""Messages between rank 0 and the other ranks during generation: events to rank 0, tasks from it. `Leader` is rank 0's
+side of the connection, `LeaderLink` each rank's side.
 
 The contents of the messages are in `stream_leader`, and for calls that run ahead of the training in `ahead_leader`.
 """
@@ -24,19 +24,18 @@ Task = TypeVar("Task")
 
 @dataclass(frozen=True)
 class Left:
-    """A rank has ended its part, and reports nothing more."""
+    """A rank has ended its part and sends no more events."""
 
 
 class Leader(ABC, Generic[Event, Task]):
     """Answers the ranks in a thread, because rank 0's main thread generates and scores itself.
 
     Args:
-        messages: of rank 0.
-        tag: of the events; the tasks have `tag + 1`.
-        ranks: that get tasks.
+        tag: tag of the events; the tasks have `tag + 1`.
+        ranks: the ranks that get tasks.
 
     Attributes:
-        local: the tasks of rank 0 itself, and what receiving events raised.
+        local: rank 0's tasks, and errors of the receiving thread.
     """
 
     def __init__(self, messages: Messages, tag: int, ranks: Collection[int]) -> None:
@@ -46,27 +45,26 @@ class Leader(ABC, Generic[Event, Task]):
         self._error: BaseException | None = None
 
     def listen(self, remote: int, name: str) -> None:
-        """Begin to receive the events of the other ranks, of each until it has `Left`.
+        """Begin to receive the events of the other ranks, from each until it has `Left`.
 
         Args:
-            remote: how many other ranks send events.
-            name: of the thread.
+            remote: number of other ranks that send events.
         """
         self._thread = threading.Thread(target=self._receive, args=(remote,), daemon=True, name=name)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all other ranks have ended their part. Raises what receiving their messages raised."""
+        """Wait until all other ranks have ended their part. Raises errors of the receiving thread."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     @abstractmethod
     def report(self, event: Event) -> None:
-        """Something has happened on a rank."""
+        """Handle an event of a rank."""
 
     def send(self, rank: int, task: Task) -> None:
-        """Give a rank a task. Does not wait."""
+        """Send a rank a task. Does not wait."""
         if rank == RESULTS:
             self.local.put(task)
         else:
@@ -92,11 +90,9 @@ class LeaderLink(Generic[Event, Task]):
     """Sends events to the leader and receives its tasks. A thread receives them, so that the leader never waits.
 
     Args:
-        messages: of this rank.
-        tag: of the events, as the leader's; the tasks have `tag + 1`.
-        leader: on rank 0; `None` on the others.
-        last: the type of the task after which no other comes.
-        takes_tasks: whether this rank gets any.
+        tag: tag of the events; the tasks have `tag + 1`.
+        leader: the leader, on rank 0; `None` on the others.
+        last: type of the last task.
     """
 
     def __init__(
@@ -125,15 +121,15 @@ class LeaderLink(Generic[Event, Task]):
             self._tasks.put(error)
 
     def report(self, event: Event) -> None:
-        """Tell the leader. Does not wait."""
+        """Send an event to the leader. Does not wait."""
         if self.leader is not None:
             self.leader.report(event)
         else:
             self.messages.send(pickle.dumps(event), RESULTS, self.tag)
 
     def next_task(self, timeout_s: float) -> Task | None:
-        """The next task, in the order in which they were given; `None` if none comes in time. Raises what receiving
-        raised, here or on rank 0."""
+        """The next task, in the order of sending; `None` at the timeout. Raises errors of the receiving thread, here or
+        on rank 0."""
         try:
             task = self._tasks.get(timeout=timeout_s) if timeout_s else self._tasks.get_nowait()
         except queue.Empty:

@@ -1,7 +1,7 @@
-"""Forwards of scoring calls on a few samples of a batch: `ForwardRunner` runs them on a rank, `ForwardSamples` has what
-they read on rank 0.
+"""Forwards of scoring calls on a few samples of a batch: `ForwardRunner` runs them on a rank, `ForwardSamples` keeps
+their inputs on rank 0.
 
-Which samples are scored where and when is decided by `planner.iteration.stream_dispatcher`, which `stream_leader` asks.
+`planner.iteration.stream_dispatcher` decides which samples are scored where and when.
 """
 
 from __future__ import annotations
@@ -45,23 +45,19 @@ def stream_of_batch(placement: Placement, settings: CallSettings, step: Step, ba
 
 
 class ForwardSamples:
-    """The columns of one batch's samples that streamed calls read, on rank 0.
-
-    Args:
-        stream: of the batch.
-    """
+    """The columns of one batch's samples that streamed calls read, on rank 0."""
 
     def __init__(self, stream: Stream) -> None:
         self._scorings = {s.name: s for s in stream.scorings}
-        self._rows: dict[str, dict[int, bytes]] = defaultdict(dict)  # by call
+        self._rows: dict[str, dict[int, bytes]] = defaultdict(dict)  # call -> sample index -> columns
         self._left: dict[int, tuple[str, int]] = {}  # number of a forward -> (call, replicas that have not run it)
 
     def add(self, call: str, rows: Rows) -> None:
-        """A call has made outputs of these samples."""
+        """Add a call's outputs for these samples."""
         self._rows[call].update(rows)
 
     def forwards(self, order: Score) -> Iterator[tuple[int, Forward]]:
-        """The messages of a forward to the ranks of its team, as (rank, message)."""
+        """(rank, message) for each rank of a forward's team."""
         scoring = self._scorings[order.call]
         team = scoring.teams[order.team]
         self._left[order.number] = order.call, len(team)
@@ -72,11 +68,11 @@ class ForwardSamples:
                 for producer in scoring.producers
             }
             for rank in ranks:
-                given: Mapping[str, Rows] = rows if rank == ranks[0] else {}
-                yield rank, Forward(order.number, order.call, order.team, part, given)
+                forward_rows: Mapping[str, Rows] = rows if rank == ranks[0] else {}
+                yield rank, Forward(order.number, order.call, order.team, part, forward_rows)
 
     def scored(self, number: int, rows: Rows) -> bool:
-        """A replica has run its part of a forward. Returns whether all have."""
+        """Record that a replica has run its part of a forward. Returns whether all replicas have."""
         call, left = self._left.pop(number)
         self.add(call, rows)
         if left > 1:
@@ -90,7 +86,7 @@ class Forwarded:
 
     Args:
         outputs: the call's output columns for this rank's samples.
-        rows: by sample, those of the columns that streamed calls read, as bytes.
+        rows: the columns that streamed calls read, as bytes, by sample index.
     """
 
     outputs: Rollouts
@@ -102,8 +98,7 @@ class ForwardRunner:
     """Runs forwards on one rank. The parameters of a call stay on the device until another call is run, or `close`.
 
     Args:
-        messages: of this rank.
-        tag: of the samples that the first rank of a replica passes on.
+        tag: tag of the samples that the first rank of a replica forwards.
     """
 
     def __init__(self, placement: Placement, alarm: Alarm, messages: Messages, tag: int) -> None:
@@ -111,24 +106,20 @@ class ForwardRunner:
         self.plan, self.rank = placement.plan, placement.rank
         self._columns = _columns_read(self.plan)
         self._resident = contextlib.ExitStack()
-        self._call = ""  # whose parameters are on the device
+        self._call = ""  # the call whose parameters are on the device
 
     def close(self) -> None:
-        """Let the parameters leave the device. May be called at any time."""
+        """Release the parameters' device memory. May be called at any time."""
         self._resident.close()
         self._call = ""
 
     def run(self, task: Forward, settings: CallSettings, step: Step, batch: PromptBatch) -> Forwarded:
-        """Run one forward on this rank's replica.
-
-        Args:
-            step, batch: of the samples.
-        """
+        """Run one forward on this rank's replica."""
         call, name = self.plan.graph.call(task.call), task.call
         samples = self._samples_of(task, batch)
         self.alarm.at(f"{name} of {step.name}")
         start = time.time()
-        if self._call != name:  # its parameters may come back from host memory, as in the planner's span
+        if self._call != name:  # the span includes loading the parameters from host memory, as the planner's span does
             self.close()
             self.placement.check_fresh(name)
             self._resident.enter_context(self.placement.resident(name))
@@ -139,15 +130,14 @@ class ForwardRunner:
         return Forwarded(outputs, span, self.rows(name, outputs))
 
     def rows(self, name: str, outputs: Rollouts) -> dict[int, bytes]:
-        """The columns of a call's outputs that streamed calls read, by sample."""
+        """The columns of a call's outputs that streamed calls read, by sample index."""
         if not self._columns[name] or not len(outputs):
             return {}
         read = outputs.only(("index", *self._columns[name]))
         index = outputs.tensor("index").tolist()
-        return {sample: read.select([at]).to_bytes() for at, sample in enumerate(index)}
+        return {sample: read.select([row]).to_bytes() for row, sample in enumerate(index)}
 
     def _samples_of(self, task: Forward, batch: PromptBatch) -> Rollouts:
-        """The samples of a forward with the columns that the call reads."""
         first, *others = replica_ranks(self.plan, task.call, self.rank)
         rows = task.rows
         if self.rank == first:
@@ -156,17 +146,17 @@ class ForwardRunner:
         else:
             rows = pickle.loads(self.messages.receive(first, self.tag))  # safe: from another rank of this job
         columns: dict[str, Any] = {}
-        for of_call in rows.values():
-            made = Rollouts.cat([Rollouts.from_bytes(of_call[index]) for index in sorted(of_call)])
-            columns |= made if task.samples else made.select([])
+        for call_rows in rows.values():
+            read = Rollouts.cat([Rollouts.from_bytes(call_rows[index]) for index in sorted(call_rows)])
+            columns |= read if task.samples else read.select([])
         call = self.plan.graph.call(task.call)
-        of_data = rows_of(batch.prompts, task.samples)
-        texts = (calls.TEXTS,) if call.role is Role.REWARD and calls.TEXTS in of_data else ()
-        return of_data.plus(**columns).only(("index", *call.inputs, *texts))
+        prompts = rows_of(batch.prompts, task.samples)
+        texts = (calls.TEXTS,) if call.role is Role.REWARD and calls.TEXTS in prompts else ()
+        return prompts.plus(**columns).only(("index", *call.inputs, *texts))
 
 
 def _columns_read(plan: ExecutionPlan) -> dict[str, list[str]]:
-    """The output columns of each streamed call that other streamed calls read, by the name of the call."""
+    """For each streamed call, its output columns that other streamed calls read."""
     read = [column for name in plan.streamed[1:] for column in plan.graph.call(name).inputs]
     outputs = {name: plan.graph.call(name).outputs for name in plan.streamed}
-    return {name: [column for column in dict.fromkeys(read) if column in made] for name, made in outputs.items()}
+    return {name: [column for column in dict.fromkeys(read) if column in columns] for name, columns in outputs.items()}

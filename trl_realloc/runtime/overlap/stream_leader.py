@@ -1,7 +1,7 @@
-"""`StreamLeader`: rank 0's part of a streamed phase. It passes what ranks report to the `Dispatcher`, and the orders
-that follow from it to the ranks.
+"""`StreamLeader`: rank 0's part of a streamed phase. It passes the ranks' events to the `Dispatcher`, and the resulting
+orders to the ranks.
 
-What the ranks do is in `stream_worker`.
+The ranks' part is in `stream_worker`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,11 @@ StreamLink = LeaderLink[Event, Task]
 
 
 class StreamLeader(Leader[Event, Task]):
-    """Begins at once to answer the ranks of a streamed phase.
+    """Answers the ranks of a streamed phase, from its construction on.
 
     Args:
-        messages: of rank 0.
-        tag: of the events; the orders have `tag + 1`.
-        stream: of the phase.
-        dispatcher: a new one for the same stream.
-
-    Attributes:
-        orders: all that were given, in their order.
+        tag: tag of the events; the orders have `tag + 1`.
+        dispatcher: a new dispatcher of `stream`.
     """
 
     def __init__(self, messages: Messages, tag: int, stream: Stream, dispatcher: Dispatcher) -> None:
@@ -59,7 +54,7 @@ class StreamLeader(Leader[Event, Task]):
         self.listen(len(stream.ranks - {RESULTS}), "stream-leader")
 
     def report(self, event: Event) -> None:
-        """Something has happened on a rank."""
+        """Handle an event of a rank."""
         with self._lock:
             if self._has_ended or isinstance(event, Left):
                 return

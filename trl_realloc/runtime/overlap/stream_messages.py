@@ -1,4 +1,4 @@
-"""The messages of a streamed phase: what ranks report to rank 0 (`Event`), and what it orders them to do (`Task`).
+"""The messages of a streamed phase: events from ranks to rank 0 (`Event`), and rank 0's orders to them (`Task`).
 
 They are the events and orders of `planner.iteration.stream_dispatcher` with the samples that belong to them. A sample's
 columns from one call are bytes (`Rollouts.to_bytes` of one row), which only the ranks that read them decode.
@@ -15,7 +15,7 @@ from ..samples.exchange import Failures
 from .leader_link import Left
 
 
-Rows = Mapping[int, bytes]  # by sample, its columns from one call
+Rows = Mapping[int, bytes]  # sample index -> the sample's columns from one call
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Finished:
     """An engine has finished samples.
 
     Args:
-        tokens: of the response of each sample.
+        tokens: number of response tokens of each sample.
         rows: the columns that streamed calls read.
     """
 
@@ -52,7 +52,7 @@ class Scored:
     """A replica of a team has run the forward of this number.
 
     Args:
-        rows: the columns that streamed calls read; empty if none does.
+        rows: the columns that streamed calls read; empty if there are none.
     """
 
     number: int
@@ -74,9 +74,9 @@ class Forward:
     """Run one forward.
 
     Args:
-        samples: of this rank's replica, ascending.
-        rows: by call, the columns of these samples; of another sample if there are none. Only for the first rank of a
-            replica, which passes them on.
+        samples: indices of the samples of this rank's replica, ascending.
+        rows: columns of these samples by call; of another sample if the replica has none. Only for the first rank of a
+            replica, which forwards them.
     """
 
     number: int
@@ -88,7 +88,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class GoOn:
-    """Go on generating samples that another engine has begun."""
+    """Continue generating samples that another engine has begun."""
 
     samples: tuple[Unfinished, ...]
 
@@ -98,7 +98,7 @@ class End:
     """The phase has ended.
 
     Args:
-        failures: of calls; empty if every sample was generated and scored.
+        failures: failures of calls; empty if every sample was generated and scored.
     """
 
     failures: Failures = ()

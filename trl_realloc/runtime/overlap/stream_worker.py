@@ -1,7 +1,7 @@
 """`StreamWorker`: a rank's part of a streamed phase. It starts its generation engine, updates the parameters of its
-scoring calls, and then does what rank 0 orders, while its engine generates.
+scoring calls, and then runs rank 0's tasks while its engine generates.
 
-Which samples are scored where is decided by `planner.iteration.stream_dispatcher` on rank 0 (`stream_leader`).
+On rank 0, `planner.iteration.stream_dispatcher` decides which samples are scored where (`stream_leader`).
 """
 
 from __future__ import annotations
@@ -35,20 +35,17 @@ from .stream_leader import StreamLink
 from .stream_messages import End, Failed, Finished, Forward, GoOn, Joined, Scored, Task, Withdrawn
 
 
-TASKS_POLL_S = 0.01  # time between two looks for tasks while the engine generates
-WAIT_S = 1.0  # time between two looks for another rank's failure
+TASKS_POLL_S = 0.01  # time between two checks for tasks during generation
+WAIT_S = 1.0  # time between two checks for another rank's failure
 
 
 class StreamWorker:
     """One rank in one streamed phase.
 
     Args:
-        messages: of this rank.
-        tag: of the samples that the first rank of a replica passes on.
-        link: to rank 0; `None` on a rank that only sends parameters.
-        stream: of the phase.
-        step, batch: the iteration and its global batch.
-        early: the generation that has been begun in the iteration before.
+        tag: tag of the samples that the first rank of a replica forwards.
+        link: connection to rank 0; `None` on a rank that only sends parameters.
+        early: the generation that was begun in the previous iteration.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class StreamWorker:
         self._is_generating = False
         self._unfinished: set[int] = set()
         self._forwards = ForwardRunner(placement, alarm, messages, tag)
-        self._failures: Failures = ()  # of the phase
+        self._failures: Failures = ()  # failures of the phase, on any rank
         self._own_failures: Failures = ()
         self.error: Exception | None = None  # the latest failure of a call on this rank
 
@@ -83,8 +80,8 @@ class StreamWorker:
         """Run this rank's part, until rank 0 ends the phase.
 
         Returns:
-            By streamed call that this rank is in: this rank's outputs; or the failures, if any call of the phase has
-            failed on any rank.
+            This rank's outputs of each of its streamed calls, or the failures, if any call of the phase has failed on
+            any rank.
 
         Raises:
             JobFailed: another rank failed outside a call.
@@ -103,10 +100,10 @@ class StreamWorker:
         self.link.report(Left())
         if self.error is not None and not self._failures:  # rank 0 had ended the phase when an engine failed to end
             self._failures = self._own_failures
-        of_rank = [name for name in self.plan.streamed if self.placement.has(name)]
+        local_calls = [name for name in self.plan.streamed if self.placement.has(name)]
         if self._failures:
-            return dict.fromkeys(of_rank, self._failures)
-        return {name: self._output(name) for name in of_rank}
+            return dict.fromkeys(local_calls, self._failures)
+        return {name: self._output(name) for name in local_calls}
 
     def _output(self, name: str) -> CallOutput:
         parts = [part for part in self._outputs[name] if len(part)]
@@ -115,8 +112,8 @@ class StreamWorker:
     # --- parameters and generation ------------------------------------------------------------------------------------
 
     def _update_parameters(self) -> None:
-        """Update the parameters of this rank's calls, and start its engine as soon as it has its own. On all ranks in
-        the same order, because an update is a collective."""
+        """Update the parameters of this rank's calls, and start its engine after the update of its parameters. In the
+        same order on all ranks, because an update is a collective."""
         self._refresh(self.generate.name)
         if not self._failures:
             self._start()
@@ -131,7 +128,7 @@ class StreamWorker:
             is_early = self.early is not None and self.early.call == name
             moved = self.early.refreshed() if self.early is not None and is_early else self.placement.refresh(name)
             self._add_moved(name, moved)
-        except EngineError as error:  # every rank of the update knows it, and the collectives are complete
+        except EngineError as error:  # raised on every rank of the update, after its last collective
             self.error = error
             self._failures += (CallFailure(self.rank, name, str(error)),)
 
@@ -142,7 +139,7 @@ class StreamWorker:
             )
 
     def _start(self) -> None:
-        """Start to generate on this rank's engine, if it runs in the background."""
+        """Start the generation, if this rank's engine runs in the background."""
         name, call = self.generate.name, self.generate
         engine = self.placement.generators.get(name)
         if not isinstance(engine, BackgroundEngine):
@@ -161,11 +158,11 @@ class StreamWorker:
     def _share(self) -> Rollouts:
         name = self.generate.name
         assert is_divided_by_each(self.plan, name), "streamed generation reads the data set alone"
-        own = replica(self.plan, name, self.rank)
-        return shares_of_samples(self.plan, self.generate, self.batch.prompts, [own])[0].samples
+        replica_index = replica(self.plan, name, self.rank)
+        return shares_of_samples(self.plan, self.generate, self.batch.prompts, [replica_index])[0].samples
 
     def _generate_in_place(self) -> None:
-        """Generate with an engine that computes in this process, and report each sample."""
+        """Generate with an engine in this process, and report each sample."""
         name, engine = self.generate.name, self.placement.generators.get(self.generate.name)
         if engine is None or isinstance(engine, BackgroundEngine) or self._failures:
             return
@@ -194,7 +191,7 @@ class StreamWorker:
     # --- tasks --------------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Do what rank 0 orders until it ends the phase, and report what the engine has finished."""
+        """Run rank 0's tasks until it ends the phase, and report the engine's finished samples."""
         assert self.link is not None
         while True:
             doing = self.generate.name if self._is_generating else "waiting for samples"
@@ -242,7 +239,7 @@ class StreamWorker:
         self.link.report(Withdrawn(replica(self.plan, self.generate.name, self.rank), tuple(stopped)))
 
     def _release(self) -> None:
-        """End the generation. The engine may go to sleep, so that the memory of its device can be used for scoring."""
+        """End the generation. The engine may sleep, so that scoring can use its device's memory."""
         name = self.generate.name
         first, *others = replica_ranks(self.plan, name, self.rank)
         if self.rank == first and self._generation is not None:
@@ -260,20 +257,19 @@ class StreamWorker:
         self._is_generating = False
 
     def _forward(self, task: Forward) -> None:
-        """Run one forward on this rank's replica."""
         assert self.link is not None
         name = task.call
         with self._catching(name, is_collective=self.placement.has_collectives(name)):
-            made = self._forwards.run(task, self.settings, self.step, self.batch)
-            self._outputs[name].append(made.outputs)
-            self._spans[name] += [made.span, *calls.function_spans(self.settings, self.rank, self.step)]
+            result = self._forwards.run(task, self.settings, self.step, self.batch)
+            self._outputs[name].append(result.outputs)
+            self._spans[name] += [result.span, *calls.function_spans(self.settings, self.rank, self.step)]
             if self.rank in sources(self.plan, name):
-                self.link.report(Scored(task.number, made.rows))
+                self.link.report(Scored(task.number, result.rows))
 
     @contextlib.contextmanager
     def _catching(self, name: str, *, is_collective: bool = False) -> Iterator[None]:
-        """Report a failure in the block to rank 0, which ends the phase on all ranks. This rank goes on with its tasks
-        until then, because others may wait for it in a collective."""
+        """Report a failure in the block to rank 0, which ends the phase on all ranks. Until then this rank continues,
+        because others may wait for it in a collective."""
         try:
             yield
         except JobFailed:

@@ -1,1 +1,1 @@
-"""Parameters on their way: reallocation, and where they rest."""
+"""Reallocation, offloading and checks of parameters."""

@@ -1,8 +1,8 @@
-"""`agree_on_parts`: which rank of a reallocation holds which boxes of the parameters, known to all of its ranks.
+"""`agree_on_parts`: tells all ranks of a reallocation which rank holds which boxes of the parameters.
 
-Ranks with equal parts, such as replicas, are described together, and the partitions of ZeRO-3 by their number. So a
-rank sends and receives three messages, whose size depends on the model and the number of different parts: a rank more
-adds some bytes.
+Ranks with equal parts, such as replicas, share a description, and ZeRO-3 partitions are described by their number. So a
+rank sends and receives three messages. Their size depends on the model and the number of different parts; another rank
+adds a few bytes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ class HeldParts:
     """Parts of parameters that one rank holds.
 
     Args:
-        boxes: by parameter name; parameters of which it holds nothing may be left out.
-        dtypes: of these parameters.
+        boxes: boxes by parameter name; parameters without boxes may be left out.
         flat_partition: (number, count) if the rank has one of `count` equal ranges of every flattened parameter, as in
             ZeRO-3.
-        shapes: of the whole parameters; needed with `flat_partition`.
+        shapes: shapes of the whole parameters; needed with `flat_partition`.
     """
 
     boxes: Mapping[str, Sequence[Box]]
@@ -37,7 +36,7 @@ class HeldParts:
 
 @dataclass(frozen=True)
 class _Boxes:
-    """Parts as they are: name, dtype and boxes of each parameter."""
+    """Name, dtype and boxes of each parameter."""
 
     parts: tuple[tuple[str, torch.dtype, tuple[Box, ...]], ...]
 
@@ -75,7 +74,7 @@ def _range_boxes(shape: tuple[int, ...], number: int, count: int) -> list[Box]:
 
 
 def _described(held: HeldParts) -> tuple[_Description, int]:
-    """A description, and the number of the rank's partition in it."""
+    """A description, and the number of the rank's partition (0 for `_Boxes`)."""
     boxes = {name: list(parts) for name, parts in held.boxes.items() if parts}
     if held.flat_partition is not None and held.shapes is not None and held.dtypes.keys() <= held.shapes.keys():
         number, count = held.flat_partition
@@ -85,27 +84,27 @@ def _described(held: HeldParts) -> tuple[_Description, int]:
     return _Boxes(tuple((name, held.dtypes[name], tuple(parts)) for name, parts in boxes.items())), 0
 
 
-def _merged(one: dict[_Description, _Ranks], other: dict[_Description, _Ranks]) -> dict[_Description, _Ranks]:
-    return {key: {**one.get(key, {}), **other.get(key, {})} for key in (*one, *other)}
+def _merged(left: dict[_Description, _Ranks], right: dict[_Description, _Ranks]) -> dict[_Description, _Ranks]:
+    return {key: {**left.get(key, {}), **right.get(key, {})} for key in (*left, *right)}
 
 
 def agree_on_parts(
     messages: Messages, ranks: Sequence[int], rank: int, held: HeldParts | None, tag: int
 ) -> tuple[dict[int, dict[str, list[Box]]], dict[str, torch.dtype]]:
     """The boxes of every rank that has parts, by parameter name, and the dtypes of the parameters. All ranks call this
-    together, and get the same.
+    together, and get the same result.
 
     Args:
-        ranks: that take part; in the same order on each.
-        held: what this rank has; `None` on a rank that is not in the layout. A rank of the layout may have no boxes.
-        tag: of the messages; `tag + 1` is used too.
+        ranks: the participating ranks; in the same order on each.
+        held: this rank's parts; `None` on a rank that is not in the layout. A rank of the layout may have no boxes.
+        tag: tag of the messages; `tag + 1` is used too.
     """
-    own: dict[_Description, _Ranks] = {}
+    descriptions: dict[_Description, _Ranks] = {}
     if held is not None:
         description, number = _described(held)
-        own = {description: {rank: number}}
-    all_ranks: dict[_Description, _Ranks] = combined(messages, ranks, rank, own, _merged, tag)
-    boxes = {of: key.boxes(number) for key, numbers in all_ranks.items() for of, number in numbers.items()}
+        descriptions = {description: {rank: number}}
+    all_ranks: dict[_Description, _Ranks] = combined(messages, ranks, rank, descriptions, _merged, tag)
+    boxes = {holder: key.boxes(number) for key, numbers in all_ranks.items() for holder, number in numbers.items()}
     dtypes: dict[str, torch.dtype] = {}
     for _, key in sorted((min(numbers), key) for key, numbers in all_ranks.items()):
         dtypes |= {name: dtype for name, dtype in key.dtypes().items() if name not in dtypes}

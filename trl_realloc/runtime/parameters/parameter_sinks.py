@@ -1,7 +1,5 @@
 """Sources and destinations of a reallocation's parameters: an engine in place, a generation engine, or full tensors in
 new memory.
-
-When they are sent is in `reallocation`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class Holder(Protocol):
     version: int
 
     def parts(self) -> Parts:
-        """The parameters that training changes; of a frozen role all of them. Live tensors, the same ones for the
+        """The parameters that training changes; for a frozen role all parameters. Live tensors, the same ones for the
         engine's life."""
 
 
@@ -36,28 +34,24 @@ class Sink(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the parameters that it holds; `STALE` for none."""
+        """The version of its parameters; `STALE` without parameters."""
 
     def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Sequence[Box]]:
         """The parts of these parameters that this rank holds in the target layout."""
 
     def narrower(self, dtypes: Mapping[str, torch.dtype]) -> Mapping[str, torch.dtype]:
-        """The parameters that it takes in a narrower dtype than the source has them in, which are sent in it."""
+        """Parameters and their dtypes where the sink's dtype is narrower than the source's. They are sent in it."""
 
     def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
         """The tensors of these parameters' parts, to be filled."""
 
     def receive(self, stream: Iterator[Parts], version: int) -> None:
-        """Iterate over a whole transfer. Sets `version` when everything has arrived and was accepted; it is `STALE`
+        """Iterate over a whole transfer. Sets `version` when all tensors have arrived and were accepted; it is `STALE`
         until then."""
 
 
 class FullTensorSink:
-    """Receives every tensor whole, in new memory.
-
-    Args:
-        device: of that memory.
-    """
+    """Receives every tensor whole, in new memory on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,10 +72,10 @@ class FullTensorSink:
 
 
 class PartsSink:
-    """Receives the parts of a rank in place. What receives them, and with it the version, is in the subclasses.
+    """Receives a rank's parts in place. Subclasses define `receive` and `version`.
 
     Args:
-        parts: live tensors, to be filled.
+        parts: live tensors, which are overwritten.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -91,8 +85,8 @@ class PartsSink:
         return {name: [box for box, _ in self._parts.get(name, ())] for name in shapes}
 
     def narrower(self, dtypes: Mapping[str, torch.dtype]) -> Mapping[str, torch.dtype]:
-        own = {name: self._parts[name][0][1].dtype for name in dtypes if self._parts.get(name)}
-        return {name: dtype for name, dtype in own.items() if dtype.itemsize < dtypes[name].itemsize}
+        local_dtypes = {name: self._parts[name][0][1].dtype for name in dtypes if self._parts.get(name)}
+        return {name: dtype for name, dtype in local_dtypes.items() if dtype.itemsize < dtypes[name].itemsize}
 
     def tensors(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Parts:
         return {name: self._parts[name] for name in names if name in self._parts}
@@ -121,9 +115,9 @@ class GeneratorSink(FullTensorSink):
     """Passes full tensors to a generation engine bucket by bucket, so this process never holds a whole model.
 
     Args:
-        to_checkpoint_names: renames a bucket from the module's names to those of the family's checkpoints.
-        device: of the memory of a bucket.
-        buffers: the model's persistent buffers, which no transfer has.
+        to_checkpoint_names: renames a bucket from the module's names to the names in checkpoints of the model family.
+        device: device of the buckets.
+        buffers: the model's persistent buffers, which transfers do not contain.
     """
 
     def __init__(
@@ -155,7 +149,7 @@ class GeneratorSink(FullTensorSink):
 
 class CopiedEngineSink(EngineSink):
     """Receives parameters into a copy of the role's model, and loads them from there into this rank's generation
-    engine. For generation by Transformers in the copy itself, and for adapters, which are merged into the copy's frozen
+    engine. For generation by Transformers in the copy itself, and for adapters, which are merged into the copy's
     weights."""
 
     def __init__(self, engine: Any, generator: GenerationEngine) -> None:

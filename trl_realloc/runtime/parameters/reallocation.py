@@ -1,7 +1,7 @@
-"""`Reallocation`: moves a trained role's parameters from the layout of their training to that of another call.
+"""`Reallocation`: moves a trained role's parameters from the layout of their training to another call's layout.
 
-It decides when parameters move, and makes sure that all ranks accept an update or none does. Which rank sends what is
-in `realloc.schedule`, sending it in `realloc.transfer`, what receives it in `parameter_sinks`.
+It decides when parameters move, and makes sure that all ranks accept an update or none does. `realloc.schedule` decides
+which rank sends what, `realloc.transfer` sends it, and `parameter_sinks` receive it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ AGREEMENT_TAG = 1 << 28  # above the tags of a transfer's messages, which may us
 
 @dataclass(frozen=True)
 class Moved:
-    """One reallocation that was done: bytes that all ranks sent, and this rank's start and end in seconds since the
-    epoch."""
+    """A finished reallocation: bytes sent by all ranks, and this rank's start and end in seconds since the epoch."""
 
     name: str
     bytes: int
@@ -44,7 +43,7 @@ class Moved:
 
 
 class _Versions(NamedTuple):
-    """The versions that ranks have: of the source, each with one rank that has it, and of the target."""
+    """The ranks' versions of the source (version -> a rank that has it) and of the target."""
 
     of_source: dict[int, int]
     of_target: set[int]
@@ -54,8 +53,7 @@ class _Versions(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """Result of a transfer on some ranks: why it was not accepted, the bytes that they sent, and the digests of what
-    they hold."""
+    """Result of a transfer on some ranks: reasons of a refusal, bytes sent, and digests of the ranks' parameters."""
 
     problems: tuple[str, ...]
     sent_bytes: int
@@ -67,14 +65,13 @@ class _Outcome(NamedTuple):
 
 
 class Reallocation:
-    """One rank's side of one reallocation. Making it and `refresh` are collective over `groups.ranks`.
+    """One rank's side of one reallocation. The constructor and `refresh` are collective over `groups.ranks`.
 
     Args:
         groups: the calls, ranks and process groups of the reallocation.
-        rank: this process.
-        holder: the engine of the training on this rank; `None` on a rank that does not train the role.
-        sink: receives this rank's parts of the target layout; `None` on a rank that has none.
-        options: how messages are sent; the same on every rank.
+        holder: this rank's training engine; `None` on a rank that does not train the role.
+        sink: receives this rank's parts of the target layout; `None` on a rank without parts.
+        options: message settings; the same on every rank.
     """
 
     def __init__(
@@ -91,8 +88,8 @@ class Reallocation:
         self.ranks, self.control = groups.ranks, groups.control
         self._messages = GlooMessages(groups.control)
         self.holder, self.sink = holder, sink
-        self.version = STALE  # the one that all ranks have agreed on
-        self._is_complete = False  # whether this rank has sent and received everything of the latest transfer
+        self.version = STALE  # the version that all ranks agreed on
+        self._is_complete = False  # whether this rank has sent and received all of the latest transfer
         self._is_proven = True  # whether all copies were equal to the source after the latest transfer
         self.schedule, self._dtypes = self._agree_on_layouts(cluster)
         self._digests = CopyDigests(self.schedule.source, self.schedule.target, rank, self._dtypes)
@@ -100,17 +97,16 @@ class Reallocation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the parameters that it moves."""
+        """The names of the moved parameters."""
         return tuple(self._dtypes)
 
     def refresh(self) -> Moved | None:
-        """Move the parameters, if the target does not hold the source's version. Returns what was moved, or `None`.
+        """Move the parameters, if the target does not have the source's version; otherwise return `None`.
 
         Raises:
             TransferError: a message of the transfer failed, or ranks of the source hold different versions.
-            EngineError: a rank's engine did not accept its parameters, or a copy differs from the source; on every
-                rank, with the reason.
-                After either error the target holds no version, and nothing can be generated or scored with it.
+            EngineError: a rank's engine did not accept its parameters, or a copy differs from the source. Raised on
+                every rank. After either error the target has no version and cannot be used.
         """
         wanted, current = self._agree_on_versions()
         self.version = wanted
@@ -127,14 +123,14 @@ class Reallocation:
             else:
                 self.sink.receive(stream, wanted)
         except Exception as error:
-            if not self._is_complete:  # the others wait for messages of this rank, so only the job's alarm reaches them
+            if not self._is_complete:  # other ranks wait for this rank's messages; only the job's alarm reaches them
                 self.version = STALE
                 raise
-            # sent to all ranks below: none may use an update that not all have accepted
+            # sent to all ranks below: none may use an update that not all ranks accepted
             problem = f"rank {self.rank}: {error}"
         digests = digests.plus(self._digests.of_target())
-        own = _Outcome((problem,) if problem else (), self.transfer.sent_bytes, digests)
-        outcome = self._combined(own, _Outcome.plus)
+        local_outcome = _Outcome((problem,) if problem else (), self.transfer.sent_bytes, digests)
+        outcome = self._combined(local_outcome, _Outcome.plus)
         difference = None if outcome.problems else self._digests.difference(outcome.digests)
         self._is_proven = difference is None
         if outcome.problems or difference is not None:
@@ -144,14 +140,14 @@ class Reallocation:
         return Moved(self.name, outcome.sent_bytes, start, time.time())
 
     def _stream(self) -> Iterator[Parts]:
-        """The transfer's buckets. Sets `_is_complete` when this rank has sent and received everything."""
+        """The transfer's buckets. Sets `_is_complete` at the end."""
         for parts in self.transfer.run(self.holder.parts() if self.holder else {}, self._target_parts):
             self._digests.add_target(parts)
             yield parts
         self._is_complete = True
 
     def check(self) -> None:
-        """Raise `EngineError` where this rank's copy is not of the version that all ranks have agreed on."""
+        """Raise `EngineError` if this rank's copy does not have the version that all ranks agreed on."""
         if self.sink is not None and (self.version == STALE or self.sink.version != self.version):
             raise EngineError(
                 f"{self.name}: rank {self.rank} holds version {self.sink.version} of the parameters, not "
@@ -164,12 +160,12 @@ class Reallocation:
     # --- agreement between the ranks --------------------------------------------------------------------------------
 
     def _agree_on_versions(self) -> tuple[int, int]:
-        """(the source's version, the target's): the latter `STALE` where any rank's differs from the source's."""
-        own = _Versions(
+        """(source's version, target's version): the latter is `STALE` if any rank's differs from the source's."""
+        local_versions = _Versions(
             {self.holder.version: self.rank} if self.holder else {},
             {self.sink.version if self._is_proven else STALE} if self.sink else set(),
         )
-        versions = self._combined(own, _Versions.plus)
+        versions = self._combined(local_versions, _Versions.plus)
         if len(versions.of_source) != 1:
             which = {rank: version for version, rank in versions.of_source.items()}
             raise TransferError(f"{self.name}: the ranks of the source hold different versions: {which}.")
@@ -182,8 +178,8 @@ class Reallocation:
         return result
 
     def _agree_on_layouts(self, cluster: Cluster) -> tuple[TransferSchedule, dict[str, torch.dtype]]:
-        """The schedule, and the dtype in which every parameter is sent, which all ranks derive from the parts that each
-        of them holds. So families that no table describes, and a user's adapters, can be moved too."""
+        """The schedule, and the dtype in which every parameter is sent. All ranks derive them from the ranks' parts, so
+        that any model family and a user's adapters can be moved."""
         parts = self.holder.parts() if self.holder else {}
         own_dtypes = {name: cells[0][1].dtype for name, cells in parts.items() if cells}
         own_boxes = {name: [box for box, _ in parts[name]] for name in own_dtypes}
@@ -204,11 +200,7 @@ class Reallocation:
     def _agree_on_parts(
         self, side: Holder | Sink | None, boxes: Mapping[str, Sequence[Box]] | None, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[dict[int, dict[str, list[Box]]], dict[str, torch.dtype]]:
-        """Exchanges what every rank holds in one of the layouts, and the dtypes.
-
-        Args:
-            side: this rank's side of it; `None` on a rank that is not in the layout, which has no boxes.
-        """
+        """All ranks' boxes in one of the layouts, and the dtypes. `side` is `None` on a rank outside the layout."""
         held = None
         if side is not None and boxes is not None:
             engine: Any = getattr(side, "engine", side)

@@ -1,6 +1,6 @@
 """`check_replicas`: checks that every part of a trained parameter has the same bits on all ranks that hold it.
 
-The code that makes replicas equal at the start is in `engines/training/replica_sync`.
+`engines/training/replica_sync` makes replicas equal at the start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...engines.mesh_group import MeshGroup
 from ...engines.weight_digest import digest
 
 
-UPDATES_BETWEEN_CHECKS = 10  # a check reads the parameters once and gathers 24 bytes for each parameter and rank
+UPDATES_BETWEEN_CHECKS = 10  # a check reads the parameters once and gathers 24 bytes per parameter and rank
 
 
 class ReplicaError(EngineError):
@@ -34,7 +34,7 @@ def check_replicas(engine: ScoringEngine, group: MeshGroup, role: str) -> None:
         engine: the role's training engine.
 
     Raises:
-        ReplicaError: two ranks hold different values of the same part of a parameter; on every rank of the mesh.
+        ReplicaError: two ranks hold different values of the same part of a parameter. Raised on every rank of the mesh.
     """
     if group.size == 1 or not engine.has_replicas:
         return
@@ -63,5 +63,5 @@ def check_replicas(engine: ScoringEngine, group: MeshGroup, role: str) -> None:
 
 
 def _key(value: object) -> int:
-    """A positive number for a parameter's name or a box."""
+    """A positive hash of a parameter's name or a box."""
     return zlib.crc32(repr(value).encode()) + 1

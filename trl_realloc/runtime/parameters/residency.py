@@ -1,7 +1,5 @@
 """Moves a module's parameters between device and host memory around a call (the plan's `offload`: `Residency`), or
 frees them (`drop`: `DroppedCopy`).
-
-When they are moved is in `placement`.
 """
 
 from __future__ import annotations
@@ -48,17 +46,16 @@ class Residency(ModelHook):
         return module
 
     def prefetch(self) -> None:
-        """Start moving the parameters to the device, if they fit there beside the call that runs meanwhile. The call's
-        first forward waits until they have arrived.
+        """Start moving the parameters to the device, if they fit there beside the running call. The call's first
+        forward waits for them.
 
-        Until the parameters have been on the device in a call of their own, the most that the other calls allocate is
-        not known, and nothing is moved early.
+        Before the parameters' first use, the peak memory of the other calls is not known, and nothing is moved early.
         """
         assert self._module is not None, "attach the hook first"
         if self.resident:
             return
         size = sum(tensor.nbytes for tensor in self.host.values())
-        # asked each time, because longer responses take more memory
+        # checked each time, because longer responses take more memory
         if not is_accelerator(self.device) or (self.moves > 0 and has_room(self.device, size)):
             self._move_to_device(self._module)
 
@@ -69,7 +66,7 @@ class Residency(ModelHook):
         return args, kwargs
 
     def _await_copies(self) -> None:
-        """Make the computing stream wait for the copies to the device."""
+        """Let the computing stream wait for the copies to the device."""
         if self._arrived is not None:
             torch.accelerator.current_stream(self.device).wait_event(self._arrived)
             self._arrived = None
@@ -85,12 +82,11 @@ class Residency(ModelHook):
         self.resident = True
 
     def _copy_beside(self, parameters: Sequence[Tensor]) -> torch.Event:
-        """Start copying the parameters to the device on the stream of copies. Returns the event that they have
-        arrived."""
+        """Start copying the parameters to the device on the copy stream. Returns the event of their arrival."""
         computing, copying = torch.accelerator.current_stream(self.device), copy_stream(self.device)
-        # allocated for the computing stream, which uses and frees the memory; the allocator keeps other streams' apart
+        # allocated on the computing stream, which uses and frees the memory; the allocator has a pool per stream
         targets = [torch.empty_like(parameter, device=self.device) for parameter in parameters]
-        copying.wait_stream(computing)  # kernels that are still to run may use the memory that was free
+        copying.wait_stream(computing)  # pending kernels may still use that memory
         with copying:
             for parameter, target in zip(parameters, targets, strict=True):
                 target.copy_(parameter.data, non_blocking=True)
@@ -100,11 +96,11 @@ class Residency(ModelHook):
 
     def release(self) -> None:
         """Move the parameters to host memory and free the device's memory. Only the first release copies them: scoring
-        does not change them, and a reallocation writes to the host's copy."""
+        does not change them, and a reallocation writes to the host copy."""
         assert self._module is not None, "attach the hook first"
         if not self.resident:
             return
-        self._await_copies()  # of a call that failed before its first forward
+        self._await_copies()  # the call may have failed before its first forward
         memory = {name: memory_of(parameter) for name, parameter in self._module.named_parameters()}
         if not self.host:
             data = {name: parameter.data for name, parameter in memory.items()}
@@ -133,12 +129,12 @@ class Versioned(Protocol):
 
 
 class DroppedCopy:
-    """The memory of a copy of trained parameters, freed between the uses of its call. The tensor objects stay, so a
-    reallocation fills the same tensors when the memory is back.
+    """Frees the memory of a copy of trained parameters between the uses of its call. The tensor objects stay, so a
+    reallocation fills the same tensors after `restore`.
 
     Args:
         engine: the engine that uses the copy. Its version is set to `stale` when the memory is freed, so that the copy
-            is filled before it is used again.
+            is filled before its next use.
         tensors: the tensors that a reallocation fills. Memory that they share with `others` is not freed.
         others: the engine's other tensors.
         stale: the version of parameters that are absent.
@@ -153,7 +149,7 @@ class DroppedCopy:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are allocated now."""
+        """Allocated bytes."""
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def restore(self) -> None:

@@ -1,7 +1,7 @@
 """`EngineBuilder`: builds this rank's engines for a plan. It loads models, makes replicas and copies equal, starts
 generation engines and makes the reallocations between them.
 
-The plan chooses each call's engine. How calls use the engines is in `placement` and `generate_and_score`.
+The plan chooses each call's engine. The engines' use is in `placement`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ logger = logging.get_logger(__name__)
 
 
 class EngineBuilder:
-    """Args:
-    placement: the placement to fill. Its process groups exist already.
-    """
+    """Builds the engines of a placement. Its process groups exist already."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -59,7 +57,7 @@ class EngineBuilder:
         self.roles, self.options, self.engines = placement.roles, placement.options, placement.engines
 
     def build(self) -> None:
-        """Build everything. All ranks together."""
+        """Build all engines and reallocations. All ranks together."""
         self.start_vllm()
         for role in self.graph.trained_roles:
             self._build_trained(role)
@@ -80,9 +78,9 @@ class EngineBuilder:
     def start_vllm(self) -> None:
         """Start one engine for all calls that generate with the same role under the same assignment.
 
-        On a CPU the engines start while the models load here. On an accelerator the engines of all ranks are ready
-        before a model is put there: vLLM takes its share by the memory that is free when it starts, and takes what
-        others allocate meanwhile for its own.
+        On a CPU the engines start while the models load here. On an accelerator models are loaded only after the
+        engines of all ranks are ready: vLLM computes its share from the free memory at its start, and counts others'
+        allocations during the start as its own.
         """
         is_accelerated = is_accelerator(self.options.device)
         if is_accelerated:
@@ -103,15 +101,11 @@ class EngineBuilder:
         if is_accelerated and any(self.plan[call].engine == "vllm" for call in calls):
             engines = [engine for engine in started.values() if engine is not None]
             self._together(lambda engine: engine.wait_ready(), engines)
-            self._together(lambda engine: engine.sleep(), engines)  # if the plan says so: models are loaded next
+            self._together(lambda engine: engine.sleep(), engines)  # if the plan says so; makes room for the models
 
     def _together(self, action: Callable[[VLLMEngine], None], engines: Sequence[VLLMEngine]) -> None:
-        """Do something with this rank's generation engines, and wait until all ranks have done it. A tensor group's
-        engine is owned by one rank and uses the devices of several. All ranks together.
-
-        Raises:
-            EngineError: of any engine; on every rank.
-        """
+        """Run an action on this rank's generation engines and wait for all ranks, because a tensor group's engine has
+        the devices of several ranks. All ranks together; on every rank, raises the `EngineError` of any engine."""
         failure: EngineError | None = None
         try:
             for engine in engines:
@@ -137,8 +131,8 @@ class EngineBuilder:
     # --- training and scoring ---------------------------------------------------------------------------------------
 
     def _build_trained(self, role: Role) -> None:
-        """Build a trained role's engine, its copies in other layouts, and the roles whose models are copies of its
-        model. The engine is built last, because it may partition the module that the copies are made from."""
+        """Build a trained role's engine, its copies in other layouts, and the roles whose models copy its model. The
+        engine is built last, because it may partition the module that the copies are made from."""
         home = self.graph.train_call(role)
         assert home is not None, "a trained role has a call that trains it"
         adapted = self.roles[role].adapted
@@ -168,11 +162,8 @@ class EngineBuilder:
                 self.engines[call] = self.engines[home]
 
     def _build_frozen(self, role: Role, trained_model: PreTrainedModel | None = None) -> None:
-        """Build a frozen role's engines. Calls with the same layout share them.
-
-        Args:
-            trained_model: the model whose parameters the role copies, on the ranks that have it.
-        """
+        """Build a frozen role's engines, one per layout. `trained_model` is the model that the role copies, on the
+        ranks that have it."""
         models, built = self.roles[role], list[str]()
         for call in self.graph.uses_of(role):
             same = next((other for other in built if in_place(self.plan[other], self.plan[call])), None)
@@ -206,8 +197,8 @@ class EngineBuilder:
                 return ScoreHead(model)
 
     def _copy_engine(self, call: str, home: str, model: PreTrainedModel) -> ScoringEngine:
-        """The engine of a copy. Where DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its
-        model and computes without autocast, as the training does."""
+        """The engine of a copy. If DeepSpeed trains the role in 16 bits, the copy is cast as DeepSpeed casts its model,
+        and computes without autocast, as the training does."""
         dtype = parameter_dtype(self.options.deepspeed) if self.plan[home].strategy.zero_stage else None
         if dtype is not None:
             cast_parameters(model, dtype)
@@ -233,8 +224,8 @@ class EngineBuilder:
         engine: TrainingEngine
         if assignment.engine == "megatron":
             groups = self.placement.split_groups[assignment.mesh, strategy.tp, strategy.pp]
-            # NCCL connects a group in its first operation, in which all of its ranks must take part; the first batches
-            # of torch's schedules are between neighbours
+            # NCCL connects a group in its first operation, which needs all of its ranks; the first operations of
+            # torch's pipeline schedules are between neighbours
             groups.pp.barrier()
             groups = groups.reversed() if self.plan.is_reversed(call) else groups
             sharded = strategy.zero_stage == 1
@@ -258,7 +249,6 @@ class EngineBuilder:
         return engine
 
     def _fuse(self) -> None:
-        """Join the engines of the calls that train together."""
         if self.plan.fused and self.rank in self.plan.mesh(self.plan.fused[0]):
             from ..fused.orders import FusedOrders  # it imports Numba, which takes half a second
 
@@ -274,7 +264,7 @@ class EngineBuilder:
     # --- replicas and copies ----------------------------------------------------------------------------------------
 
     def _equalize(self, call: str, model: PreTrainedModel) -> None:
-        """Set a role's model on all ranks of the call's mesh to the first rank's."""
+        """Broadcast a role's model from the first rank of the call's mesh."""
         if not self.placement.has(call):
             return
         self.placement.group(call).meet()  # one rank may have loaded the model faster than another
@@ -284,7 +274,7 @@ class EngineBuilder:
     def _follow(
         self, call: str, home: str, trained: PreTrainedModel, copied: PreTrainedModel, *, adapted: bool = False
     ) -> None:
-        """Set a copy of a trained role's model to the model of the first rank of the training's mesh."""
+        """Copy the model of the first rank of the training's mesh into a copy of a trained role."""
         if self.roles.filled_later:
             return
         control = self.placement.control
@@ -303,10 +293,10 @@ class EngineBuilder:
         sink: Sink | None = None
         trained = self.placement.trained(role)
         buffers: dict[str, Tensor] = {}
-        if self.plan[call].engine == "vllm":  # each stage of a pipeline has its own
-            own = {} if trained is None else persistent_buffers(trained.head.model)
-            of_ranks = from_every_rank({name: buffer.cpu() for name, buffer in own.items()}, groups.control)
-            buffers = {name: buffer for each in of_ranks for name, buffer in each.items()}
+        if self.plan[call].engine == "vllm":  # pipeline stages have different buffers
+            local_buffers = {} if trained is None else persistent_buffers(trained.head.model)
+            gathered = from_every_rank({name: buffer.cpu() for name, buffer in local_buffers.items()}, groups.control)
+            buffers = {name: buffer for rank_buffers in gathered for name, buffer in rank_buffers.items()}
         if call in self.placement.copies:
             (copied,) = self.engines[call]
             sink = EngineSink(copied) if generator is None else CopiedEngineSink(copied, generator)
@@ -326,18 +316,17 @@ class EngineBuilder:
         )
 
     def _drop(self, call: str) -> None:
-        """Free the memory of a copy between its uses."""
         (copied,) = self.engines[call]
         user = self.placement.generators.get(call, copied)
         self.placement.dropped[call] = _dropped(user, copied, self.placement.reallocations[call].names)
 
 
 def _dropped(user: Versioned, copied: ScoringEngine, names: Sequence[str]) -> DroppedCopy:
-    """The memory of a copy's tensors that its reallocation fills.
+    """The memory of a copy's tensors.
 
     Args:
         user: the engine that is marked stale when the memory is freed.
-        names: of the parameters that the reallocation moves.
+        names: names of the parameters that the reallocation fills.
     """
     parts = copied.parts()
     filled = [tensor for name in names for _, tensor in parts.get(name, ())]
@@ -347,8 +336,8 @@ def _dropped(user: Versioned, copied: ScoringEngine, names: Sequence[str]) -> Dr
 
 
 def holds_copy(plan: ExecutionPlan, call: str, rank: int, adapted: bool) -> bool:
-    """True if this rank needs a copy of a trained role's model for the call: to score with, to generate with, or to
-    merge adapters into for its generation engine.
+    """True if this rank needs a copy of a trained role's model for the call: for scoring, for generation, or to merge
+    adapters for its generation engine.
 
     Args:
         adapted: the role trains only adapters.
@@ -368,7 +357,7 @@ def any_copies(plan: ExecutionPlan, call: str, adapted: bool) -> bool:
 
 
 def has_part(plan: ExecutionPlan, role: Role, rank: int, roles_adapted: bool) -> bool:
-    """True if this rank loads a trained role's model, to train it or for a copy of it."""
+    """True if this rank loads a trained role's model, for its training or for a copy."""
     home = plan.graph.train_call(role)
     if home is not None and rank in plan.mesh(home):
         return True

@@ -25,23 +25,22 @@ class EngineOptions:
     """Settings of engines that the plan does not contain, from a trainer's configuration.
 
     Args:
-        device: this rank's.
-        temperature: of sampling, and so of every log-probability.
-        support: the tokens that log-probabilities of policies are of; `None` for the whole vocabulary.
-        response_length: most tokens of a response.
-        context_length: tokens of the longest prompt and a response together.
-        forward_batch_size: prompts or samples of one forward without gradients, where the plan gives no token budget.
-        train_batch_size: samples of one forward with gradients, where the plan gives no token budget.
+        temperature: temperature of sampling and of log-probabilities.
+        support: sampling mask (top-k, top-p, min-p) of the policies' log-probabilities; `None` for all tokens.
+        response_length: maximum number of tokens of a response.
+        context_length: number of tokens of the longest prompt and a response together.
+        forward_batch_size: prompts or samples of one forward without gradients, if the plan has no token budget.
+        train_batch_size: samples of one forward with gradients, if the plan has no token budget.
         make_optimizer: makes the optimizer of a role's module.
-        generation_batch_size: prompts that generation by Transformers answers at once; `None` for `forward_batch_size`.
-        usual_length: tokens of a long sample, where the longest that may occur is much longer; 0 otherwise.
-        compute_dtype: of mixed precision; `None` without it.
+        generation_batch_size: batch size of generation by Transformers; `None` for `forward_batch_size`.
+        usual_length: number of tokens of a long sample, if the longest possible one is much longer; 0 otherwise.
+        compute_dtype: dtype of mixed precision; `None` without it.
         deepspeed: the user's DeepSpeed config.
         vllm: further arguments of `VLLMEngine`.
         bucket_bytes, transfer_timeout_s, checksums: the fields of `transfer`.
-        collective_timeout_s: of every process group (`ddp_timeout`).
-        heartbeat_timeout_s: longest time that an engine's process may be stopped by a signal.
-        log_folder: for the logs of engines' processes; `None` for temporary ones.
+        collective_timeout_s: timeout of every process group (`ddp_timeout`).
+        heartbeat_timeout_s: longest time that a signal may stop an engine's process.
+        log_folder: folder for the logs of engines' processes; `None` for temporary logs.
     """
 
     device: torch.device
@@ -70,7 +69,7 @@ class EngineOptions:
     log_folder: Path | None = None
 
     def for_plan(self, plan: ExecutionPlan, episodes: int) -> EngineOptions:
-        """These options with room in every vLLM engine for the samples that it has at once, of `episodes` samples."""
+        """These options with enough slots in every vLLM engine for its samples at once, of `episodes` samples."""
         generations = plan.graph.calls_of(CallKind.GENERATE)
         slots = max([1, *(engine_samples(plan, name, episodes) for name in generations)])
         return replace(self, vllm={**self.vllm, "max_num_seqs": engine_slots(slots, self.vllm)})
@@ -81,12 +80,12 @@ class EngineOptions:
         return TransferOptions(self.bucket_bytes, self.transfer_timeout_s, self.checksums)
 
     def budget(self, *, trains: bool) -> int:
-        """Most tokens of one forward where the plan gives no number: the batch size times the longest sample's tokens.
+        """Maximum tokens of one forward, if the plan has no number: the batch size times the longest sample's tokens.
         On the CPU at most `CACHED_TOKENS`."""
         tokens = self.batch_tokens(trains=trains)
         return min(tokens, CACHED_TOKENS) if self.device.type == "cpu" else tokens
 
     def batch_tokens(self, *, trains: bool) -> int:
-        """Most tokens that the user lets one forward hold: the batch size times the longest sample's tokens."""
+        """Maximum tokens of one forward by the user's settings: the batch size times the longest sample's tokens."""
         size = self.train_batch_size if trains else self.forward_batch_size
         return size * (self.usual_length or self.context_length)

@@ -1,7 +1,7 @@
 """`Placement`: this rank's process groups and engines under one plan. It updates the parameters that a call uses, moves
 them to the device and frees them.
 
-It reads a call's kind and role from the graph, never its name. How engines are built is in `engine_builder`.
+It reads a call's kind and role from the graph, never its name. `engine_builder` builds the engines.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .engine_options import EngineOptions
 from .roles import Roles
 
 
-# free bytes of a device with which nothing is given back before new weights are sent to an engine: the buckets and the
-# messages of a transfer, and in the engine the largest layer
+# With at least this much free device memory, cached memory is not released before new weights are sent to an engine. It
+# holds the buckets and messages of a transfer, and the engine's largest layer.
 LOAD_BYTES = 4 << 30
 
 
 class Placement:
     """This rank's engines for one plan. The constructor makes the process groups, on all ranks together. `start` loads
-    models and starts engines. `close` ends everything that was started, `reset` what cannot be used after a failure.
+    models and starts engines. `close` ends all engines, `reset` the engines that are unusable after a failure.
 
     Attributes:
-        engines: by call, this rank's engines that run it, one for each of the role's models. Calls that use the
-            parameters in place share the engines of their role's training.
-        trainers: by role, the engine on this rank that trains it.
+        engines: this rank's engines of each call, one for each of the role's models. Calls that use the parameters in
+            place share the engines of their role's training.
+        trainers: this rank's training engines by role.
         copies: the calls whose `engines` are copies of a trained role in another layout.
-        generators: by call of the kind generate, this rank's generation engine.
+        generators: this rank's generation engines, by call.
         fused: trains the roles whose training the plan fuses; `None` if it fuses none, and on ranks outside their mesh.
-        engine_processes: ends the generation engines that are processes of their own, and removes their files.
+        engine_processes: ends the generation engines with separate processes, and removes their files.
         stack: ends the other engines, and removes the files of all.
     """
 
@@ -73,15 +73,15 @@ class Placement:
         self.stack, self.engine_processes = contextlib.ExitStack(), contextlib.ExitStack()
 
     def start(self) -> None:
-        """Load this rank's models and start its engines; the second time, start the engines that `reset` has ended, if
-        there are any. All ranks together."""
+        """Load this rank's models and start its engines. A later call restarts the engines that `reset` has ended. All
+        ranks together."""
         if self.started and not self._was_reset:
             return
         die_with_launcher()
         builder = EngineBuilder(self)
         try:
             if self.started:
-                builder.start_vllm()  # on one device nothing is reallocated to an engine, so no sink has the old one
+                builder.start_vllm()  # with one device there are no reallocations, so no sink refers to the old engine
             else:
                 builder.build()
         except BaseException:
@@ -93,11 +93,11 @@ class Placement:
         self.started, self._was_reset = True, False
 
     def reset(self) -> None:
-        """After a failure in a job of one process: end the generation engines that are processes of their own, which
-        may be in the middle of a message, and forget gradients. The models and their optimizer states stay as they are.
-        `start` starts the generation engines again. May be called twice.
+        """After a failure in a job of one process: end the generation engines with separate processes, which may be in
+        the middle of a message, and drop gradients. Models and optimizer states are kept. `start` restarts the
+        generation engines. May be called twice.
 
-        On several ranks others may be in a collective with this one, which then has to `close`.
+        In a job of several ranks another rank may wait for this one in a collective, so it has to `close` instead.
         """
         assert self.plan.cluster.size == 1, "no other rank waits for this one"
         self.engine_processes.close()
@@ -114,10 +114,10 @@ class Placement:
             self.stack.close()
 
     def discard(self) -> None:
-        """Close, and let go of engines, models and process groups, so that their memory can be used by others. All
-        ranks together, when no rank uses the groups any more. The placement cannot be used afterwards.
+        """Close, and free the memory of engines, models and process groups. All ranks together, when no rank uses the
+        groups any more. The placement cannot be used afterwards.
 
-        A model that someone else still refers to, such as a user's script that has loaded it, is moved to host memory.
+        A model that is still referred to elsewhere, such as in the user's script, is moved to host memory.
         """
         self.close()
         models = [weakref.ref(engine.head.model) for engines in self.engines.values() for engine in engines]
@@ -143,7 +143,7 @@ class Placement:
         return self.groups[self.plan.mesh(call)]
 
     def engine(self, call: str) -> ScoringEngine | None:
-        """The engine of the first model of the call's role; `None` on a rank that has none."""
+        """The engine of the first model of the call's role; `None` on a rank without one."""
         engines = self.engines.get(call)
         return engines[0] if engines else None
 
@@ -152,28 +152,27 @@ class Placement:
         return self.trainers.get(role)
 
     def _heads(self, call: str) -> list[RoleHead]:
-        """The heads of the models that this rank runs for a call."""
         models, engines = self.roles.models.get(self.role_of(call)), self.engines.get(call, [])
         if models is not None and models.inside is not None and models.copy_of is not None:
             engines = [engine for engine in (self.trained(models.copy_of),) if engine is not None]
         return [engine.head for engine in engines]
 
     def shares_tokens(self, call: str) -> bool:
-        """True if this rank computes the tokens that samples of a call have in common at their beginnings once. False
-        where it runs no model for the call."""
+        """True if this rank computes common prefixes of a call's samples once. False if it runs no model for the
+        call."""
         heads = self._heads(call)
         return bool(heads) and all(head.shares for head in heads)
 
     def take_shared_tokens(self, call: str) -> int:
-        """How many tokens the models of a call have not computed again since this was last asked."""
+        """Number of shared tokens that a call's models did not recompute, since the last call of this method."""
         total = 0
         for head in self._heads(call):
             total, head.shared_tokens = total + head.shared_tokens, 0
         return total
 
     def home_engines(self) -> Iterator[tuple[str, int, ScoringEngine]]:
-        """(call, number of the role's model, engine) of this rank's engines except copies of trained roles, in plan
-        order, each engine once."""
+        """(call, number of the role's model, engine) for each of this rank's engines except copies of trained roles, in
+        plan order."""
         seen: set[int] = set()
         for call in self.plan.order:
             trains = self.plan.graph.call(call).trains
@@ -186,8 +185,8 @@ class Placement:
 
     @contextlib.contextmanager
     def scoring(self, call: str) -> Iterator[list[ScoringEngine]]:
-        """The engines that run a call of the kind forward. For a role without a model (`RoleModels.inside`) the engine
-        of another role's training, inside a context."""
+        """The engines that run a call of the kind forward. For a role without a model: the engine of another role's
+        training, in the context `RoleModels.inside`."""
         models = self.roles[self.role_of(call)]
         if models.inside is None:
             yield self.engines.get(call, [])
@@ -201,18 +200,18 @@ class Placement:
     # --- before and after a call ------------------------------------------------------------------------------------
 
     def budget(self, call: str) -> int:
-        """Most tokens of one forward of the call: the plan's number, or `EngineOptions.budget`."""
+        """Maximum tokens of one forward of the call: the plan's number, or `EngineOptions.budget`."""
         tokens = self.plan[call].strategy.micro_batch_tokens
         return tokens or self.options.budget(trains=self.plan.graph.call(call).trains)
 
     def most_kept(self, call: str) -> int:
-        """Most tokens whose activations may be kept from a forward to a call that trains: those of one of its
-        micro-batches, or of the batch that the user lets one forward hold (`EngineOptions.batch_tokens`)."""
+        """Maximum tokens whose activations may be kept from a forward for a call that trains: one micro-batch of the
+        plan, or `EngineOptions.batch_tokens`."""
         return self.plan[call].strategy.micro_batch_tokens or self.options.batch_tokens(trains=True)
 
     @contextlib.contextmanager
     def resident(self, call: str) -> Iterator[None]:
-        """A context for a call whose parameters are on the device. After it they stay there, are moved to host memory
+        """A context for a call whose parameters are on the device. At its end they stay there, are moved to host memory
         (`offload`) or are freed (`drop`), as the plan says. A vLLM engine sleeps."""
         try:
             yield
@@ -225,7 +224,7 @@ class Placement:
                 self.dropped[call].release()
 
     def _sleeps_after(self, call: str) -> bool:
-        """True if the engine of a call that generates sleeps after it, because another call uses its devices next."""
+        """True if a generation engine sleeps after the call, because another call uses its devices next."""
         if not sleeps(self.plan[call]):
             return False
         later = self.plan.order[self.plan.order.index(call) + 1 :]
@@ -233,16 +232,16 @@ class Placement:
         return following is None or self.generators.get(following) is not self.generators[call]
 
     def _make_room(self, call: str) -> None:
-        """Give cached memory of this rank's device back before a call's engine wakes up or takes new weights there.
-        Collective over the mesh, because a tensor group's engine takes the devices of several ranks."""
+        """Release cached memory of this rank's device before a call's engine wakes up or takes new weights. Collective
+        over the mesh, because a tensor group's engine uses the devices of several ranks."""
         if is_accelerator(self.options.device):
             release_cached_memory(self.options.device)
             if self.plan[call].strategy.tp > 1:
                 self.group(call).max(0)
 
     def _is_short(self, call: str) -> bool:
-        """True if some device of a call's mesh may have too little free memory for an engine, a process of its own, to
-        take new weights. Collective over the mesh."""
+        """True if some device of a call's mesh may have too little free memory for its vLLM engine to take new weights.
+        Collective over the mesh."""
         device = self.options.device
         if self.plan[call].engine != "vllm" or not is_accelerator(device):
             return False
@@ -252,10 +251,10 @@ class Placement:
         """Begin to move the parameters of the next call to the device, if the plan keeps them in host memory.
 
         Args:
-            beside: the calls that run meanwhile. One whose engine wakes up for it takes its memory at once, which may
-                be all that seems to be free.
+            beside: the calls that run meanwhile. An engine that wakes up for one of them may take all free memory at
+                once.
         """
-        is_copy = call in self.reallocations  # which is updated first, in host memory
+        is_copy = call in self.reallocations  # a copy is updated first, in host memory
         if not is_copy and not any(sleeps(self.plan[other]) for other in beside):
             for hook in self.residents.get(call, ()):
                 hook.prefetch()
@@ -269,7 +268,7 @@ class Placement:
     def has_collectives(self, call: str) -> bool:
         """True if the call contains collectives of its mesh: of gradients, of activations or of sharded parameters."""
         assignment = self.plan[call]
-        # in the engine of the role's training, which may be sharded
+        # generation in place uses the engine of the role's training, which may be sharded
         if self.plan.graph.call(call).kind is CallKind.GENERATE:
             return assignment.engine == "transformers" and self._is_sharded(call)
         split = assignment.engine == "megatron" or assignment.strategy.zero_stage == 3
@@ -283,8 +282,8 @@ class Placement:
     # --- updating parameters ----------------------------------------------------------------------------------------
 
     def refresh(self, call: str) -> Moved | None:
-        """Update the trained parameters that the call uses. Every rank that `takes_part` calls this. Returns the
-        reallocation that was done, or `None`.
+        """Update the trained parameters that the call uses. Called by every rank that `takes_part`. Returns the
+        reallocation, or `None` without one.
 
         Raises:
             TransferError, EngineError: the call's copy is incomplete and must not be used.
@@ -300,7 +299,7 @@ class Placement:
         return None
 
     def _feed(self, call: str) -> None:
-        """Load the parameters of the training's engine on this rank into the generation engine on this rank."""
+        """Load the parameters of this rank's training engine into its generation engine."""
         source, generator = self.trained(self.role_of(call)), self.generators.get(call)
         if source is None:
             return
@@ -313,8 +312,7 @@ class Placement:
             generator.load(source.export(), source.version)
 
     def _gathers(self, call: str) -> bool:
-        """True if loading the generation engines gathers sharded parameters, which is a collective of the training's
-        mesh."""
+        """True if loading the generation engines gathers sharded parameters, a collective of the training's mesh."""
         home = self.plan.graph.train_call(self.role_of(call))
         return home is not None and self.plan[home].strategy.zero_stage == 3 and self.plan[call].engine == "vllm"
 
@@ -335,8 +333,8 @@ class Placement:
                 pass
 
     def forget_copies(self) -> None:
-        """Have every copy of trained parameters updated before its next use. For training engines that have got other
-        parameters, perhaps under a version that a copy has of the ones before."""
+        """Mark every copy of trained parameters stale. For training engines that were loaded with other parameters,
+        perhaps with the same version number."""
         for call in self.copies:
             for engine in self.engines.get(call, ()):
                 engine.version = STALE
@@ -344,7 +342,7 @@ class Placement:
             generator.version = STALE
 
     def check_fresh(self, call: str) -> None:
-        """Raise `EngineError` where the call's copy of trained parameters does not have the version that all ranks have
-        agreed on."""
+        """Raise `EngineError` if the call's copy of trained parameters does not have the version that all ranks agreed
+        on."""
         if call in self.reallocations:
             self.reallocations[call].check()

@@ -1,4 +1,4 @@
-"""`RoleModels`: how each role's models are loaded. The placement builds engines of them (`engine_builder`)."""
+"""`RoleModels`: the kind and the loading functions of each role's models. `engine_builder` builds engines from them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ModelKind = Literal["policy", "value", "score"]
 
 @dataclass(frozen=True)
 class RoleModels:
-    """One role's models. The callables are called on the ranks of the role's meshes only.
+    """One role's models. The callables are called only on the ranks of the role's meshes.
 
     Args:
-        kind: what the models compute: a `policy` a log-probability and an entropy per response token, a `value` model a
-            value per state of a response, a `score` model a number per sample.
+        kind: output of the models: a `policy` computes a log-probability and an entropy per response token, a `value`
+            model a value per state of a response, a `score` model a number per sample.
         load: one callable per model. Only a role of the kind `score` may have several models or none.
-        names: of each model; of the kind `score` only.
-        processing_classes: each model's tokenizer, or `None`; of the kind `score` only.
+        names: names of the models; only for the kind `score`.
+        processing_classes: each model's tokenizer, or `None`; only for the kind `score`.
         config: the Transformers config, for engines that build the model themselves.
-        shell: makes the model's structure without weights and without adapters.
+        shell: makes the model's structure without weights and adapters.
         adapted: the role trains only adapters.
-        copy_of: the role whose parameters, without adapters, this role's are a copy of before training.
-        inside: for a role without a model: a context in which the module of the role `copy_of` computes as this role.
+        copy_of: the role whose initial parameters, without adapters, this role copies.
+        inside: context in which the module of the role `copy_of` computes as this role, for a role without a model.
     """
 
     kind: ModelKind
@@ -62,8 +62,8 @@ class Roles:
         return self.models[role]
 
     def loaded(self) -> Roles:
-        """The roles after their models have been loaded, without references to models that the user passed. A rank
-        without a part of such a model would keep it in memory."""
+        """The roles after their models have been loaded, without references to the user's models, which would keep
+        unused models in memory."""
         return replace(self, models={r: replace(m, load=[_loaded] * len(m.load)) for r, m in self.models.items()})
 
     def check(self, graph: DataflowGraph) -> None:

@@ -1,8 +1,8 @@
 """`RunState`: the state of all models of a run, kept in host memory while the run changes its plan.
 
-Every rank keeps parts of the parameters and of the training state in the layout of the old plan: what several ranks
-hold is kept by one of them. They are reallocated to the new plan's layout bucket by bucket. When a run changes its plan
-is in `profiling.replanning`.
+Every rank keeps parts of the parameters and of the training state in the layout of the old plan; of equal parts only
+one rank keeps a copy. They are reallocated to the new plan's layout bucket by bucket. `profiling.replanning` decides
+when a run changes its plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-MOVE_BUCKET_BYTES = 64 << 20  # of a move; two are in flight at a time, beside the parts of both plans
+MOVE_BUCKET_BYTES = 64 << 20  # small, because two buckets are in memory beside the parts of both plans
 EXTRA_ATTRIBUTES = ("generation_config", "model_tags", "packs_rows", "shares_rows", "warnings_issued")
 
 
@@ -50,13 +50,11 @@ class HostParts:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Description from which every rank can make a model's structure again.
+    """Description from which every rank can rebuild a model's structure.
 
     Args:
-        config: the model's Transformers config.
-        is_policy: it is a policy; otherwise a model with a score head.
-        dtypes: of its parameters, by name.
-        buffers: its persistent buffers, by name.
+        is_policy: the model is a policy; otherwise it has a score head.
+        buffers: the persistent buffers, by name.
         extra_attributes: values of the model's attributes that are not in its config (`EXTRA_ATTRIBUTES`).
     """
 
@@ -72,10 +70,7 @@ class TrainingDescription:
     """The training state of a role without its tensors.
 
     Args:
-        version, scaler: as in `TrainingState`.
-        specs: of the tensors.
-        scalars: of all parameters.
-        group_numbers: of all parameter groups.
+        specs: shapes and dtypes by parameter and key.
     """
 
     version: int
@@ -85,7 +80,7 @@ class TrainingDescription:
     group_numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def of_names(self, names: Iterable[str], state: TrainingState) -> TrainingDescription:
-        """This description with those tensors of a rank's state that have these names (`_name`)."""
+        """This description with the named tensors of a rank's state added."""
         for name in names:
             parameter, key = _parameter_and_key(name)
             self.specs.setdefault(parameter, {})[key] = _spec_on_host(state, parameter, key)
@@ -94,8 +89,8 @@ class TrainingDescription:
 
 
 class RunState:
-    """This rank's part of the parameters and training state of a placement. Making it is collective. The placement may
-    be closed afterwards."""
+    """This rank's part of the parameters and training state of a placement. The constructor is collective. The
+    placement may be closed afterwards."""
 
     def __init__(self, placement: Placement) -> None:
         self.rank, self.cluster = placement.rank, placement.plan.cluster
@@ -119,17 +114,17 @@ class RunState:
         self._parts: dict[str, HostParts] = {}
         training: dict[str, TrainingDescription] = {}
         for key, parts in live.items():
-            kept = held_once({rank: of_rank[key] for rank, of_rank in enumerate(rank_boxes) if key in of_rank})
+            kept_boxes = held_once({rank: held[key] for rank, held in enumerate(rank_boxes) if key in held})
             state = states.get(key)
-            self._parts[key] = HostParts(versions[key], _on_host(parts, kept[self.rank], state, shares=shares))
+            self._parts[key] = HostParts(versions[key], _on_host(parts, kept_boxes[self.rank], state, shares=shares))
             if state is not None:
                 described = TrainingDescription(state.version, state.scaler, group_numbers=state.group_numbers)
-                training[key] = described.of_names(kept[self.rank], state)
+                training[key] = described.of_names(kept_boxes[self.rank], state)
         self.descriptions: dict[str, ModelDescription] = {}
         self.training: dict[str, TrainingDescription] = {}
-        for of_rank, training_of_rank in from_every_rank((descriptions, training), placement.control):
-            self.descriptions |= of_rank
-            for key, description in training_of_rank.items():
+        for rank_descriptions, rank_training in from_every_rank((descriptions, training), placement.control):
+            self.descriptions |= rank_descriptions
+            for key, description in rank_training.items():
                 merged = self.training.setdefault(key, description)
                 for parameter, specs in description.specs.items():
                     merged.specs.setdefault(parameter, {}).update(specs)
@@ -150,7 +145,7 @@ class RunState:
         models = {}
         for role in plan.graph.roles:
             home = plan.graph.train_call(role) or next(c for c in plan.order if plan.graph.call(c).role is role)
-            load = [partial(self.model, _key(home, at)) for at in range(len(roles[role].load))]
+            load = [partial(self.model, _key(home, number)) for number in range(len(roles[role].load))]
             models[role] = replace(roles[role], load=load)
         return Roles(models, filled_later=True)
 
@@ -158,7 +153,7 @@ class RunState:
         """Load the state into the engines of a new placement, which has been started. All ranks together.
 
         Raises:
-            TransferError, EngineError: the state was not loaded completely; the run cannot go on from it.
+            TransferError, EngineError: the state was not loaded completely; the run cannot go on.
         """
         engines = {_key(call, number): engine for call, number, engine in placement.home_engines()}
         for key in sorted(self.descriptions):
@@ -190,7 +185,7 @@ class RunState:
 
 
 class StateSink(PartsSink):
-    """Receives a trained role's training state into the parts that its engine is loading. A `parameter_sinks.Sink`."""
+    """Receives a role's training state into the parts that its engine is loading. A `parameter_sinks.Sink`."""
 
     def __init__(self, state: TrainingState) -> None:
         super().__init__(_state_parts(state))
@@ -203,7 +198,7 @@ class StateSink(PartsSink):
 
 
 def _key(call: str, number: int) -> str:
-    """The name of one of a role's models: the call in whose layout its parameters are kept, and the model's number."""
+    """The key of a model: the call in whose layout its parameters are, and the model's number in its role."""
     return f"{call} {number}"
 
 
@@ -213,34 +208,35 @@ def _parameter_and_key(name: str) -> tuple[str, str]:
 
 
 def _state_parts(state: TrainingState) -> Parts:
-    """The tensors of a training state by key and parameter, as one name."""
+    """The cells of a training state's tensors, by "key parameter"."""
     tensors = [(f"{key} {name}", t.cells) for name, by_key in state.tensors.items() for key, t in by_key.items()]
     return {name: cells for name, cells in tensors if cells}
 
 
 def _spec_on_host(state: TrainingState, parameter: str, key: str) -> TensorSpec:
-    """Shape and dtype of a tensor of the training state in host memory. What has a number for each element of the
-    parameter gets the dtype of its float32 weight, as engines load it, because tensors are moved without a cast."""
+    """Shape and dtype of a tensor of the training state in host memory. Floating-point tensors of the parameter's shape
+    get the dtype of its float32 weight, as engines load them, because tensors are moved without a cast."""
     master, spec = state.tensors[parameter][MASTER].spec, state.tensors[parameter][key].spec
     is_cast = spec.dtype.is_floating_point and spec.shape == master.shape
     return TensorSpec(spec.shape, master.dtype) if is_cast else spec
 
 
 def _on_host(parts: Parts, boxes: Mapping[str, Sequence[Box]], state: TrainingState | None, *, shares: bool) -> Parts:
-    """These boxes of the parts in host memory. A part of an engine that computes there is not copied, because the
-    engine is closed before the state is read.
+    """These boxes of the parts in host memory.
 
     Args:
-        state: that the parts are of; `None` if they are parameters.
-        shares: whether the engine computes in host memory, and is closed before it computes again.
+        state: the training state of the parts; `None` if they are parameters.
+        shares: whether whole parts need no copy: the engine computes in host memory, and is closed before it computes
+            again.
     """
     copies: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-    for name, of_name in boxes.items():
+    for name, name_boxes in boxes.items():
         dtype = _spec_on_host(state, *_parameter_and_key(name)).dtype if state is not None else None
-        for box in of_name:
+        for box in name_boxes:
             part = find(parts, name, box)
             assert part is not None, "a rank keeps boxes of its own parts"
-            is_all = any(own == box for own, _ in parts[name])  # a piece would keep the memory of all of the part
+            # a piece would keep the memory of the whole part
+            is_all = any(part_box == box for part_box, _ in parts[name])
             copies.setdefault(name, []).append(
                 (box, part.detach().to("cpu", dtype or part.dtype, copy=not (shares and is_all)))
             )
@@ -248,16 +244,16 @@ def _on_host(parts: Parts, boxes: Mapping[str, Sequence[Box]], state: TrainingSt
 
 
 def fixed_models(placement: Placement) -> Iterator[str]:
-    """The calls of this rank's models that a new placement cannot make, because they are not what their config says:
-    models with adapters, and a user's own class."""
+    """The calls of this rank's models that a new placement cannot rebuild from their config: models with adapters, and
+    models of a user's class."""
     for call, _, engine in placement.home_engines():
         if _config_of(engine, placement.roles[placement.role_of(call)].kind == "policy") is None:
             yield call
 
 
 def _config_of(engine: ScoringEngine, is_policy: bool) -> PretrainedConfig:
-    """The config of which a model with this engine's parameters is made: the model's, or one that says that its head is
-    not tied. `None` if there is none."""
+    """The config whose model has this engine's parameters: the model's, or the same with an untied head; else
+    `None`."""
     config, names = engine.head.model.config, set(engine.parameter_specs)
     for candidate in (config, untied(config)):
         if {name for name, _ in shell(candidate, is_policy).named_parameters()} == names:

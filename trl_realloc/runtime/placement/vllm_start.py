@@ -38,12 +38,11 @@ def start_vllm(
     options: EngineOptions,
     stack: contextlib.ExitStack,
 ) -> VLLMEngine | None:
-    """The engine that this rank owns; its process starts in the background. `None` on a rank whose tensor group's first
-    rank owns the engine.
+    """This rank's engine; its process starts in the background. `None` on all ranks of a tensor group but its first.
 
     Args:
         config: the Transformers config of the call's role.
-        stack: closed to end the engine and remove its files.
+        stack: its `close` ends the engine and removes its files.
     """
     from ...engines.generation.vllm import VLLMEngine
 
@@ -60,7 +59,7 @@ def start_vllm(
     settings = {"log_path": log, "stop_timeout_s": options.heartbeat_timeout_s, **options.vllm}
     if assignment.memory_share is not None:
         settings["gpu_memory_utilization"] = assignment.memory_share
-    # on a GPU vLLM compiles the model, and looks by the model's path for what it has compiled before
+    # on a GPU vLLM compiles the model, and caches the result by the model's path
     model = kept_model(folder / "model") if is_accelerator(options.device) else folder / "model"
     engine = VLLMEngine(
         model,
@@ -78,44 +77,41 @@ def start_vllm(
 
 
 def kept_model(folder: Path) -> Path:
-    """A copy of a model's folder in the cache folder (`common.files`), which every run with the same files finds
-    under the same path. The folder itself where no copy can be kept.
+    """A copy of a model's folder in the cache folder, at the same path for every run with the same files. The folder
+    itself if no copy can be made.
 
     Args:
-        folder: with the model's config, and no weights.
+        folder: folder with the model's config and no weights.
     """
     digest = hashlib.sha256()
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode() + file.read_bytes())
-    kept = cache_folder() / "vllm" / digest.hexdigest()[:16]
-    if kept.is_dir():
-        return kept
+    cached = cache_folder() / "vllm" / digest.hexdigest()[:16]
+    if cached.is_dir():
+        return cached
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as unfinished:
-            made = Path(shutil.copytree(folder, Path(unfinished, kept.name)))
-            made.rename(kept)
-    except OSError:  # no place, or another rank was first
-        return kept if kept.is_dir() else folder
-    return kept
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as unfinished:
+            copy = Path(shutil.copytree(folder, Path(unfinished, cached.name)))
+            copy.rename(cached)
+    except OSError:  # no space, or another rank was first
+        return cached if cached.is_dir() else folder
+    return cached
 
 
 def _dtype_name(config: PretrainedConfig, options: EngineOptions) -> str:
-    """The name of the dtype that the role computes in while it trains, so that its log-probabilities agree there and in
-    the engine."""
+    """The dtype of the role's training, so that its log-probabilities agree with the engine's."""
     dtype = options.compute_dtype or getattr(config, "dtype", None) or torch.float32
     return str(dtype).removeprefix("torch.")
 
 
 def _devices(plan: ExecutionPlan, assignment: Assignment, rank: int, device: torch.device) -> dict[str, Any]:
-    """The GPUs or the CPU cores of the engine that this rank owns: those of its tensor group."""
+    """The GPUs or the CPU cores of the tensor group of this rank's engine."""
     per_node, tp = plan.cluster.devices_per_node, assignment.strategy.tp
-    if is_accelerator(
-        device
-    ):  # a CUDA GPU (`trainer.run.plan_request`), numbered among the GPUs that this process sees
+    if is_accelerator(device):  # a CUDA GPU, numbered among the GPUs that this process sees
         first = device.index or 0
         return {"cuda_devices": list(range(first, first + tp))}
     local = [(rank + i) % per_node for i in range(tp)]
     cores = sorted(os.sched_getaffinity(0))
     per_rank = max(1, len(cores) // per_node)
-    return {"cpu_cores": [cores[(at * per_rank + i) % len(cores)] for at in local for i in range(per_rank)]}
+    return {"cpu_cores": [cores[(index * per_rank + i) % len(cores)] for index in local for i in range(per_rank)]}

@@ -1,1 +1,1 @@
-"""Samples on their way: who has which, and sends it to whom."""
+"""Division and exchange of samples between ranks."""

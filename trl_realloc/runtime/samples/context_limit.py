@@ -1,4 +1,4 @@
-"""`ContextLimit`: what becomes of a prompt after which the context has no room for a whole response."""
+"""`ContextLimit`: shortens the response to a prompt that leaves too little room in the context."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ logger = logging.get_logger(__name__)
 
 
 class ContextLimit:
-    """The context of the engines of a run.
+    """The context length of a run's engines.
 
     Args:
-        tokens: most of a prompt and its response together.
-        remedy: what a user does about a prompt that is too long, for messages.
-        remedy_of_shortened: what a user does about a prompt that leaves room for a shorter response; by default the
-            same.
+        tokens: maximum number of tokens of a prompt and its response together.
+        remedy: advice on prompts that are too long, for messages.
+        remedy_of_shortened: advice on prompts that leave room for a shorter response; by default `remedy`.
     """
 
     def __init__(self, tokens: int, remedy: str, remedy_of_shortened: str = "") -> None:
@@ -25,12 +24,12 @@ class ContextLimit:
         self._has_warned = False
 
     def response(self, prompt: int, most: int) -> int | None:
-        """Most tokens of the response to a prompt; `None` where the context has room for what is asked for. The first
-        response that is shortened is logged.
+        """Maximum number of tokens of the response to a prompt; `None` if the context has room for `most`. Logs the
+        first response that is shortened.
 
         Args:
-            prompt: tokens of the prompt.
-            most: tokens of a response that are asked for.
+            prompt: number of tokens of the prompt.
+            most: requested maximum of a response.
 
         Raises:
             EngineError: there is no room for a token.
@@ -52,11 +51,10 @@ class ContextLimit:
         """The message for a prompt that leaves no room for a token.
 
         Args:
-            what: the prompt's words, such as "a prompt".
-            prompt: its tokens.
+            what: the message's word for the prompt, such as "a prompt".
+            prompt: number of tokens of the prompt.
         """
         return f"{self._room(what, prompt)} nothing can be generated; {self.remedy}."
 
     def _room(self, what: str, prompt: int) -> str:
-        """The beginning of a message: the tokens of a prompt and of the context."""
         return f"{what} has {prompt} tokens, and the context {self.tokens} with the completion, so"

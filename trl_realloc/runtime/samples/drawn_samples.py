@@ -1,5 +1,5 @@
-"""`DrawnSamples`: what has been drawn of the samples that are under way, which checkpoints and changes of plan keep.
-A run that goes on with them draws no token again and trains no sample twice.
+"""`DrawnSamples`: finished and partial samples of batches that have not been trained. Checkpoints and changes of plan
+keep them, so that a resumed run draws no token again and trains no sample twice.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ...engines.base import Sampling
 
 
 logger = logging.get_logger(__name__)
-_UNFINISHED = -1  # of `stopped` in a file
+_UNFINISHED = -1  # value of `stopped` in a file
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens that have been drawn of one sample.
+    """The tokens of one sample so far.
 
     Args:
-        versions: of each token, the engine's version of the parameters that drew it.
-        stopped: as of `engines.base.Completion`; `None` if the sample has not ended.
-        seconds: in generation.
+        versions: the engine's parameter version for each token.
+        stopped: `Completion.stopped`; `None` if the sample has not ended.
+        seconds: time in generation.
     """
 
     token_ids: tuple[int, ...]
@@ -40,14 +40,13 @@ class Drawn:
 
 @dataclass
 class DrawnSamples:
-    """Samples, finished or not, that have been drawn for iterations that have not been trained.
+    """Finished and partial samples of iterations that have not been trained.
 
     Args:
-        samples: by iteration and by index in its batch.
-        checksums: of the prompts of each iteration's batch.
-        update_of: by the engine's version of the parameters, the number of updates that had made them.
-        sampling: how the tokens were drawn.
-        next: the iteration that a loop of another library asks for first when it goes on.
+        samples: samples by iteration and by index in its batch.
+        checksums: checksum of the prompts of each iteration's batch.
+        update_of: number of optimizer updates behind each of the engine's parameter versions.
+        next: the first iteration that another library's loop asks for on resume.
     """
 
     samples: dict[int, dict[int, Drawn]] = field(default_factory=dict)
@@ -61,8 +60,8 @@ class DrawnSamples:
 
     def add(self, other: DrawnSamples) -> None:
         """Add the samples of another rank."""
-        for number, drawn in other.samples.items():
-            self.samples.setdefault(number, {}).update(drawn)
+        for number, samples in other.samples.items():
+            self.samples.setdefault(number, {}).update(samples)
         self.checksums |= other.checksums
         self.update_of |= other.update_of
         self.sampling = self.sampling or other.sampling
@@ -70,36 +69,36 @@ class DrawnSamples:
     def of_batch(
         self, number: int, batch: PromptBatch, versions: int, sampling: Sampling | None
     ) -> Mapping[int, Drawn]:
-        """The drawn samples of an iteration, by index, without those that have tokens that would be too old.
+        """The samples of an iteration, by index, except samples with tokens that would be too old.
 
         Args:
-            batch: of the iteration. If it has other prompts, nothing of what was drawn is used.
-            versions: most updates by which a token may be older than the policy that is trained on it.
-            sampling: of the run. If it differs, nothing of what was drawn is used: another limit of tokens would make
-                samples unfinished, or finished at the wrong place.
+            batch: the iteration's batch. If its prompts have changed, no sample is used.
+            versions: maximum age, in updates, of a token relative to the trained policy.
+            sampling: the run's sampling. If it has changed, no sample is used: with another token limit, finished
+                samples would be unfinished, or finished at the wrong place.
         """
-        drawn = self.samples.get(number, {})
-        if drawn and self.checksums.get(number) != checksum(batch):
+        samples = self.samples.get(number, {})
+        if samples and self.checksums.get(number) != checksum(batch):
             logger.warning(
                 f"batch {number + 1} has other prompts than when its samples were drawn; they are drawn anew."
             )
             return {}
-        if drawn and sampling != self.sampling:
+        if samples and sampling != self.sampling:
             logger.warning(
                 f"the samples of batch {number + 1} that were under way are drawn again, because they were drawn "
                 f"otherwise: {self.sampling} then, {sampling} now."
             )
             return {}
         return {
-            index: of_sample
-            for index, of_sample in drawn.items()
-            if all(self.update_of.get(version, -1) >= number - versions for version in set(of_sample.versions))
+            index: sample
+            for index, sample in samples.items()
+            if all(self.update_of.get(version, -1) >= number - versions for version in set(sample.versions))
         }
 
     def to_tensors(self) -> dict[str, Any]:
-        """As tensors and numbers, which `torch.load` reads with `weights_only`."""
+        """Tensors and numbers that `torch.load` reads with `weights_only`."""
         return {
-            "samples": {number: _columns(drawn) for number, drawn in self.samples.items() if drawn},
+            "samples": {number: _columns(samples) for number, samples in self.samples.items() if samples},
             "checksums": self.checksums,
             "update_of": self.update_of,
             "next": self.next,
@@ -115,16 +114,16 @@ class DrawnSamples:
         return DrawnSamples(samples, *numbers, sampling, content.get("next", 0))
 
 
-def _columns(drawn: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
-    of_samples = list(drawn.values())
+def _columns(samples_by_index: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
+    drawn_samples = list(samples_by_index.values())
     return {
-        "index": torch.tensor(list(drawn), dtype=torch.long),
-        "lengths": torch.tensor([len(sample.token_ids) for sample in of_samples], dtype=torch.long),
-        "token_ids": Ragged.of([sample.token_ids for sample in of_samples], torch.long).values,
-        "logprobs": Ragged.of([sample.logprobs for sample in of_samples], torch.float64).values,
-        "versions": Ragged.of([sample.versions for sample in of_samples], torch.long).values,
-        "stopped": torch.tensor([_UNFINISHED if s.stopped is None else int(s.stopped) for s in of_samples]),
-        "seconds": torch.tensor([sample.seconds for sample in of_samples], dtype=torch.float64),
+        "index": torch.tensor(list(samples_by_index), dtype=torch.long),
+        "lengths": torch.tensor([len(sample.token_ids) for sample in drawn_samples], dtype=torch.long),
+        "token_ids": Ragged.of([sample.token_ids for sample in drawn_samples], torch.long).values,
+        "logprobs": Ragged.of([sample.logprobs for sample in drawn_samples], torch.float64).values,
+        "versions": Ragged.of([sample.versions for sample in drawn_samples], torch.long).values,
+        "stopped": torch.tensor([_UNFINISHED if s.stopped is None else int(s.stopped) for s in drawn_samples]),
+        "seconds": torch.tensor([sample.seconds for sample in drawn_samples], dtype=torch.float64),
     }
 
 
@@ -132,14 +131,14 @@ def _drawn(columns: Mapping[str, torch.Tensor]) -> dict[int, Drawn]:
     lengths = columns["lengths"]
     ragged = {name: Ragged(columns[name], lengths).rows() for name in ("token_ids", "logprobs", "versions")}
     result = {}
-    for at, index in enumerate(columns["index"].tolist()):
-        stopped = int(columns["stopped"][at])
+    for row, index in enumerate(columns["index"].tolist()):
+        stopped = int(columns["stopped"][row])
         result[index] = Drawn(
-            tuple(ragged["token_ids"][at].tolist()),
-            tuple(ragged["logprobs"][at].tolist()),
-            tuple(ragged["versions"][at].tolist()),
+            tuple(ragged["token_ids"][row].tolist()),
+            tuple(ragged["logprobs"][row].tolist()),
+            tuple(ragged["versions"][row].tolist()),
             None if stopped == _UNFINISHED else bool(stopped),
-            float(columns["seconds"][at]),
+            float(columns["seconds"][row]),
         )
     return result
 

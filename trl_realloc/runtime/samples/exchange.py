@@ -38,13 +38,13 @@ _SAMPLES, _FAILURE = b"s", b"f"  # begin a message of `Exchange.scatter`
 
 @dataclass(frozen=True)
 class CallFailure:
-    """Sent instead of samples where a rank's call failed. A call whose inputs have failed is not run, and sends their
-    failures on.
+    """Sent instead of samples if a rank's call failed. A call whose inputs have failed is not run, and forwards their
+    failures.
 
     Args:
-        is_unharmed: every role is what it was before the iteration, and the engines work. The samples or their scores
-            are at fault.
-        sample: position in the global batch of the sample at fault; -1 if it is no single one.
+        is_unharmed: no role has changed in the iteration, and the engines work. The samples or their scores are at
+            fault.
+        sample: position in the global batch of the sample at fault; -1 if it is not a single sample.
     """
 
     rank: int
@@ -65,11 +65,11 @@ def failure_of(error: Exception, rank: int, call: str, *, is_collective: bool) -
     """Record of a call's exception, which is sent in place of the call's samples.
 
     Args:
-        is_collective: the code that raised it contains collectives.
+        is_collective: the code that raised the error contains collectives.
 
     Raises:
-        Exception: `error` itself, if other ranks wait for this one in a collective. A `RewardError` and a
-            `NonFiniteError` come after a call's last collective, the latter on every rank of its mesh.
+        Exception: `error` itself, if other ranks wait for this one in a collective. A `RewardError` or a
+            `NonFiniteError` is raised after a call's last collective, the latter on every rank of its mesh.
     """
     if is_collective and not isinstance(error, RewardError | NonFiniteError):
         raise error
@@ -79,7 +79,7 @@ def failure_of(error: Exception, rank: int, call: str, *, is_collective: bool) -
 
 
 class CallsFailed(RuntimeError):
-    """Samples that were waited for do not exist, because calls have failed."""
+    """Expected samples do not exist, because calls have failed."""
 
     def __init__(self, failures: Failures) -> None:
         super().__init__("; ".join(map(str, failures)))
@@ -96,9 +96,9 @@ class CallOutput:
 
     Args:
         samples: the call's output columns, and `index`.
-        spans: when the rank ran the call, and took part in reallocations for it before.
-        stages: of two calls that train together, when the stages of this rank's line ran the tasks of a mini-batch;
-            in the output of one of both, from the line's first rank.
+        spans: times of the call on this rank, and of the reallocations before it.
+        stages: task times of a mini-batch on the pipeline stages of this rank's line, for two calls that train
+            together; in the output of one of the calls, from the line's first rank.
     """
 
     samples: Rollouts
@@ -111,10 +111,9 @@ class Exchange:
     sent, as samples or as a failure.
 
     Args:
-        rank: this process.
         group: a gloo group over all ranks; `None` in a job of one process.
-        messages: replaces those over `group`.
-        first_tag: of the messages; two exchanges that are used at the same time have different ones.
+        messages: transport; by default `GlooMessages` over `group`.
+        first_tag: first tag of the messages. Exchanges that are used at the same time need disjoint tags.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class Exchange:
     ) -> None:
         self.plan, self.rank, self.first_tag = plan, rank, first_tag
         self.messages = GlooMessages(group) if messages is None else messages
-        self._tags = {name: first_tag + at for at, name in enumerate(plan.order)}
+        self._tags = {name: first_tag + number for number, name in enumerate(plan.order)}
         self._collected: dict[str, CallOutput | Failures] = {}
         self._own_outputs: dict[str, CallOutput | Failures] = {}
         self._running: frozenset[str] = frozenset()
@@ -136,7 +135,7 @@ class Exchange:
         """Begin a new step. Waits until the last step's messages have been received.
 
         Args:
-            running: the calls whose outputs are sent to their readers. Those of other calls are sent to rank 0 alone.
+            running: the calls whose outputs are sent to their readers. Other calls' outputs are sent only to rank 0.
         """
         self.flush()
         self._running = frozenset(running)
@@ -144,8 +143,8 @@ class Exchange:
         self._own_outputs.clear()
 
     def flush(self) -> None:
-        """Wait until all messages have been received. Must be called before an exchange is deleted, because gloo then
-        drops messages that are in flight, and other ranks would wait for them."""
+        """Wait until all messages have been received. Must be called before an exchange is deleted, because gloo drops
+        messages in flight on deletion, and other ranks would wait for them."""
         self.messages.flush()
 
     # --- the outputs of a call --------------------------------------------------------------------------------------
@@ -175,11 +174,11 @@ class Exchange:
         return call in self._collected
 
     def collect(self, call: str) -> CallOutput:
-        """A call's outputs from all ranks, in the order of the global batch. Waits for those that have not arrived.
-        Only on a rank that receives them.
+        """A call's outputs from all ranks, in the order of the global batch. Waits for them. Only on a rank that
+        receives them.
 
         Raises:
-            CallsFailed: the call, or one whose outputs it needed, failed on some rank.
+            CallsFailed: the call, or a call whose outputs it reads, failed on some rank.
         """
         if call not in self._collected:
             received = [self._receive_output(call, rank) for rank in sources(self.plan, call)]
@@ -204,11 +203,11 @@ class Exchange:
     # --- the inputs of a call ---------------------------------------------------------------------------------------
 
     def distribute(self, call: str, shares: Sequence[Share] | CallsFailed) -> None:
-        """Send its share to the first rank of each data-parallel replica, which passes it on. Only on the leader of the
+        """Send each share to the first rank of its data-parallel replica, which forwards it. Only on the leader of the
         call's mesh. Does not wait.
 
         Args:
-            shares: by replica; or why there are none.
+            shares: one share per replica, or the failures of the call's inputs.
         """
         for number, first in enumerate(sources(self.plan, call)):
             packed = shares.failures if isinstance(shares, CallsFailed) else shares[number].packed()
@@ -221,7 +220,7 @@ class Exchange:
         """This rank's share of a call's inputs. Waits for it.
 
         Raises:
-            CallsFailed: a call whose outputs it needs has failed.
+            CallsFailed: a call whose outputs this call reads has failed.
         """
         first = replica_ranks(self.plan, call, self.rank)[0]
         source = self.plan.mesh(call).leader if first == self.rank else first
@@ -234,66 +233,58 @@ class Exchange:
         return Share.of(share)
 
     def _pass_on(self, call: str, content: bytes) -> None:
-        """Send a share to the other ranks of this rank's replica, which all need the same."""
         for rank in replica_ranks(self.plan, call, self.rank)[1:]:
             self.messages.send(content, rank, self._share_tag(call))
 
     def _share_tag(self, call: str) -> int:
-        return len(self._tags) + self._tags[call]  # after those of the outputs
+        return len(self._tags) + self._tags[call]  # above the outputs' tags
 
     @property
     def stream_tag(self) -> int:
         """The first of three tags of the messages of streamed calls."""
-        return (
-            self.first_tag + 2 * len(self._tags) + 2
-        )  # the tag before this one and the one after it belong to `spread`
+        # `spread` uses the tags before and after this one
+        return self.first_tag + 2 * len(self._tags) + 2
 
     @property
     def free_tag(self) -> int:
-        """The first tag that is not used by this exchange."""
+        """The first tag that this exchange does not use."""
         return self.stream_tag + 3
 
     def of_iteration(self, running: Collection[str], first_tag: int) -> Exchange:
-        """An exchange for one iteration of several that are under way. Messages of two iterations with the same tag
-        arrive in the order in which they were sent, so each rank publishes and collects a call's outputs iteration by
-        iteration.
+        """An exchange for one of several concurrent iterations. Messages with the same tag arrive in the order of
+        sending, so each rank must publish and collect a call's outputs iteration by iteration.
 
         Args:
-            running: as of `begin`.
+            running: the calls whose outputs are sent to their readers.
         """
         exchange = Exchange(self.plan, self.rank, messages=self.messages.twin(), first_tag=first_tag)
         exchange._running = frozenset(running)
         return exchange
 
-    # --- samples that each rank has of its own ----------------------------------------------------------------------
+    # --- local samples of each rank ---------------------------------------------------------------------------------
 
     def sizes(self, size: int) -> list[int]:
-        """Gathers the number of samples of each rank. All ranks call this together.
-
-        Args:
-            size: of this rank.
-        """
+        """All-gather of the ranks' numbers of samples (`size`). All ranks call this together."""
         ranks = range(self.plan.cluster.size)
-        of_ranks: dict[int, int] = combined(
-            self.messages, ranks, self.rank, {self.rank: size}, lambda one, other: {**one, **other}, self.stream_tag - 2
+        rank_sizes: dict[int, int] = combined(
+            self.messages, ranks, self.rank, {self.rank: size}, lambda a, b: {**a, **b}, self.stream_tag - 2
         )
-        return [of_ranks[rank] for rank in ranks]
+        return [rank_sizes[rank] for rank in ranks]
 
-    def gather(self, call: str, own: Rollouts, sizes: Sequence[int]) -> Rollouts | None:
-        """The samples of all ranks, in the order of the ranks and numbered by `index`, on the leader of the call's
-        mesh; `None` on the others. All ranks together.
+    def gather(self, call: str, local_samples: Rollouts, sizes: Sequence[int]) -> Rollouts | None:
+        """The samples of all ranks in rank order, numbered by `index`, on the leader of the call's mesh; `None` on the
+        others. All ranks together.
 
         Args:
-            own: of this rank.
-            sizes: how many samples each rank has; some have any.
+            sizes: number of samples of each rank, not all 0.
         """
         leader = self.plan.mesh(call).leader
         if self.rank != leader:
-            if len(own):
-                self.messages.send(own.to_bytes(), leader, self._share_tag(call))
+            if len(local_samples):
+                self.messages.send(local_samples.to_bytes(), leader, self._share_tag(call))
             return None
         parts = [
-            own if rank == leader else Rollouts.from_bytes(self.messages.receive(rank, self._share_tag(call)))
+            local_samples if rank == leader else Rollouts.from_bytes(self.messages.receive(rank, self._share_tag(call)))
             for rank, size in enumerate(sizes)
             if size
         ]
@@ -303,25 +294,23 @@ class Exchange:
         """This rank's part of a call's outputs. All ranks together.
 
         Args:
-            outputs: on rank 0: of all samples in ascending order of `index`; or why there are none, which every rank
-                gets.
-            sizes: as of `gather`.
+            outputs: all samples' outputs in ascending order of `index`, or an exception for every rank; on rank 0 only.
         """
         if self.rank != RESULTS:
             content = self.messages.receive(RESULTS, self._tags[call])
             # safe: from another rank of this job
             return Rollouts.from_bytes(content[1:]) if content[:1] == _SAMPLES else pickle.loads(content[1:])
         assert outputs is not None, "rank 0 has collected them"
-        own: Rollouts | Exception = outputs
+        local_part: Rollouts | Exception = outputs
         for rank, stop in enumerate(accumulate(sizes)):
             part = outputs.select(range(stop - sizes[rank], stop)) if isinstance(outputs, Rollouts) else outputs
             if rank == RESULTS:
-                own = part
+                local_part = part
             elif isinstance(part, Rollouts):
                 self.messages.send(_SAMPLES + part.to_bytes(), rank, self._tags[call])
             else:
                 self.messages.send(_FAILURE + pickle.dumps(part), rank, self._tags[call])
-        return own
+        return local_part
 
     # --- results ----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,4 @@
-"""`Iteration`: the results of one iteration, and the metrics in it. Rank 0 computes them from the outputs of all calls
-(`executor`)."""
+"""`Iteration`: the results of one iteration and its metrics, which rank 0 computes from the outputs of all calls."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span, is_host_work
 
 
-POLICY_VERSIONS = "policy_versions"  # column: of each response token, updates of the policy that drew it
+POLICY_VERSIONS = "policy_versions"  # column: number of updates of the policy that sampled each response token
 IN_FLIGHT_S = "in_flight_s"  # column: seconds of a sample's generation
-GENERATED_AT = "generated_at"  # column: when a sample's generation ended, seconds since the epoch
-OF_GENERATION = (POLICY_VERSIONS, IN_FLIGHT_S, GENERATED_AT)  # of a plan with a staleness; no call reads them
+GENERATED_AT = "generated_at"  # column: end of a sample's generation, seconds since the epoch
+OF_GENERATION = (POLICY_VERSIONS, IN_FLIGHT_S, GENERATED_AT)  # columns under a staleness; no call reads them
 
-# by optimizer step and by name: (n,) float32 by position in the global batch
+# optimizer step -> name -> (n,) float32 by position in the global batch
 Statistics = dict[int, dict[str, Tensor]]
 
 
@@ -33,14 +32,14 @@ class Iteration:
     """The results of one iteration.
 
     Args:
-        metrics: of the algorithm, by TRL's names. On every rank.
-        observed: of samples and calls: mean length, score of every reward, seconds of every call, bytes and seconds of
-            every reallocation. On every rank.
-        tokens: prompt and response tokens of all samples. On every rank.
-        samples: the global batch with every column; on rank 0, without samples on the others.
-        spans: when each rank ran each call; on rank 0, empty on the others.
-        stages: of two calls that train together, when each stage ran each task of the last mini-batch; on rank 0, empty
-            on the others.
+        metrics: the algorithm's metrics, by TRL's names. On every rank.
+        observed: metrics of samples and calls: mean length, score of every reward, seconds of every call, bytes and
+            seconds of every reallocation. On every rank.
+        tokens: number of prompt and response tokens of all samples. On every rank.
+        samples: the global batch with every column; on rank 0, empty on the others.
+        spans: times of each call on each rank; on rank 0, empty on the others.
+        stages: task times of the last mini-batch on each stage, for two calls that train together; on rank 0, empty on
+            the others.
     """
 
     metrics: dict[str, float]
@@ -61,11 +60,11 @@ class Iteration:
 
 
 def add_statistics(outputs: Rollouts, n: int, statistics: Statistics) -> None:
-    """Add what the ranks of a training call returned for each sample of each optimizer step to `statistics`.
+    """Add the outputs of a training call for each sample of each optimizer step to `statistics`.
 
     Args:
-        outputs: with the columns `index` and `update`; without columns if every step was skipped.
-        n: samples of the global batch.
+        outputs: columns `index`, `update` and the statistics; no columns if every step was skipped.
+        n: number of samples of the global batch.
     """
     if "update" not in outputs:
         return
@@ -89,15 +88,13 @@ def update_metrics(
     """The algorithm's metrics of the optimizer steps.
 
     Args:
-        trainings: the calls that train.
         samples: the global batch after `Algorithm.prepare`.
-        step: the number of the iteration.
         counts_skipped: add the number of skipped steps of each loss.
     """
     steps = []
     for update, mini_batch in enumerate(algorithm.mini_batches(samples, step)):
-        at = mini_batch.tensor("index")
-        steps.append((mini_batch, {name: sums[at] for name, sums in statistics.get(update, {}).items()}))
+        index = mini_batch.tensor("index")
+        steps.append((mini_batch, {name: sums[index] for name, sums in statistics.get(update, {}).items()}))
     metrics = algorithm.update_metrics(steps)
     if counts_skipped:
         for loss in map(algorithm.loss, trainings):
@@ -114,13 +111,9 @@ def sample_metrics(algorithm: Algorithm, samples: Rollouts, *, only_finite: bool
 
 def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[str, float]:
     """`Iteration.observed` of a global batch and of the spans of its calls: `completions/mean_length`,
-    `rewards/<name>`, `time/<call>` (seconds of the slowest rank), and `realloc/bytes/<call>` and
-    `realloc/seconds/<call>`, where the call is the one that received the parameters; `shared_tokens/<call>`, of all
-    replicas, where samples shared some. Work on the host is
-    `time/reward/<name>`, `time/tool/<name>` and `time/training_loop`. With a staleness also `ages`.
-
-    Args:
-        step: the number of the iteration.
+    `rewards/<name>`, `time/<call>` (seconds of the slowest rank), `realloc/bytes/<call>` and `realloc/seconds/<call>`
+    (`<call>` received the parameters), and `shared_tokens/<call>` (sum over all replicas, if samples shared tokens).
+    Work on the host is `time/reward/<name>`, `time/tool/<name>` and `time/training_loop`. With a staleness also `ages`.
     """
     busy: dict[tuple[str, int], float] = defaultdict(float)  # a streamed call has several spans on a device
     metrics: dict[str, float] = {}
@@ -147,15 +140,15 @@ def observed(samples: Rollouts, spans: Iterable[Span], step: int = 0) -> dict[st
 
 
 def _key(name: str) -> str:
-    """The name of a span in a metric, where trackers refuse colons and spaces."""
+    """The name of a span in a metric. Trackers refuse colons and spaces."""
     return name.replace(": ", "/").replace(" ", "_") if is_host_work(name) else name
 
 
 def with_ages(samples: Rollouts, step: int) -> Rollouts:
-    """The samples, under a plan with a staleness with the column `corrections.AGES`.
+    """The samples; under a plan with a staleness, with the column `corrections.AGES`.
 
     Args:
-        step: as of `ages`.
+        step: number of the iteration, which is its policy's number of updates.
     """
     if POLICY_VERSIONS not in samples:
         return samples
@@ -167,12 +160,12 @@ def ages(samples: Rollouts, step: int) -> dict[str, float]:
     """Ages of samples when they are trained, under a plan with a staleness; empty for other samples.
 
     Args:
-        step: the number of the iteration, which is the number of updates that its policy has had.
+        step: number of the iteration, which is its policy's number of updates.
 
     Returns:
-        `staleness/mean` and `staleness/oldest`: updates between the policy that drew a token and the one that is
-        trained, over all tokens. `staleness/in_flight_s` and `staleness/in_queue_s`: seconds that a sample was
-        generated, and that it then waited until the iteration's end; means over the samples.
+        `staleness/mean` and `staleness/oldest`: updates between a token's policy and the trained policy, over all
+        tokens. `staleness/in_flight_s` and `staleness/in_queue_s`: seconds of a sample's generation, and of its wait
+        until the iteration's end; means over the samples.
     """
     if POLICY_VERSIONS not in samples or not len(samples):
         return {}

@@ -1,7 +1,7 @@
 """Divides a call's samples among its data-parallel replicas.
 
-`Share` is what the leader of a call's mesh sends to the ranks of one replica. Columns of the data set are not sent,
-because every rank has them.
+The leader of a call's mesh sends a `Share` to the ranks of each replica. Columns of the data set are not sent, because
+every rank has them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Share:
 
     Args:
         samples: each sample once, with the columns that the call reads.
-        steps: of a call that trains: for each optimizer step the columns `index` and those that the algorithm adds to
-            a mini-batch, of the replica's samples of it. Empty for other calls.
+        steps: the replica's samples of each optimizer step: `index` and the columns that the algorithm adds to a
+            mini-batch. Empty for calls that do not train.
         is_skipped: the call is not run, because its batch is not finite and the run skips such batches.
     """
 
@@ -51,8 +51,8 @@ class Share:
         """The share with the columns of `batch`, the data set's columns of the global batch."""
         if self.is_skipped:
             return self
-        own = rows_of(batch, self.samples.tensor("index"))
-        return replace(self, samples=own.plus(**self.samples))
+        local_rows = rows_of(batch, self.samples.tensor("index"))
+        return replace(self, samples=local_rows.plus(**self.samples))
 
     def packed(self) -> tuple[bytes, list[bytes], bool]:
         """The share as bytes."""
@@ -75,15 +75,15 @@ def shares_of_samples(
     shares_tokens: bool = False,
     answered: AnsweredPrompts | None = None,
 ) -> list[Share]:
-    """The share of each replica of a call that takes no optimizer step: prompts in turn, samples with responses so that
-    their work is balanced.
+    """The share of each replica of a call that takes no optimizer step. Prompts are dealt in turn, samples with
+    responses so that their work is balanced.
 
     Args:
-        samples: the global batch with the columns that the call reads, as far as they are there.
-        replicas: whose shares are wanted; by default all.
-        attention_at: of the call's model, as of `work`.
-        shares_tokens: the call's engines compute the tokens that samples have in common at their beginnings once.
-        answered: of a call that generates: which engine has the beginning of a prompt. It learns of these prompts.
+        samples: the global batch with the present columns that the call reads.
+        replicas: replicas to return; by default all.
+        attention_at: `ModelSpec.attention_at` of the call's model.
+        shares_tokens: the call's engines compute common prefixes of samples once.
+        answered: prefix affinity of a call that generates. The prompts are added to it.
     """
     dp = plan[call.name].strategy.dp
     read = samples.only(name for name in ("index", *call.inputs) if name in samples)
@@ -98,8 +98,12 @@ def shares_of_samples(
 
 
 def divided(samples: Rollouts, parts: int, attention_at: float, *, shares_tokens: bool) -> list[list[int]]:
-    """The positions of the samples of each of `parts` replicas, so that their work is balanced. The arguments are those
-    of `shares_of_samples`."""
+    """The positions of the samples of each of `parts` replicas, so that their work is balanced.
+
+    Args:
+        attention_at: `ModelSpec.attention_at` of the call's model.
+        shares_tokens: common prefixes of samples are computed once.
+    """
     if shares_tokens and parts > 1 and len(samples):
         return balance_shared(prefix_tree(samples), parts, attention_at)
     return balance(work(samples.lengths.tolist(), attention_at), parts)
@@ -107,16 +111,16 @@ def divided(samples: Rollouts, parts: int, attention_at: float, *, shares_tokens
 
 def deal(prompts: Ragged, parts: int, homes: Sequence[int | None] = ()) -> list[list[int]]:
     """The positions of the prompts of each of `parts` engines, ascending. An engine computes the keys and values of a
-    prompt's beginning once, so prompts go to their homes, and equal prompts that follow each other, the groups of GRPO,
-    together, as far as no engine gets more than its share; the others in turn.
+    common prefix once, so prompts go to their `homes`, and consecutive equal prompts (the groups of GRPO) to one
+    engine, as long as no engine gets more than an equal share. The other prompts are dealt in turn.
 
     Args:
-        homes: of each prompt, the engine that has its beginning; `None` where there is none.
+        homes: engine that has each prompt's prefix, or `None`.
     """
     most, dealt, left = -(-len(prompts) // parts), [list[int]() for _ in range(parts)], list[int]()
-    for at, home in enumerate(homes or [None] * len(prompts)):
-        (left if home is None or len(dealt[home]) == most else dealt[home]).append(at)
-    fewest = [(len(of_part), part) for part, of_part in enumerate(dealt)]
+    for position, home in enumerate(homes or [None] * len(prompts)):
+        (left if home is None or len(dealt[home]) == most else dealt[home]).append(position)
+    fewest = [(len(positions), part) for part, positions in enumerate(dealt)]
     heapq.heapify(fewest)
     begins = torch.nonzero(~prompts.select(left).repeats()).flatten().tolist()
     for begin, end in pairwise([*begins, len(left)]):
@@ -126,36 +130,37 @@ def deal(prompts: Ragged, parts: int, homes: Sequence[int | None] = ()) -> list[
             dealt[part] += left[begin : begin + count]
             heapq.heapreplace(fewest, (has + count, part))
             begin += count
-    return [sorted(of_part) for of_part in dealt]
+    return [sorted(positions) for positions in dealt]
 
 
 class AnsweredPrompts:
     """Prefix affinity: the engine that last served each prompt of a call. Its cache has the prompt's keys and values,
-    and the next turn of a conversation begins with the prompt of the turn before."""
+    and the next turn of a conversation begins with the previous turn's prompt."""
 
     def __init__(self) -> None:
         self._engine_of: dict[bytes, int] = {}
-        self._beginning = 0  # of the shortest of them, bytes
+        self._beginning = 0  # length of the shortest prompt, bytes
         self._by_beginning: dict[bytes, list[bytes]] = {}
 
     def remember(self, prompts: Ragged, dealt: Sequence[Sequence[int]]) -> None:
-        """These prompts are generated from.
+        """Record the engines of these prompts.
 
         Args:
-            dealt: of each engine, the positions of its prompts.
+            dealt: positions of the prompts of each engine.
         """
         rows = [row.numpy().tobytes() for row in prompts.rows()]
-        self._engine_of = {rows[at]: engine for engine, positions in enumerate(dealt) for at in positions}
+        self._engine_of = {rows[position]: engine for engine, positions in enumerate(dealt) for position in positions}
         self._beginning, self._by_beginning = min(map(len, rows), default=0), defaultdict(list)
         for row in self._engine_of:
             self._by_beginning[row[: self._beginning]].append(row)
 
     def homes(self, prompts: Ragged) -> list[int | None]:
-        """The engine that had the longest of the latest prompts that a prompt begins with; `None` without one."""
+        """For each prompt, the engine of the longest recorded prompt that it begins with, or `None`."""
         homes: list[int | None] = []
         for row in (row.numpy().tobytes() for row in prompts.rows()):
-            known = [each for each in self._by_beginning.get(row[: self._beginning], ()) if row.startswith(each)]
-            homes.append(self._engine_of[max(known, key=len)] if known else None)
+            recorded = self._by_beginning.get(row[: self._beginning], ())
+            prefixes = [prompt for prompt in recorded if row.startswith(prompt)]
+            homes.append(self._engine_of[max(prefixes, key=len)] if prefixes else None)
         return homes
 
 
@@ -174,22 +179,21 @@ def shares_of_training(
 
     Args:
         prepared: the global batch after `Algorithm.prepare`.
-        step: the number of the iteration.
-        replicas, attention_at, shares_tokens: as of `shares_of_samples`.
+        replicas, attention_at, shares_tokens: the arguments of `shares_of_samples`.
     """
-    dp, made = plan[call.name].strategy.dp, {column for other in plan.graph.calls for column in other.outputs}
+    dp, outputs = plan[call.name].strategy.dp, {column for other in plan.graph.calls for column in other.outputs}
     steps: dict[int, list[Rollouts]] = {replica: [] for replica in (range(dp) if replicas is None else replicas)}
     for batch in algorithm.mini_batches(prepared, step):
         added = ("index", *(name for name in batch if name not in prepared))
         positions = divided(batch, dp, attention_at, shares_tokens=shares_tokens)
-        for replica, of_replica in steps.items():
-            of_replica.append(batch.only(added).select(positions[replica]))
-    # without the outputs of other calls that this call does not read, and what is known of the generation
-    read = prepared.only(n for n in prepared if n in (*call.inputs, "index") or n not in (*made, *OF_GENERATION))
+        for replica, mini_batches in steps.items():
+            mini_batches.append(batch.only(added).select(positions[replica]))
+    # drop the outputs of other calls that this call does not read, and the statistics of the generation
+    read = prepared.only(n for n in prepared if n in (*call.inputs, "index") or n not in (*outputs, *OF_GENERATION))
     shares = []
-    for own_steps in steps.values():
-        index = torch.cat([own.tensor("index") for own in own_steps]).unique() if own_steps else torch.zeros(0).long()
-        shares.append(Share(rows_of(read, index), tuple(own_steps)))
+    for batches in steps.values():
+        index = torch.cat([batch.tensor("index") for batch in batches]).unique() if batches else torch.zeros(0).long()
+        shares.append(Share(rows_of(read, index), tuple(batches)))
     return shares
 
 

@@ -1,12 +1,12 @@
-"""Checkpoints: contents (`model_files`, `state_files`), the list of files (`manifest`), and how they are written
-(`saving`), and found and checked (`resuming`). A run has them as `checkpoints.Checkpoints`."""
+"""Checkpoints: contents (`model_files`, `state_files`), the list of files (`manifest`), writing (`saving`), and finding
+and checking (`resuming`). A run uses them through `checkpoints.Checkpoints`."""
 
 from __future__ import annotations
 
 
-VALUE_FOLDER = "value_model"  # the critic's folder within the policy's, by TRL's name for the critic
-STATE_FOLDER = "training_state"  # the float32 weights and the optimizers' states, by torch.distributed.checkpoint
-METADATA = f"{STATE_FOLDER}/.metadata"  # which file of this folder has which part of which tensor
+VALUE_FOLDER = "value_model"  # the critic's folder inside the policy's, with TRL's name for the critic
+STATE_FOLDER = "training_state"  # float32 weights and optimizer states, in torch.distributed.checkpoint's format
+METADATA = f"{STATE_FOLDER}/.metadata"  # maps parts of tensors to files of this folder
 
 
 class CheckpointError(ValueError):

@@ -1,9 +1,9 @@
-"""Divides the chunks of a training state among the ranks that have them, and makes the list of all chunks that a
-checkpoint of torch.distributed.checkpoint (DCP) has.
+"""Divides the chunks of a training state among the ranks that hold them, and lists all chunks of a checkpoint of
+torch.distributed.checkpoint (DCP).
 
-A state of 70 billion parameters on 88 ranks has 800,000 chunks. DCP's own planner sends an object for each between the
-ranks, three times, which takes minutes; here the chunks of a rank are one array. The chunks of one rank are planned in
-`chunk_plans`, the files are in `state_storage`.
+A state of 70 billion parameters on 88 ranks has 800,000 chunks. DCP's planner sends an object for each between the
+ranks, three times, which takes minutes; here the chunks of a rank are one array. `chunk_plans` plans the chunks of one
+rank, `state_storage` writes and reads the files.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a training state of which a rank has chunks, or a value that is stored by torch.save.
+    """A tensor of a training state, some of whose chunks a rank holds, or a value stored with torch.save.
 
     Args:
-        shape: of the whole tensor.
-        dtype: `None` for a value.
-        chunks: how many of them follow each other in the rank's `Chunks`; of a value 1.
+        shape: shape of the whole tensor.
+        dtype: dtype of the tensor; `None` for a value.
+        chunks: number of consecutive chunks in the rank's `Chunks`; 1 for a value.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Chunks:
     """The chunks of a training state that a rank could write, in order.
 
     Args:
-        boxes: (n,) int64; for each chunk of a tensor, its first index in each dimension, then its size in each
+        boxes: (n,) int64; for each chunk of a tensor, the first index in each dimension, then the size in each
             dimension.
     """
 
@@ -82,22 +82,22 @@ class Chunks:
 
     def each(self) -> Iterator[tuple[Entry, tuple[int, ...], tuple[int, ...]]]:
         """The entry, the first indices and the sizes of each chunk."""
-        at = 0
+        offset = 0
         for entry in self.entries:
             d = len(entry.shape)
-            rows = self.boxes[at : at + 2 * d * entry.chunks].reshape(entry.chunks, 2 * d).tolist()
-            at += 2 * d * entry.chunks
+            rows = self.boxes[offset : offset + 2 * d * entry.chunks].reshape(entry.chunks, 2 * d).tolist()
+            offset += 2 * d * entry.chunks
             yield from ((entry, tuple(row[:d]), tuple(row[d:])) for row in rows)
 
 
 @dataclass(frozen=True)
 class Division:
-    """An assignment of every chunk to one rank, which writes it.
+    """Assigns every chunk to the one rank that writes it.
 
     Args:
-        of_ranks: for each rank, the chunks that it has.
-        kept: for each rank, the positions in its `Chunks` of the chunks that it writes, ascending.
-        metadata: the list of all chunks, without the files that they are in.
+        of_ranks: chunks that each rank holds.
+        kept: ascending positions, in each rank's `Chunks`, of the chunks that it writes.
+        metadata: list of all chunks, without their files.
     """
 
     of_ranks: tuple[Chunks, ...]
@@ -106,10 +106,10 @@ class Division:
 
     @staticmethod
     def of(of_ranks: Sequence[Chunks]) -> Division:
-        """Each chunk is written once, by the rank that writes the fewest bytes of those that have it.
+        """Assign each chunk to the holder that writes the fewest bytes.
 
         Raises:
-            ValueError: the chunks of a tensor are not all of it.
+            ValueError: the chunks of a tensor do not cover it.
         """
         metadata = Metadata({})
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -117,9 +117,9 @@ class Division:
         held: dict[str, int] = defaultdict(int)
         for rank, chunks in enumerate(of_ranks):
             for entry, start, size in chunks.each():
-                known = holders.setdefault((entry.name, start), [])
-                known.append(rank)
-                if len(known) > 1:
+                chunk_holders = holders.setdefault((entry.name, start), [])
+                chunk_holders.append(rank)
+                if len(chunk_holders) > 1:
                     continue
                 sizes.append(0 if entry.dtype is None else prod(size) * entry.dtype.itemsize)
                 held[entry.name] += prod(size)
@@ -135,29 +135,28 @@ class Division:
         Args:
             lengths: see `results`.
         """
-        return all(len(own) == len(kept) for own, kept in zip(lengths, self.kept, strict=True))
+        return all(len(done) == len(todo) for done, todo in zip(lengths, self.kept, strict=True))
 
     def results(self, lengths: Sequence[Counts], files: Sequence[str]) -> list[list[WriteResult]]:
-        """The file, offset and size of each chunk that a rank has written, for every rank. A rank writes its chunks one
-        after the other into one file.
+        """For every rank, the file, offset and size of each chunk it has written. A rank writes its chunks
+        consecutively into one file.
 
         Args:
-            lengths: for each rank, the size in bytes of each chunk in its file.
-            files: for each rank, the name of its file.
+            lengths: sizes in bytes of each rank's chunks in its file.
+            files: name of each rank's file.
         """
         return [list(self._results(rank, lengths[rank].tolist(), files[rank])) for rank in range(len(self.kept))]
 
     def _results(self, rank: int, lengths: list[int], file: str) -> Iterator[WriteResult]:
         written, start = set(self.kept[rank].tolist()), 0
-        mine = (chunk for at, chunk in enumerate(self.of_ranks[rank].each()) if at in written)
-        for (entry, offsets, _), length in zip(mine, lengths, strict=True):
+        rank_chunks = (chunk for position, chunk in enumerate(self.of_ranks[rank].each()) if position in written)
+        for (entry, offsets, _), length in zip(rank_chunks, lengths, strict=True):
             index = MetadataIndex(entry.name) if entry.dtype is None else MetadataIndex(entry.name, torch.Size(offsets))
             yield WriteResult(index, length, StorageInfo(file, start, length))
             start += length
 
 
 def _note(metadata: Metadata, entry: Entry, start: tuple[int, ...], size: tuple[int, ...]) -> None:
-    """Add a chunk to the list."""
     listed = metadata.state_dict_metadata
     if entry.dtype is None:
         listed[entry.name] = BytesStorageMetadata()
@@ -173,11 +172,11 @@ def _note(metadata: Metadata, entry: Entry, start: tuple[int, ...], size: tuple[
 def _kept(
     of_ranks: Sequence[Chunks], holders: dict[tuple[str, tuple[int, ...]], list[int]], sizes: Sequence[int]
 ) -> tuple[Counts, ...]:
-    """The numbers of the chunks that each rank writes.
+    """The positions of the chunks that each rank writes.
 
     Args:
-        holders: of each chunk the ranks that have it.
-        sizes: bytes of each chunk, in that order.
+        holders: ranks that hold each chunk.
+        sizes: bytes of each chunk, in the order of `holders`.
     """
     load = [0] * len(of_ranks)
     for ranks, size in zip(holders.values(), sizes, strict=True):
@@ -188,16 +187,17 @@ def _kept(
         chosen = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda rank: (load[rank], rank))
         load[chosen] += size if len(ranks) > 1 else 0
         writer[key] = chosen
-    kept = []
+    positions_of_ranks = []
     for rank, chunks in enumerate(of_ranks):
-        own = [at for at, (entry, start, _) in enumerate(chunks.each()) if writer[entry.name, start] == rank]
-        kept.append(np.array(own, dtype=np.int64))
-    return tuple(kept)
+        indices = [i for i, (entry, start, _) in enumerate(chunks.each()) if writer[entry.name, start] == rank]
+        positions_of_ranks.append(np.array(indices, dtype=np.int64))
+    return tuple(positions_of_ranks)
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Inside, Python does not collect cyclic garbage: it would search very many new objects again and again."""
+    """Context without Python's cyclic garbage collection, which would scan a very large number of new objects
+    repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """Plans which chunks of a training state a rank writes and reads, for torch.distributed.checkpoint (DCP).
 
 Tensors are named by role, parameter and key (`policy/model.norm.weight/exp_avg`). A rank writes its boxes in chunks,
-and reads the chunks that its boxes overlap. The files are in `state_storage`.
+and reads the chunks that overlap its boxes.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from ...realloc.transfer import find
 from . import STATE_FOLDER
 
 
-ROLES = {Role.ACTOR: "policy", Role.CRITIC: "critic"}  # the names of the trained roles in the checkpoint
-CHUNK_BYTES = 64 << 20  # of the tensors that are written, and so the memory that reading takes beyond the parts
+ROLES = {Role.ACTOR: "policy", Role.CRITIC: "critic"}  # names of the trained roles in checkpoints
+CHUNK_BYTES = 64 << 20  # size of a chunk, and so the extra memory that reading needs
 _PROGRESS, _SCALARS, _GROUPS = "progress", "scalars", "groups"
 
-# What a rank contributes to a checkpoint, by name: tensors in parts, and values that are stored by torch.save.
+# A rank's contribution to a checkpoint, by name: parts of tensors, and values stored with torch.save.
 Entries = dict[str, Any]
 
 
 def entries_of(role: str, state: TrainingState) -> Entries:
-    """The training state of a role by the names of the checkpoint."""
+    """The training state of a role under its names in the checkpoint."""
     entries: Entries = {f"{role}/{_PROGRESS}": {"version": state.version, "scaler": state.scaler}}
     for name, tensors in state.tensors.items():
         entries |= {f"{role}/{name}/{key}": tensor for key, tensor in tensors.items()}
     entries |= {f"{role}/{name}/{_SCALARS}": values for name, values in state.scalars.items() if values}
-    return entries | {f"{role}/{_GROUPS}/{number}": own for number, own in state.group_numbers.items() if own}
+    return entries | {f"{role}/{_GROUPS}/{number}": ids for number, ids in state.group_numbers.items() if ids}
 
 
 def specs_of(metadata: Metadata, role: str) -> dict[str, dict[str, TensorSpec]]:
-    """Shape and dtype of each tensor of a role in a checkpoint, by parameter name and key."""
+    """The shape and dtype of each tensor of a role in a checkpoint, by parameter name and key."""
     specs: dict[str, dict[str, TensorSpec]] = {}
     for full_name, stored in metadata.state_dict_metadata.items():
         owner, _, rest = full_name.partition("/")
@@ -76,7 +76,7 @@ def saved_shapes(metadata: Metadata, roles: Sequence[str]) -> dict[str, dict[str
     """The shape of each trained parameter in a checkpoint, by role and name.
 
     Args:
-        roles: that the checkpoint has to have.
+        roles: roles that the checkpoint must have.
 
     Raises:
         ValueError: the checkpoint has no state of a role, or a parameter without its weight.
@@ -92,8 +92,8 @@ def saved_shapes(metadata: Metadata, roles: Sequence[str]) -> dict[str, dict[str
 
 
 class Saving(DefaultSavePlanner):
-    """Plans the writing of one rank's entries. Of what several ranks have, one writes each chunk; `chunk_division`
-    decides which."""
+    """Plans the writing of one rank's entries. If several ranks hold a chunk, `chunk_division` chooses one to write
+    it."""
 
     def __init__(self, entries: Entries) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -115,7 +115,7 @@ class Saving(DefaultSavePlanner):
                 yield WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
     def copy_to_host(self, plan: SavePlan) -> None:
-        """Replace the entries by copies of what this rank writes, in host memory, and check them."""
+        """Replace the entries by host-memory copies of what this rank writes, and check them."""
         copies: dict[MetadataIndex, Tensor | io.BytesIO] = {}
         for item in plan.items:
             data = self.resolve_data(item)
@@ -139,17 +139,17 @@ class Saving(DefaultSavePlanner):
 
 
 class Loading(DefaultLoadPlanner):
-    """Plans and does the reading of one rank's part of a role's training state into its tensors."""
+    """Plans and performs the reading of one rank's part of a role's training state into its tensors."""
 
     def __init__(self, role: str, state: TrainingState, metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.role, self.state, self.stored = role, state, metadata.state_dict_metadata
-        # what is no tensor is replaced by what is read
+        # values that are not tensors are replaced when read
         self.entries = entries_of(role, state) | {f"{role}/{name}/{_SCALARS}": {} for name in state.scalars}
         self.entries |= {f"{role}/{_GROUPS}/{number}": {} for number in state.group_numbers}
 
     def finish(self) -> None:
-        """Set what is no tensor, after everything has been read."""
+        """Set the values that are not tensors, after everything has been read."""
         progress = self.entries[f"{self.role}/{_PROGRESS}"]
         self.state.version, self.state.scaler = progress["version"], progress["scaler"]
         self.state.scalars = {name: self.entries[f"{self.role}/{name}/{_SCALARS}"] for name in self.state.scalars}

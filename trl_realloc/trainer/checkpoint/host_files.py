@@ -1,6 +1,6 @@
-"""The files of a checkpoint on the hosts of a job: checking them, and copying them to a host that lacks them.
+"""The files of a checkpoint on the hosts of a job: checking them, and copying them to hosts that lack them.
 
-Which checkpoint a run resumes from is decided in `resuming`.
+`resuming` decides which checkpoint a run resumes from.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class HostFiles:
 
 
 def read_files(folder: Path, part: int, parts: int) -> HostFiles:
-    """One of `parts` reports of the files on this host: the problems of every `parts`-th file, and in the first report
-    the manifest and the sizes."""
+    """One of `parts` reports on this host's files: the problems of every `parts`-th file; the first report also has the
+    manifest and the sizes."""
     report = HostFiles()
     if not folder.is_dir():
         report.wrong[""] = "there is no such folder"
@@ -68,7 +68,7 @@ def read_files(folder: Path, part: int, parts: int) -> HostFiles:
 
 
 def by_host(reports: Sequence[HostFiles], readers: Sequence[int]) -> dict[int, HostFiles]:
-    """One report for each host, by its reader, from the reports of all ranks."""
+    """Merge the reports of all ranks into one per host, keyed by its reader."""
     by_host: dict[int, HostFiles] = {}
     for reader, report in zip(readers, reports, strict=True):
         by_host.setdefault(reader, report).wrong.update(report.wrong)
@@ -85,7 +85,7 @@ def copy_files(
     """Copy files from host to host. Collective over the job. Returns the problems of the copies.
 
     Args:
-        copies: (file, rank that sends it, rank that receives it), the same on every rank.
+        copies: (file, sending rank, receiving rank), the same on every rank.
     """
     for name, source, target in copies:
         if rank == source:

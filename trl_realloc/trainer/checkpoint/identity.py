@@ -1,6 +1,6 @@
-"""Compares a run with a checkpoint that it is to resume from: algorithm, models, adapters, optimizer, data, batch size.
+"""Compares a run with the checkpoint it is to resume from: algorithm, models, adapters, optimizer, data, batch size.
 
-Pure functions. Checkpoints are read in `resuming`.
+Pure functions. `resuming` reads checkpoints.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Identity:
-    """The optimizer, batch size, data and order of the data of a run.
+    """The optimizer, batch size, data and data order of a run.
 
     Args:
-        optimizer: name of the optimizers' class.
+        optimizer: class name of the optimizers.
         batch_size: episodes of one update.
-        rows: number of prompts; `None` if the data set does not tell.
+        rows: number of prompts; `None` if unknown.
         data: checksum of up to 1,000 prompts, spread evenly; `None` if they cannot be read twice.
-        order: the settings by which the prompts are ordered and repeated, by name.
+        order: settings that order and repeat the prompts, by name.
     """
 
     optimizer: str
@@ -51,7 +51,7 @@ class Identity:
 def data_checksum(dataset: Dataset) -> int:
     """CRC-32 of the token ids of up to `SAMPLED_ROWS` rows of a tokenized dataset."""
     crc = 0
-    for ids in [dataset[at]["input_ids"] for at in _sampled_rows(dataset)]:
+    for ids in [dataset[index]["input_ids"] for index in _sampled_rows(dataset)]:
         crc = zlib.crc32(np.asarray(ids, dtype=np.int64).tobytes(), crc)
     return crc
 
@@ -59,7 +59,7 @@ def data_checksum(dataset: Dataset) -> int:
 def prompts_checksum(dataset: Dataset) -> int:
     """CRC-32 of the column `prompt` of up to `SAMPLED_ROWS` rows of a dataset: texts or conversations."""
     crc = 0
-    for prompt in [dataset[at]["prompt"] for at in _sampled_rows(dataset)]:
+    for prompt in [dataset[index]["prompt"] for index in _sampled_rows(dataset)]:
         crc = zlib.crc32(json.dumps(prompt, sort_keys=True, default=str).encode(), crc)
     return crc
 
@@ -69,25 +69,25 @@ def _sampled_rows(dataset: Dataset) -> list[int]:
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the trained parameters by name. The shapes are those of whole parameters under ZeRO-3 too."""
+    """The shapes of the trained parameters by name; whole shapes under ZeRO-3 too."""
     return {name: full_shape(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def algorithm_difference(saved: Collection[str], current: Collection[str]) -> str | None:
-    """Describe the difference between the trained roles of a checkpoint and those of this run; `None` if they are the
-    same. Only PPO trains a critic."""
+    """The difference between the trained roles of a checkpoint and of this run, in words; `None` if they are the same.
+    Only PPO trains a critic."""
     if set(saved) == set(current):
         return None
-    known = {
+    algorithms = {
         ("critic", "policy"): "policy and critic, as PPOTrainer does",
         ("policy",): "the policy alone, as GRPOTrainer and RLOOTrainer do",
     }
-    of_saved, of_current = (known.get(tuple(sorted(roles)), " and ".join(roles)) for roles in (saved, current))
+    of_saved, of_current = (algorithms.get(tuple(sorted(roles)), " and ".join(roles)) for roles in (saved, current))
     return f"it is of a run that trains {of_saved}; this run trains {of_current}"
 
 
 def optimizer_differences(saved: Mapping[str, object], current: Identity) -> list[str]:
-    """Compare the optimizer of a checkpoint's run with this run's. Returns the differences as phrases for a message.
+    """The differences between the optimizers of a checkpoint's run and of this run, as phrases for a message.
 
     Args:
         saved: an `Identity` as a dict. Unknown values may be missing.
@@ -99,9 +99,9 @@ def optimizer_differences(saved: Mapping[str, object], current: Identity) -> lis
 
 
 def data_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
-    """Compare the data, their order and the batch size of a checkpoint's run with this run's. Returns the differences
-    as phrases for a message. With any of them the saved position in the data is not valid for this run: prompts would
-    be trained on twice or never.
+    """The differences in data, data order and batch size between a checkpoint's run and this run, as phrases for a
+    message. With any of them the saved position in the data is not valid here: prompts would be trained on twice or
+    never.
 
     Args:
         saved: an `Identity` as a dict. Unknown values may be missing.
@@ -125,8 +125,8 @@ def data_differences(saved: Mapping[str, Any], current: Identity) -> list[str]:
 
 
 def model_difference(role: str, saved: Shapes, current: Shapes) -> str | None:
-    """Describe the difference between a role's trained parameters in a checkpoint and in this run; `None` if their
-    names and shapes are the same."""
+    """The difference between a role's trained parameters in a checkpoint and in this run, in words; `None` if names and
+    shapes are the same."""
     missing, surplus = sorted(set(current) - set(saved)), sorted(set(saved) - set(current))
     if missing or surplus:
         differences = [f"its {role} has {len(saved)} trained parameters, this run's {len(current)}"]

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its files with their sizes and checksums, which show whether the checkpoint is
-complete. Also the names of checkpoint folders.
+"""The manifest of a checkpoint: its files with sizes and checksums, which show whether the checkpoint is complete; and
+the names of checkpoint folders.
 
-One process reads one folder here. What all ranks do together is in `saving` and `resuming`.
+Here one process reads one folder. The collective parts are in `saving` and `resuming`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # 1: each role's training state whole in one file
+FORMAT = 2  # in format 1, one file had a role's whole training state
 NAME = re.compile(r"checkpoint-(\d+)(\.old)?")
-UNFINISHED = ".tmp"  # suffix of a checkpoint that is being written, or whose job was killed while it was written
-REPLACED = ".old"  # suffix of a checkpoint while another one takes its name
+UNFINISHED = ".tmp"  # suffix of a checkpoint that is being written, or whose writing was interrupted
+REPLACED = ".old"  # suffix of a checkpoint while another takes its name
 BLOCK = 1 << 20
-BLOCKS = 64  # number of blocks of a file that its checksum reads: all of a file up to 64 MiB
+BLOCKS = 64  # number of blocks that a file's checksum reads: the whole file up to 64 MiB
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Manifest:
     Args:
         run: random name of the run that wrote the checkpoint. A resumed run keeps it.
         step: number of updates before the checkpoint.
-        time: when it was written, seconds since 1970.
+        time: time of writing, seconds since 1970.
         files: size in bytes and `checksum` of every file, by path inside the folder.
-        about: the fields of `identity.Identity` of the run, and of PPO `data_begins`, of GRPO and RLOO
-            `corrects_mismatch`.
+        about: fields of the run's `identity.Identity`, plus `data_begins` for PPO, `corrects_mismatch` for GRPO and
+            RLOO.
     """
 
     run: str
@@ -52,7 +52,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint's folder, or `None` if it has none.
+    """The manifest in a checkpoint's folder, or `None` if there is none.
 
     Raises:
         ValueError: the manifest cannot be read.
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def is_of_run(folder: Path, run: str) -> bool:
-    """True if a folder has the manifest of a checkpoint of this run. The checkpoint may be incomplete."""
+    """True if a folder has the manifest of a checkpoint of this run, complete or not."""
     try:
         manifest = read_manifest(folder)
     except ValueError:
@@ -89,7 +89,7 @@ def is_of_run(folder: Path, run: str) -> bool:
 
 
 def file_names(folder: Path) -> list[str]:
-    """The files of a folder but its manifest, by path inside the folder."""
+    """The files of a folder except its manifest, by path inside the folder."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
     return sorted(path.relative_to(folder).as_posix() for path in paths)
 
@@ -99,8 +99,8 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file up to 64 MiB. Of a larger file it covers 64 MiB that are spread evenly and include both ends, so
-    that a checkpoint of 100 GB is checked in a second."""
+    """CRC-32 of a file up to 64 MiB. For a larger file it covers 64 MiB that are spread evenly and include both ends,
+    so that a checkpoint of 100 GB is checked in a second."""
     size, crc = path.stat().st_size, 0
     with path.open("rb") as file:
         for block in range(BLOCKS):
@@ -111,7 +111,7 @@ def checksum(path: Path) -> int:
 
 
 def damage(folder: Path, manifest: Manifest, *, checksums: bool = True) -> dict[str, str]:
-    """The problem of each file whose size or checksum is not that of the manifest, by path inside the folder."""
+    """The problem of each file whose size or checksum differs from the manifest, by path inside the folder."""
     wrong = {}
     for name, (size, crc) in manifest.files.items():
         path = folder / name
@@ -128,7 +128,7 @@ def damage(folder: Path, manifest: Manifest, *, checksums: bool = True) -> dict[
 
 
 def step_of(folder: Path) -> int | None:
-    """The number of updates in a checkpoint's name; `None` for another folder or an unfinished checkpoint."""
+    """The number of updates in a checkpoint's name; `None` for other folders and unfinished checkpoints."""
     match = NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -136,8 +136,8 @@ def step_of(folder: Path) -> int | None:
 def checkpoints_in(output_dir: Path) -> list[Path]:
     """The checkpoints in a folder, complete or not, from the latest to the earliest time of writing.
 
-    They are not sorted by the number in their names, because checkpoints of another run may be in the same folder. A
-    folder that another rank deletes meanwhile is left out.
+    They are not sorted by the number in their names, because another run may have checkpoints in the same folder.
+    Folders that another rank deletes meanwhile are left out.
     """
     folders = [path for path in _folders(output_dir) if step_of(path) is not None]
     names = {path.name for path in folders}
@@ -166,7 +166,7 @@ def _time_and_step(folder: Path) -> tuple[float, int]:
 
 
 def flush(path: Path) -> None:
-    """Write a file's content, or a folder's entries, to the disk (fsync)."""
+    """Write a file's content, or a folder's entries, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

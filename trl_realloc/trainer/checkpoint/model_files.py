@@ -1,8 +1,7 @@
 """Saves policy and critic in the format of `from_pretrained`, without a whole model on any rank.
 
-The first rank of a role receives the parameters bucket by bucket and writes them (`weight_files`). Of a model with
-adapters these alone are saved. The float32 weights and the optimizers' states are in `state_files`. How a folder
-becomes a checkpoint is in `saving`.
+The first rank of a role receives the parameters bucket by bucket and writes them (`weight_files`). For a model with
+adapters, only these are saved. Float32 weights and optimizer states are in `state_files`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .weight_files import WeightFiles
 from .write_errors import WriteErrors, need_room
 
 
-SAVE_BUCKET_BYTES = 64 << 20  # of the parameters that the first rank has from others at a time
+SAVE_BUCKET_BYTES = 64 << 20  # parameters of other ranks that the first rank holds at a time
 FOLDERS = {Role.ACTOR: "", Role.CRITIC: VALUE_FOLDER}
 
 
@@ -43,11 +42,11 @@ def save_models(placement: Placement, folder: Path, save_others: Callable[[Path]
     """Save policy and critic. Collective over the job; the first rank of each role writes.
 
     Args:
-        save_others: called with the folder on the policy's first rank, to write what is beside the policy.
+        save_others: called with the folder on the policy's first rank, to write the other files of the policy's folder.
         problems: collects this rank's errors, because the other ranks wait for it in collectives.
 
     Raises:
-        SaveError: on every rank, if the replicas of a role differ.
+        SaveError: the replicas of a role differ. Raised on every rank.
     """
     for call, engine, _ in _engines(placement):
         if engine is not None:
@@ -68,7 +67,7 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
     """Save one model. Collective over its mesh, whose first rank writes.
 
     Args:
-        options: `max_shard_size`, by default that of `save_pretrained`.
+        options: `max_shard_size`, by default the value of `save_pretrained`.
     """
     model: PreTrainedModel = _of_all_stages(engine) if group.is_leader else engine.head.model
     names = _adapter_names(engine, group, model) if has_adapters(model) else None
@@ -83,7 +82,7 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
     with problems.writing(folder, needed), _writing_here(model):
         folder.mkdir(parents=True, exist_ok=True)
         need_room(folder, needed)
-        if names is not None or loaded_adapters(model):  # adapters of Transformers' own
+        if names is not None or loaded_adapters(model):  # adapters loaded by Transformers
             assembly, state = Assembly(engine.parameter_specs), dict[str, Tensor]()
             for piece in itertools.chain.from_iterable(stream):
                 if (tensor := assembly.add(piece)) is not None:
@@ -100,17 +99,13 @@ def write_model(engine: TrainingEngine, group: MeshGroup, folder: Path, problems
                     if piece.name in specs:
                         files.write_piece(piece)
                 files.finish()
-    for _ in stream:  # after an error: the other ranks wait for this one until the export ends
+    for _ in stream:  # after an error, finish the export, because the other ranks wait for this one
         pass
 
 
 def _adapter_names(engine: TrainingEngine, group: MeshGroup, model: PreTrainedModel) -> set[str]:
-    """The parameters that are saved of a model with adapters, the same on every rank. Collective over the mesh: the
-    first rank asks PEFT, because ranks of other pipeline stages have other modules.
-
-    Args:
-        model: on the first rank, with the modules of all stages.
-    """
+    """The saved parameters of a model with adapters, the same on every rank. Collective over the mesh: the first rank,
+    whose `model` has the modules of all stages, asks PEFT."""
     chosen: set[str] = set()
     if group.is_leader:
         from peft import get_peft_model_state_dict
@@ -125,7 +120,7 @@ def _adapter_names(engine: TrainingEngine, group: MeshGroup, model: PreTrainedMo
 
 
 def _with_other_names(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by name, tied ones under each of their names, as in the model's `state_dict`."""
+    """The tensors by name, with tied ones under each of their names, as in the model's `state_dict`."""
     first_names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(parameter, name)
@@ -135,8 +130,8 @@ def _with_other_names(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dic
 
 
 def _of_all_stages(engine: TrainingEngine) -> Any:
-    """The engine's model. If this rank has one pipeline stage of a model with adapters, a copy of the whole without
-    memory: PEFT saves the modules that it finds."""
+    """The engine's model. If this rank has one pipeline stage of a model with adapters, a copy of the whole model
+    without memory, because PEFT saves the modules that it finds."""
     model: PreTrainedModel = engine.head.model
     if not has_adapters(model) or set(engine.parameter_specs) <= {name for name, _ in model.named_parameters()}:
         return model
@@ -154,8 +149,8 @@ def _of_all_stages(engine: TrainingEngine) -> Any:
 
 @contextlib.contextmanager
 def _writing_here(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `save_pretrained` writes on this rank, and without a progress bar. Transformers writes on rank 0 alone,
-    and the first rank of a role may be another."""
+    """Context in which `save_pretrained` writes on this rank, without a progress bar. Transformers writes only on rank
+    0, which may not be the first rank of a role."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.should_save_on_this_rank = lambda is_main_process: is_main_process
     shows = logging.is_progress_bar_enabled()
@@ -169,6 +164,6 @@ def _writing_here(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _engines(placement: Placement) -> list[tuple[str, TrainingEngine | None, str]]:
-    """For each trained role: its training call, its engine on this rank, and its folder within the checkpoint."""
+    """Per trained role: its training call, its engine on this rank, and its folder within the checkpoint."""
     train_calls = {role: placement.plan.graph.train_call(role) for role in FOLDERS}
     return [(call, placement.trained(role), FOLDERS[role]) for role, call in train_calls.items() if call is not None]

@@ -1,8 +1,8 @@
 """Finds the checkpoint that a run resumes from, and refuses one that is incomplete or of another run, before any engine
 starts.
 
-If hosts have separate disks, a host receives the files that it needs and lacks (`host_files`). Loading the state is in
-`state_files`.
+If hosts have separate disks, a host receives the files that it needs and lacks (`host_files`). `state_files` loads the
+state.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .state_storage import Reader
 logger = logging.get_logger(__name__)
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
-SAVED_SETTINGS = "scheduled_settings.pt"  # what the scheduler has written into the optimizer's parameter groups
-SAMPLES = "samples_under_way.pt"  # drawn for later updates, of a run with a staleness
+SAVED_SETTINGS = "scheduled_settings.pt"  # parameter-group settings changed by the scheduler
+SAMPLES = "samples_under_way.pt"  # samples generated for later updates (staleness)
 ENTROPY_STATE = "entropy_ctrl_state.json"  # TRL's name for the state of its entropy controller
 NEEDED = (STATE, SCHEDULER, METADATA)
 
@@ -40,13 +40,13 @@ ResumeSetting = str | bool | None
 
 @dataclass(frozen=True)
 class CurrentRun:
-    """The properties of this run that a checkpoint is compared with.
+    """The properties of this run that must match a checkpoint.
 
     Args:
         identity: data, batch size and optimizer.
         roles: names of the trained roles (`chunk_plans.ROLES`).
-        shapes: shapes of each role's trained parameters, on the ranks that have the role's model.
-        ignores_data: `ignore_data_skip`. The data start from the beginning, so they may differ.
+        shapes: shapes of each role's trained parameters, on the ranks that hold the role's model.
+        ignores_data: `ignore_data_skip`: the data start from the beginning, so they may differ.
         counters: names of the integers that `trainer_state.json` must have.
     """
 
@@ -62,8 +62,8 @@ class Checkpoint:
     """A checkpoint to resume from.
 
     Args:
-        readers: for each rank, the rank that reads and receives files for its host.
-        holders: for each file, the readers that have it undamaged.
+        readers: the rank that reads and receives files for each rank's host.
+        holders: readers with an undamaged copy of each file.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class Checkpoint:
 
     @property
     def data_begins(self) -> int:
-        """The update at which its run started to read its data: 0, unless it was resumed with `ignore_data_skip`."""
+        """The update at which its run started to read its data: 0, unless it resumed with `ignore_data_skip`."""
         return int(self.manifest.about.get("data_begins", 0))
 
 
@@ -91,22 +91,22 @@ def find_checkpoint(
     """Find and check the checkpoint to resume from. Collective over the job.
 
     Args:
-        setting: a folder; True for the newest complete checkpoint in `output_dir`; "auto" for the same, or `None` if
+        setting: folder; True for the newest complete checkpoint in `output_dir`; "auto" for the same, or `None` if
             there is no checkpoint yet.
 
     Returns:
         `None` for a new run.
 
     Raises:
-        CheckpointError: on every rank: the given folder is not complete; there is no checkpoint, or no complete one; or
-            this run cannot continue the checkpoint's run.
+        CheckpointError: the folder is not complete; there is no checkpoint, or no complete one; or this run cannot
+            continue the checkpoint's run. Raised on every rank.
     """
     request = read_resume_setting(setting)
     if request is None:
         return None
     searches = request in (True, "auto")
     local_folders = checkpoints_in(output_dir) if searches else [Path(str(request))]
-    # rank 0's folders in its order, then those that only other hosts have
+    # rank 0's folders in order, then folders that only other hosts have
     folders = list(dict.fromkeys(path for paths in from_every_rank(local_folders, control) for path in paths))
     if not folders and request == "auto":
         return None
@@ -129,13 +129,13 @@ def find_checkpoint(
 
 
 def fetch(checkpoint: Checkpoint, needed: Collection[str], *, rank: int, control: dist.ProcessGroup | None) -> None:
-    """Copy files of a checkpoint to the hosts whose ranks need them and that lack them. Collective over the job.
+    """Copy files of a checkpoint to hosts that need and lack them. Collective over the job.
 
     Args:
-        needed: the files that this rank needs, by path inside the folder.
+        needed: files that this rank needs, by path inside the folder.
 
     Raises:
-        CheckpointError: on every rank, if a file was not copied whole.
+        CheckpointError: a file was not copied whole. Raised on every rank.
     """
     rank_needs = from_every_rank(sorted(needed), control)
     readers_by_file: dict[str, set[int]] = {}
@@ -152,8 +152,8 @@ def fetch(checkpoint: Checkpoint, needed: Collection[str], *, rank: int, control
 
 
 def newest_whole(output_dir: Path, *, checksums: bool = False, apart_from: Path | None = None) -> Path | None:
-    """The newest complete checkpoint that this process sees, judged by the sizes of its files and with `checksums` by
-    their checksums."""
+    """The newest complete checkpoint that this process sees, judged by file sizes, and with `checksums` also by
+    checksums."""
     for folder in checkpoints_in(output_dir):
         if folder == apart_from:
             continue
@@ -178,10 +178,10 @@ class _Inspection:
     """The result of checking one checkpoint.
 
     Args:
-        damage: the problems of its files.
-        unfit: its differences from this run.
-        remedy: what to do about the differences, a sentence.
-        readers, holders: as in `Checkpoint`.
+        damage: problems of its files.
+        unfit: differences from this run.
+        remedy: advice about the differences, as a sentence.
+        readers, holders: see `Checkpoint`.
     """
 
     manifest: Manifest | None = None
@@ -228,7 +228,7 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: dist.Pro
 
 
 def _find_damage(folder: Path, inspection: _Inspection, reports: Mapping[int, HostFiles]) -> list[str]:
-    """The problems of the files that no host has undamaged. Sets `inspection.holders`."""
+    """The problems of files that no host has undamaged. Sets `inspection.holders`."""
     manifest = inspection.manifest
     if all("" in report.wrong for report in reports.values()):
         return ["there is no such folder"]
@@ -238,7 +238,7 @@ def _find_damage(folder: Path, inspection: _Inspection, reports: Mapping[int, Ho
             f"{MANIFEST} is missing: its writer was killed, or was another program, such as TRL's trainer, or "
             f"Accelerate where it trains; a new run begins with its weights by model={str(folder)!r}"
         ]
-    # the files of a host without a manifest have not been checked: copying to it was interrupted
+    # a host without a manifest has unchecked files: copying to it was interrupted
     checked = {reader: report for reader, report in reports.items() if report.manifest is not None}
     inspection.holders = {
         name: [reader for reader, report in checked.items() if name in report.sizes and name not in report.wrong]
@@ -259,8 +259,7 @@ def _find_damage(folder: Path, inspection: _Inspection, reports: Mapping[int, Ho
 
 def is_needed_by_all(name: str) -> bool:
     """True if every host needs a file to resume. Model files are not needed, because the training state has the float32
-    weights. The files of the training state that a host needs are known when its engines have been started
-    (`fetch`)."""
+    weights. The training-state files that a host needs are known once its engines have started (`fetch`)."""
     return name in (*NEEDED, SAVED_SETTINGS, SAMPLES, ENTROPY_STATE) or name.startswith("rng_state")
 
 
@@ -268,12 +267,12 @@ def is_needed_by_all(name: str) -> bool:
 
 
 def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, shapes: Mapping[str, Shapes]) -> None:
-    """Check that the files can be read and fit this run."""
+    """Check that the files can be read and match this run."""
 
     def read(name: str, reader: Callable[[Path], object]) -> Any:
         try:
             return reader(folder / name)
-        except Exception as error:  # on damaged bytes a reader may raise any error
+        except Exception as error:  # readers of damaged bytes may raise any error
             reason = str(error).splitlines()[0] if str(error) else repr(error)
             inspection.damage.append(f"{name} cannot be read ({reason})")
             return None
@@ -281,7 +280,7 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
     metadata = read(METADATA, lambda path: Reader(folder).read_metadata())
     roles = [] if metadata is None else saved_roles(metadata)
     other_algorithm = algorithm_difference(roles, current_run.roles) if roles else None
-    # the state of a trainer of another algorithm lacks this one's counters
+    # the state of another algorithm's trainer lacks these counters
     read(STATE, lambda path: _read_state(path, () if other_algorithm else current_run.counters))
     read(SCHEDULER, lambda path: dict(torch.load(path, weights_only=True)))
     read(SAVED_SETTINGS, read_settings)
@@ -316,8 +315,8 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
 
 
 def read_settings(path: Path) -> list[dict[str, Any]] | None:
-    """Read the settings of the parameter groups that `LearningRates.changed` returned when the checkpoint was saved;
-    `None` if the checkpoint has no such file, because an earlier release wrote it."""
+    """The saved result of `LearningRates.changed`; `None` if the checkpoint lacks the file, because an earlier release
+    wrote it."""
     return [dict(settings) for settings in torch.load(path, weights_only=True)] if path.exists() else None
 
 

@@ -1,9 +1,9 @@
-"""Writes a checkpoint atomically: into a temporary folder, which is renamed when every rank's part is on the disk.
-Older checkpoints are deleted after that.
+"""Writes a checkpoint atomically: into a temporary folder, which is renamed when every rank's part is on disk. Older
+checkpoints are deleted after that.
 
 Hosts may have separate disks. Each disk then gets a folder with the files of its ranks and the manifest of all files.
-The contents of a checkpoint are written by `model_files` and `state_files`. A rank that dies meanwhile is found by the
-watchdogs (`runtime/failures`), and leaves a temporary folder.
+`model_files` and `state_files` write the contents. If a rank dies meanwhile, the watchdogs (`runtime/failures`) detect
+it, and the temporary folder remains.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_writable(output_dir: Path, problems: WriteErrors) -> None:
     expensive starts.
 
     Raises:
-        SaveError: a rank cannot write to it.
+        SaveError: a rank cannot write to it. Raised on every rank.
     """
     with problems.trying(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def check_writable(output_dir: Path, problems: WriteErrors) -> None:
 
 
 class BackgroundWrite(Protocol):
-    """The part of a checkpoint that a thread of this rank still writes."""
+    """A part of a checkpoint that a thread of this rank writes."""
 
     @property
     def done(self) -> bool:
@@ -84,17 +84,17 @@ class BackgroundWrite(Protocol):
 
 
 class UnfinishedCheckpoint:
-    """A checkpoint between the first file and its final name. Making it and `finish` are collective over the job.
+    """A checkpoint from its first file to its final name. Creation and `finish` are collective over the job.
 
     Args:
-        final: folder of the checkpoint, named `checkpoint-<updates>`.
+        final: final folder, named `checkpoint-<updates>`.
         run: name of the run. Checkpoints of other runs are never deleted.
-        write: writes this rank's part into a folder, or begins to; called on every rank.
-        about: the manifest's `about`.
+        write: writes this rank's part into a folder, or starts to; called on every rank.
+        about: the field `about` of the manifest.
 
     Raises:
-        SaveError: on every rank, if a rank could not write its part. The new checkpoint is removed, and older ones are
-            unchanged.
+        SaveError: a rank could not write its part. Raised on every rank. The new checkpoint is removed, and older ones
+            are unchanged.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class UnfinishedCheckpoint:
 
         Args:
             limit: number of checkpoints of this run to keep (`save_total_limit`); `None` or 0 for all.
-            best: a checkpoint that is never deleted.
+            best: checkpoint that is never deleted.
 
         Raises:
-            SaveError: as above.
+            SaveError: see the class.
         """
         control, keeps = self.problems.control, self._keeper == self.problems.rank
         with self._removed_after_an_error():
@@ -169,8 +169,8 @@ class UnfinishedCheckpoint:
 
 
 def _list_share(staged: Path, keeper: int, problems: WriteErrors) -> dict[str, tuple[int, int]]:
-    """Size and checksum of this rank's share of the files on its disk: the ranks that share a disk divide its files.
-    Collective over the job."""
+    """Size and checksum of this rank's share of its disk's files: the ranks on a disk divide its files. Collective over
+    the job."""
     control, rank = problems.control, problems.rank
     keepers = from_every_rank(keeper, control)
     peers = [other for other, keeper_of_other in enumerate(keepers) if keeper_of_other == keeper]
@@ -190,9 +190,9 @@ def _merge(parts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[in
     return dict(sorted((name, entry) for part in parts for name, entry in part.items()))
 
 
-def find_keeper(staged: Path, problems: WriteErrors, what: str, kept: str) -> int:
-    """The rank that renames and deletes folders on this rank's disk: the lowest of the ranks that share the disk.
-    Creates the empty folder `staged` on every disk. Collective over the job.
+def find_keeper(staged: Path, problems: WriteErrors, what: str, ending: str) -> int:
+    """The rank that renames and deletes folders on this rank's disk: the lowest rank that shares the disk. Creates the
+    empty folder `staged` on every disk. Collective over the job.
 
     Ranks share a disk if they see each other's file of a random name. Host names do not show it, because hosts may
     share a disk, and containers of one host may not.
@@ -212,7 +212,7 @@ def find_keeper(staged: Path, problems: WriteErrors, what: str, kept: str) -> in
                 _clean(staged)
                 staged.mkdir(parents=True)
                 probe.touch()
-        problems.settle(what, kept)
+        problems.settle(what, ending)
         seen = from_every_rank(rank not in keepers and probe.exists(), control)
         keepers |= {other: keeper for other, sees in enumerate(seen) if sees}
         keepers[keeper] = keeper
@@ -222,7 +222,6 @@ def find_keeper(staged: Path, problems: WriteErrors, what: str, kept: str) -> in
 
 
 def _clean(staged: Path) -> None:
-    """Remove the folders that interrupted saves left."""
     for path in [staged, *staged.parent.glob(f"checkpoint-*{UNFINISHED}")]:
         if path == staged or NAME.fullmatch(path.name.removesuffix(UNFINISHED)):
             shutil.rmtree(path, ignore_errors=True)
@@ -232,19 +231,19 @@ def _clean(staged: Path) -> None:
 
 
 def _rename(staged: Path, final: Path) -> None:
-    """Rename a finished checkpoint to its final name, and remove an older checkpoint of that name."""
+    """Rename a finished checkpoint to its final name, and remove an older one of that name."""
     old = final.with_name(final.name + REPLACED)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)  # resuming finds it by this name if the job is killed before the next line
+        final.rename(old)  # resuming finds it under this name if the job is killed before the next line
     staged.rename(final)
     flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def surplus(final: Path, run: str, limit: int, best: Path | None) -> list[Path]:
-    """The checkpoints of this run that exceed `limit`, the oldest first. The newest and the best checkpoint,
-    checkpoints of other runs, and those without a manifest are never among them."""
+    """The checkpoints of this run that exceed `limit`, oldest first. Never the newest or the best, other runs'
+    checkpoints, or ones without a manifest."""
     run_checkpoints = [path for path in reversed(checkpoints_in(final.parent)) if _run_of(path) == run]
     spared = {final, *({best} & set(run_checkpoints))}
     return [path for path in run_checkpoints if path not in spared][
@@ -260,8 +259,8 @@ def _run_of(folder: Path) -> str | None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a job that is killed meanwhile leaves no incomplete checkpoint
-    under a checkpoint's name."""
+    """Delete a checkpoint. It is renamed first, so that an interrupted deletion leaves no incomplete checkpoint under a
+    checkpoint's name."""
     renamed = folder.with_name(folder.name + UNFINISHED)
     try:
         folder.rename(renamed)

@@ -1,9 +1,8 @@
-"""Saves and loads the training state of policy and critic by torch.distributed.checkpoint (DCP), each rank its part.
+"""Saves and loads the training state of policy and critic with torch.distributed.checkpoint (DCP), each rank its part.
 
-A checkpoint of one plan loads under another, and on any number of processes. Its folder is in DCP's format. Which
-chunks a rank has and reads is planned in `chunk_plans`, which of them it writes in `chunk_division`, over the job's
-gloo group; the files are in `state_storage`.
-The models in the format of `from_pretrained` are in `model_files`.
+A checkpoint of one plan loads under another, and on any number of processes. Its folder is in DCP's format.
+`chunk_plans` plans the chunks that a rank has and reads, `chunk_division` which of them it writes, over the job's gloo
+group; `state_storage` has the files. Models in the format of `from_pretrained` are in `model_files`.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from .write_errors import WriteErrors, need_room
 
 
 class StateWrite:
-    """The training state of every trained role while it is written. Making it and `finish` are collective over the
-    job. Every rank writes one file, and the first one the list of what is in them. Of equal replicas each part is
-    written by one.
+    """Writes the training state of every trained role. Creation and `finish` are collective over the job. Every rank
+    writes one file, and the first rank the list of contents. Of equal replicas, one writes each part.
 
     Args:
-        in_background: copy what this rank writes to host memory, and write it in a thread while training goes on.
-            Otherwise it is written at once.
+        in_background: copy this rank's chunks to host memory, and write them in a thread during training. Otherwise
+            they are written at once.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class StateWrite:
         self._division: Division | None = None  # on the first rank
         self._plan = self._agree()
         self._path = self.folder / self._writer.file if self._plan.items else None
-        self._lengths = np.zeros(0, dtype=np.int64)  # bytes of each chunk that this rank has written
+        self._lengths = np.zeros(0, dtype=np.int64)  # bytes per chunk written by this rank
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         if self._path is None:
@@ -61,12 +59,11 @@ class StateWrite:
                 self._thread.start()
             else:
                 self._write()
-        except Exception as error:  # raised by `finish`, because the other ranks wait for this one there
+        except Exception as error:  # raised by `finish`, where the other ranks wait for this one
             self._error = error
 
     def _agree(self) -> SavePlan:
-        """Divide the chunks among the ranks, and return the plan of those that this rank writes. Collective over the
-        job."""
+        """Divide the chunks among the ranks; returns the plan of this rank's chunks. Collective over the job."""
         plan = self._planner.create_local_plan()
         with without_collection():
             of_ranks = at_first_rank(Chunks.of(plan), self.problems.control)
@@ -74,8 +71,8 @@ class StateWrite:
                 with self.problems.trying(self.folder):
                     self._division = Division.of(of_ranks)
             nothing = [np.zeros(0, dtype=np.int64)] * len(of_ranks)
-            kept = to_each_rank(self._division.kept if self._division else nothing, self.problems.control)
-        return replace(plan, items=[plan.items[at] for at in kept.tolist()])
+            positions = to_each_rank(self._division.kept if self._division else nothing, self.problems.control)
+        return replace(plan, items=[plan.items[position] for position in positions.tolist()])
 
     def _write(self) -> None:
         try:
@@ -89,7 +86,7 @@ class StateWrite:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until this rank's file is written, and write the list of all files. Errors are collected."""
+        """Wait until this rank's file is written, then write the list of all files. Errors are collected."""
         if self._thread.is_alive():
             self._thread.join()
         if self._path is not None:
@@ -107,15 +104,15 @@ class StateWrite:
 
 
 def load_training_state(placement: Placement, folder: Path, fetch: Callable[[Collection[str]], None]) -> None:
-    """Load what `StateWrite` wrote into the engines of this placement. Every rank reads its own parts.
-    Collective over the job.
+    """Load the state saved by `StateWrite` into the engines of this placement. Every rank reads its parts. Collective
+    over the job.
 
     Args:
-        fetch: called with the files that this rank reads, on every rank; gets those that its host lacks.
+        fetch: called on every rank with the files that it reads; gets those that its host lacks.
 
     Raises:
         CheckpointError: a number is not finite, or a file cannot be read.
-        EngineError: the state is of another model.
+        EngineError: the state belongs to another model.
     """
     reader = Reader(folder)
     with _refusing(folder):
@@ -138,7 +135,7 @@ def load_training_state(placement: Placement, folder: Path, fetch: Callable[[Col
 
 @contextlib.contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """Around reading files of a checkpoint: on damaged bytes a reader may raise any error."""
+    """Context of reading a checkpoint's files: readers of damaged bytes may raise any error."""
     try:
         yield
     except Exception as error:
@@ -146,7 +143,7 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 def _trained(placement: Placement) -> Iterator[tuple[str, TrainingEngine]]:
-    """The trained roles of which this rank has an engine."""
+    """The trained roles for which this rank has an engine."""
     for role, name in ROLES.items():
         engine = placement.trained(role)
         if engine is not None:

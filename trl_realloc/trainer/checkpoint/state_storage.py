@@ -1,8 +1,5 @@
-"""Writes and reads the files of a training state: torch.distributed.checkpoint's (DCP's) storage in a folder, with less
-memory while it writes, and without running code of the files that it reads.
-
-Which rank writes and reads which chunk is planned in `chunk_plans` and `chunk_division`.
-"""
+"""Writes and reads the files of a training state: a storage of torch.distributed.checkpoint (DCP) in a folder, with
+less memory during writing, and without running code from the files that it reads."""
 
 from __future__ import annotations
 
@@ -26,15 +23,15 @@ from .chunk_division import without_collection
 
 
 class Writer(FileSystemWriter):
-    """Writes the file of one rank. DCP's own `write_data` keeps a copy in host memory of every tensor that it has
-    written until its file is complete; this one has one chunk at a time."""
+    """Writes one rank's file. DCP's `write_data` keeps a host-memory copy of every written tensor until its file is
+    complete; this one holds one chunk at a time."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder, sync_files=False)  # `WriteErrors.flush` does it for the list
+        super().__init__(folder, sync_files=False)  # `WriteErrors.flush` syncs the files
         self.file = file_of(rank)
 
     def storage_meta(self) -> None:
-        """Nothing: the folder is renamed when it is complete."""
+        """Does nothing: the folder is renamed when it is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name, results = self.file, []
@@ -55,26 +52,26 @@ class Writer(FileSystemWriter):
 
 
 def file_of(rank: int) -> str:
-    """The name of the file of a rank's chunks, as DCP has it."""
+    """DCP's name for the file of a rank's chunks."""
     return f"__{rank}_0{DEFAULT_SUFFIX}"
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """A tensor in host memory whose storage has nothing else, because `torch.save` writes whole storages."""
+    """A host-memory tensor with a storage of its size, because `torch.save` writes whole storages."""
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 class Reader(FileSystemReader):
-    """Reads the training state of a checkpoint's folder. DCP reads its metadata by pickle, which runs whatever code a
-    file names; this one makes the classes of DCP's metadata alone."""
+    """Reads the training state in a checkpoint's folder. DCP reads its metadata with pickle, which runs any code that a
+    file names; this one only creates the classes of DCP's metadata."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint / STATE_FOLDER)
         self._file = checkpoint / METADATA
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """The tensors, their chunks, and the files of these.
+        """The tensors, their chunks, and the chunks' files.
 
         Raises:
             ValueError: the file is not DCP's metadata.
@@ -88,7 +85,7 @@ class Reader(FileSystemReader):
 
 
 def _member(kind: object, name: str) -> Enum:
-    """The member of an enum with this name. Raises `ValueError` for an attribute of anything else."""
+    """The enum member of this name. Raises `ValueError` for an attribute of anything else."""
     if not (isinstance(kind, EnumType) and name in kind.__members__):
         raise ValueError("it asks for an attribute of what is no enum")
     member: Enum = kind[name]
@@ -96,13 +93,13 @@ def _member(kind: object, name: str) -> Enum:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Refuses every class that DCP's metadata does not have."""
+    """Refuses every class that is not in DCP's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if (module, name) in CHECKPOINT_METADATA_CLASSES:
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 write a member of an enum
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members with it
             return _member
         raise ValueError(f"it names {module}.{name}, which is no part of a training state")

@@ -1,7 +1,7 @@
-"""`WeightFiles`: writes the weights of a model to the safetensors files of `save_pretrained`, tensor by tensor.
+"""`WeightFiles`: writes a model's weights to the safetensors files of `save_pretrained`, tensor by tensor.
 
-The headers are written first, from names, shapes and dtypes, so that every tensor can go to its place in its file when
-it arrives. `save_pretrained` itself would need the whole model in memory. Which models are saved is in `model_files`.
+The headers are written first, from names, shapes and dtypes, so that every tensor can be written to its place when it
+arrives. `save_pretrained` would need the whole model in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Convert = Callable[[list[tuple[str, Tensor]]], Any]
 
 MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
 
-# The dtypes of safetensors in the order in which their tensors are stored, the last ones first.
+# The dtypes of safetensors in reverse order of storage.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -40,10 +40,10 @@ class WeightFiles:
     """Creates the files with their headers.
 
     Args:
-        folder: which has to exist.
-        specs: of all parameters and persistent buffers, by the module's names, in the order of the model.
-        convert: from tensors by the module's names to tensors by the checkpoint's names.
-        max_shard_size: of one file, as `save_pretrained` takes it.
+        folder: existing folder.
+        specs: all parameters and persistent buffers by module name, in the model's order.
+        convert: converts tensors by module name to tensors by checkpoint name.
+        max_shard_size: maximum size of a file, as in `save_pretrained`.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class WeightFiles:
         self._missing = {name: math.prod(specs[name].shape) for name in self._renamed}  # elements not yet written
         pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
         split = split_torch_state_dict_into_shards(stored, filename_pattern=pattern, max_shard_size=max_shard_size)
-        self._places: dict[str, tuple[Path, int]] = {}  # by the checkpoint's name, with the first byte in the file
+        self._places: dict[str, tuple[Path, int]] = {}  # checkpoint name -> file and offset of the first byte
         self._specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}
-        for stale in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):  # of an earlier save, which had another number
+        # an earlier save may have had another number of files
+        for stale in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
             (folder / stale).unlink(missing_ok=True)
         for file, names in split.filename_to_tensors.items():
             self._create(folder / file, {name: self._specs[name] for name in names})
@@ -79,18 +80,18 @@ class WeightFiles:
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _create(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
-        """Write the header of one file: its tensors by descending dtype and then by name, as safetensors does."""
+        """Write one file's header: its tensors by descending dtype, then by name, like safetensors."""
         order = list(_DTYPES)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
+        offset = 0
         for name in sorted(specs, key=lambda name: (-order.index(specs[name].dtype), name.encode())):
             spec = specs[name]
             header[name] = {
                 "dtype": _DTYPES[spec.dtype],
                 "shape": list(spec.shape),
-                "data_offsets": [at, at + spec.bytes],
+                "data_offsets": [offset, offset + spec.bytes],
             }
-            at += spec.bytes
+            offset += spec.bytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         path.write_bytes(struct.pack("<Q", len(text)) + text)
@@ -98,8 +99,8 @@ class WeightFiles:
             self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors by the module's names. Tensors that the checkpoint computes from several of the module's are
-        kept until all of these have arrived.
+        """Write tensors by module name. Tensors that the checkpoint computes from several of the module's are held
+        until all of these have arrived.
 
         Raises:
             OSError: the file cannot be written.
@@ -121,8 +122,8 @@ class WeightFiles:
             self._store(*self._places.pop(name), tensor)
 
     def write_piece(self, piece: Piece) -> None:
-        """Write a range of a parameter. Of one that the checkpoint has as the module does it goes to its place at once;
-        pieces of others are put together first.
+        """Write a range of a parameter. If the checkpoint stores the parameter unchanged, the range is written at once;
+        otherwise its pieces are first assembled.
 
         Raises:
             OSError: the file cannot be written.
@@ -144,7 +145,7 @@ class WeightFiles:
 
     def _store(self, path: Path, start: int, tensor: Tensor) -> None:
         """Overwrite the bytes of a file from `start` on. The file stays open for the next tensor, which most often
-        belongs there too: a network's file system sends what it has when a file is closed."""
+        belongs there too, because a network file system sends its data when a file is closed."""
         if self._open is None or Path(self._open.name) != path:
             self.close()
             self._open = path.open("r+b")
@@ -152,47 +153,47 @@ class WeightFiles:
         self._open.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """May be called twice. Raises `OSError` if something cannot be written."""
+        """Close the open file. May be called twice. Raises `OSError` if something cannot be written."""
         file, self._open = self._open, None
         if file is not None:
             file.close()
 
     def finish(self) -> None:
-        """Raises `OSError` if a tensor has not been written, or cannot be."""
+        """Raises `OSError` if a tensor was not or cannot be written."""
         self.close()
         if self._places:
             raise OSError(f"{next(iter(self._places))} and {len(self._places) - 1} more tensors did not arrive")
 
 
 def _renamed(meta: Mapping[str, Tensor], groups: Mapping[str, list[str]], convert: Convert) -> dict[str, str]:
-    """The names in the checkpoint, by the module's names, of the tensors that the checkpoint stores unchanged."""
+    """The checkpoint names, by module name, of the tensors that the checkpoint stores unchanged."""
     names: dict[str, str] = {}
     for name, tensor in meta.items():
-        made = list(dict(convert([(name, tensor)])).items()) if groups[name] == [name] else []
-        if len(made) == 1 and made[0][1] is tensor:
-            names[name] = made[0][0]
+        converted = list(dict(convert([(name, tensor)])).items()) if groups[name] == [name] else []
+        if len(converted) == 1 and converted[0][1] is tensor:
+            names[name] = converted[0][0]
     return names
 
 
 def _groups(meta: Mapping[str, Tensor], stored: Mapping[str, Tensor], convert: Convert) -> dict[str, list[str]]:
-    """For every tensor of the module, the tensors that have to be converted together with it: itself alone, those of
-    its layer, or all; the fewest that give the checkpoint's tensors. Tried on tensors without memory."""
+    """For every tensor of the module, the tensors that must be converted together with it: itself alone, its layer, or
+    all; the smallest group that gives the checkpoint's tensors. Tested on tensors without memory."""
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
     for group_of in (lambda name: name, _layer_of, lambda name: ""):
         members: dict[str, list[str]] = {}
         for name in meta:
             members.setdefault(group_of(name), []).append(name)
-        made: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
         for names in members.values():
             converted = dict(convert([(name, meta[name]) for name in names]))
-            made |= {name: (tensor.shape, tensor.dtype) for name, tensor in converted.items()}
-        if made == expected:
+            specs |= {name: (tensor.shape, tensor.dtype) for name, tensor in converted.items()}
+        if specs == expected:
             return {name: names for names in members.values() for name in names}
     raise OSError("the model's weights cannot be converted to the names of its family's checkpoints")
 
 
 def _layer_of(name: str) -> str:
-    """The name up to the first number: that of a layer."""
+    """The name up to its first number, which identifies a layer."""
     parts = name.split(".")
-    at = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: at + 1])
+    position = next((position for position, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: position + 1])

@@ -1,6 +1,6 @@
-"""Collects the errors of one rank while all ranks write a checkpoint, and raises them on all ranks together.
+"""Collects one rank's errors while all ranks write a checkpoint, and raises them on all ranks together.
 
-A rank that raised at once would leave the others waiting in a collective. Writing itself is in `saving` and `state`.
+If a rank raised at once, the others would wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WriteErrors:
 
     Args:
         rank: this process.
-        control: a gloo group over the job; `None` for one process.
+        control: gloo group over the job; `None` for one process.
     """
 
     def __init__(self, rank: int, control: dist.ProcessGroup | None) -> None:
@@ -35,11 +35,11 @@ class WriteErrors:
 
     @contextlib.contextmanager
     def writing(self, path: Path, needed: int = 0) -> Iterator[None]:
-        """Around writing a file or the files of a folder, which `flush` writes to the disk later. An error inside the
-        block is collected, and ends the block.
+        """Context of writing a file or a folder's files, which `flush` later writes to disk. An error inside the block
+        is collected, and ends the block.
 
         Args:
-            needed: bytes that the block writes, for the message. The block itself should call `need_room`.
+            needed: bytes that the block writes, for the message. The block should call `need_room` itself.
         """
         with self.trying(path, needed):
             yield
@@ -47,7 +47,7 @@ class WriteErrors:
 
     @contextlib.contextmanager
     def trying(self, path: Path, needed: int = 0) -> Iterator[None]:
-        """Around any other operation on a path. An error inside the block is collected, and ends the block."""
+        """Context of any other operation on a path. An error inside the block is collected, and ends the block."""
         try:
             yield
         except Exception as error:
@@ -56,27 +56,27 @@ class WriteErrors:
             )
 
     def flush(self) -> None:
-        """Write to the disk (fsync) what this rank wrote since the last call."""
+        """Write to disk (fsync) what this rank wrote since the last call."""
         for path in self._written:
             with self.trying(path):
                 for file in [p for p in path.iterdir() if p.is_file()] if path.is_dir() else [path]:
                     flush(file)
         self._written.clear()
 
-    def settle(self, what: str, kept: str = "") -> None:
+    def settle(self, what: str, ending: str = "") -> None:
         """Exchange the errors of all ranks. Collective over the job.
 
         Args:
-            what: the thing that was to be saved, for the message.
-            kept: the end of the message, on older checkpoints.
+            what: name of what was to be saved, for the message.
+            ending: end of the message, about older checkpoints.
 
         Raises:
-            SaveError: on every rank, if any rank had an error.
+            SaveError: any rank had an error. Raised on every rank.
         """
         messages = [text for rank_messages in from_every_rank(self._messages, self.control) for text in rank_messages]
         self._messages.clear()
         if messages:
-            raise SaveError(f"{what} could not be saved: {'; '.join(messages)}.{kept}")
+            raise SaveError(f"{what} could not be saved: {'; '.join(messages)}.{ending}")
 
 
 def need_room(path: Path, needed: int) -> None:
@@ -92,7 +92,7 @@ def _existing(path: Path) -> Path:
 def _reason(error: Exception, path: Path, needed: int) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     room = shutil.disk_usage(_existing(path)).free
-    # on a full disk the writers of torch and safetensors report only a broken stream
+    # on a full disk, torch and safetensors only report a broken stream
     if needed and (room < needed or "stream" in text):
         return f"{text} ({needed / 1e6:,.1f} MB are needed, {room / 1e6:,.1f} MB are free)"
     return text

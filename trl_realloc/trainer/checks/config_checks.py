@@ -1,7 +1,7 @@
-"""Checks the settings of a trainer's configuration before `TrainingArguments` computes values from them. Its errors
-would not name the setting.
+"""Checks the settings of a trainer's configuration before `TrainingArguments` computes values from them, because its
+errors would not name the setting.
 
-The ranges of numbers are in `common.settings`. What depends on data, models or the plan is checked in `ppo_setup`.
+Ranges of numbers are in `common.settings`. Checks that need data, models or the plan are in `ppo_setup`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def by_transformers(args: TrainingArguments) -> str:
 
 
 def check_settings(args: TrainingArguments) -> None:
-    """Check a configuration, and set numbers to what they are read as: NumPy's as Python's, 1e4 episodes as 10000. An
-    `int` stays as it is, also where a `float` may be given, such as `logging_steps`.
+    """Check a configuration, and convert numbers: NumPy's to Python's, 1e4 episodes to 10000. An `int` stays an `int`
+    even if a `float` is allowed, as for `logging_steps`.
 
     Raises:
-        ConfigError: with all settings that are not allowed.
+        ConfigError: lists all settings that are not allowed.
     """
     read, problems = read_settings({field.name: getattr(args, field.name, None) for field in fields(args)})
     for name, value in read.items():
@@ -51,7 +51,7 @@ def check_settings(args: TrainingArguments) -> None:
 
 
 def _problems(args: TrainingArguments) -> Iterator[str]:
-    """Sentences about settings that are no numbers, and about settings that exclude each other."""
+    """Sentences about settings that are not numbers, and about settings that exclude each other."""
     if not isinstance(args.plan, str | os.PathLike | Mapping | ExecutionPlan | None):
         yield f"plan must be auto, a preset, a YAML file's path, a dict or an ExecutionPlan, not {shown(args.plan)}."
     weights = args.reward_weights
@@ -71,7 +71,6 @@ def _problems(args: TrainingArguments) -> Iterator[str]:
 
 
 def _ppo_problems(args: TrainingArguments) -> Iterator[str]:
-    """Sentences about settings of PPO that exclude each other."""
     if args.stop_token is not None and args.stop_token_id is not None:
         yield "stop_token and stop_token_id are both set; keep one of them."
     yield from best_model_problems(args)
@@ -79,7 +78,7 @@ def _ppo_problems(args: TrainingArguments) -> Iterator[str]:
 
 
 def best_model_problems(args: TrainingArguments) -> Iterator[str]:
-    """Sentences about `load_best_model_at_end` in a run that the plan's engines train. Where Accelerate trains, Trainer
+    """Sentences about `load_best_model_at_end` in a run that the plan's engines train. If Accelerate trains, Trainer
     loads the best model."""
     if args.save_only_model and args.load_best_model_at_end:
         yield (
@@ -120,7 +119,7 @@ def _correction_problems(args: TrainingArguments) -> Iterator[str]:
 
 
 def _read_json(value: object) -> object:
-    """The mapping in a text of a command line. Any other value is returned unchanged."""
+    """The mapping in a command-line text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

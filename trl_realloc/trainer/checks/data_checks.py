@@ -1,6 +1,6 @@
 """Checks the data sets of GRPO and RLOO before engines start.
 
-TRL reads them when a batch is made, and trains on nothing if they do not fill one generation.
+TRL reads them when it builds a batch, and trains on nothing if they do not fill one generation.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_types(inputs: Mapping[str, object]) -> None:
-    """Refuse a model, a tokenizer or an adapter's config of another type.
+    """Refuse a model, tokenizer or adapter config of the wrong type.
 
     Args:
-        inputs: the arguments of the trainer's constructor, by name.
+        inputs: constructor arguments of the trainer, by name.
 
     Raises:
         TypeError: names the argument and the type.
@@ -39,17 +39,17 @@ def check_types(inputs: Mapping[str, object]) -> None:
 
         kinds["peft_config"] = (PeftConfig, NoneType), "a peft.PeftConfig, such as LoraConfig(r=16)"
     for name, (types, words) in kinds.items():
-        given = inputs.get(name)
-        if not isinstance(given, types):
-            raise TypeError(f"{name} must be {words}, not {type(given).__name__}.")
+        value = inputs.get(name)
+        if not isinstance(value, types):
+            raise TypeError(f"{name} must be {words}, not {type(value).__name__}.")
 
 
 def check_columns(inputs: Mapping[str, object]) -> None:
-    """Refuse data sets without prompts, unless environments are given, and those with columns that TRL cannot pass to
+    """Refuse data sets without prompts, unless there are environments, and those with columns that TRL cannot pass to
     reward functions beside its own arguments.
 
     Args:
-        inputs: the arguments of the trainer's constructor, by name.
+        inputs: constructor arguments of the trainer, by name.
 
     Raises:
         DataError: names the data set and its columns.
@@ -85,14 +85,14 @@ def _datasets(inputs: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 
 def check_rows(args: TrainingArguments, dataset: Dataset, processes: int) -> None:
-    """Refuse a training data set that does not fill one generation, of which nothing would be trained.
+    """Refuse a training data set that does not fill one generation: nothing would be trained.
 
     Args:
         args: TRL's `GRPOConfig` or `RLOOConfig`.
-        dataset: that the run trains on.
+        dataset: training data set.
 
     Raises:
-        DataError: says how many rows there are and how many a generation has.
+        DataError: gives the number of rows, and the number in a generation.
     """
     needed = args.generation_batch_size // args.num_generations
     if hasattr(dataset, "__len__") and len(dataset) < needed:
@@ -103,7 +103,7 @@ def check_rows(args: TrainingArguments, dataset: Dataset, processes: int) -> Non
 
 
 def stream_too_short(args: TrainingArguments, processes: int) -> DataError:
-    """The error for a stream that ended before it filled one generation. It is read only once, by the training.
+    """The error for a stream that ended before it filled one generation. Only the training reads it, once.
 
     Args:
         args: TRL's `GRPOConfig` or `RLOOConfig`.
@@ -115,7 +115,7 @@ def stream_too_short(args: TrainingArguments, processes: int) -> DataError:
 
 
 def _generation(args: TrainingArguments, processes: int) -> str:
-    """The prompts of one generation, with the settings that their number is of."""
+    """The prompts of one generation, and the settings that determine their number, in words."""
     return (
         f"{args.generation_batch_size // args.num_generations} prompts of one generation ({processes} processes x "
         f"per_device_train_batch_size {args.per_device_train_batch_size} x steps_per_generation "

@@ -1,8 +1,7 @@
-"""`fixed_settings`: the settings that a run's plan, engines and data were made from, so that a change of one during the
-run is refused.
+"""`fixed_settings`: settings that have determined a run's plan, engines and data, so that changing one during the run
+is refused.
 
-Settings that may change are read anew for every update: those of PPO's arithmetic in `ppo_trainer`, those of TRL's
-GRPO and RLOO by TRL's own code.
+Settings that may change are read again for every update: PPO's in `ppo_trainer`, those of TRL's GRPO and RLOO by TRL.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ OF_PPO = (
     "vllm_importance_sampling_correction",
 )
 OF_POLICY = _OF_ALL
-# attributes of TRL's trainers of one policy, which read them whenever they generate or compute a loss
+# attributes that TRL's trainers of one policy read whenever they generate or compute a loss
 DRAWN_BY = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
 
 
 def fixed_settings(args: TrainingArguments, names: Iterable[str]) -> dict[str, Any]:
-    """The values that these settings have now, by name."""
+    """The current values of these settings, by name."""
     return {name: getattr(args, name) for name in names}
 
 
 def fixed_attributes(trainer: Trainer) -> dict[str, Any]:
-    """The values that the settings of a trainer of one policy have now, and its attributes that were made from others,
+    """The current values of the settings of a trainer of one policy, and of its attributes derived from other settings,
     by their names in messages."""
     attributes = {f"the trainer's {name}": getattr(trainer, name, None) for name in DRAWN_BY}
-    generation = vars(getattr(trainer, "generation_config", None) or SimpleNamespace())  # by which TRL generates
+    generation = vars(getattr(trainer, "generation_config", None) or SimpleNamespace())  # TRL's sampling settings
     attributes |= {f"generation_config.{name}": value for name, value in generation.items()}
-    # with a reference the weight of its penalty may change
+    # with a reference, the weight of its penalty may change
     beta = {} if trainer.ref_model is not None else {"the trainer's beta": trainer.beta}
     return fixed_settings(trainer.args, OF_POLICY) | attributes | beta
 
 
 def refuse_changed(first: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Refuse a setting that has changed since the trainer was made.
+    """Refuse a setting that has changed since the trainer's construction.
 
     Raises:
         ConfigError: names the setting, both values and the remedy.

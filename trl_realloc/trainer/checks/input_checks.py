@@ -1,7 +1,6 @@
-"""Checks the tokenizers, the data collator and the pair of optimizers that the user passed, before anything is
-tokenized or loaded.
+"""Checks the user's tokenizers, data collator and pair of optimizers, before anything is tokenized or loaded.
 
-Models are checked in `model_checks`, settings in `config_checks`, optimizers in `optimizer_checks`, plans in
+Other checks: models in `model_checks`, settings in `config_checks`, optimizers in `optimizer_checks`, plans in
 `plan_checks`, datasets in `algorithms.prompts`, reward functions in `algorithms.rewards`.
 """
 
@@ -24,8 +23,8 @@ class SpecialTokens:
     """Token ids of the policy's tokenizer.
 
     Args:
-        eos: `None` of a tokenizer without one.
-        stop: the token that ends a response; `None` where every response has `response_length` tokens.
+        eos: the eos token; `None` if the tokenizer has none.
+        stop: the token that ends a response; `None` if every response has `response_length` tokens.
     """
 
     pad: int
@@ -59,7 +58,7 @@ def check_parts(
     """Check the types of tokenizers, data collator and optimizers.
 
     Raises:
-        ConfigError: a tokenizer by name, a collator that is not callable, or optimizers that are not a pair.
+        ConfigError: a tokenizer is a name, a collator is not callable, or the optimizers are not a pair.
     """
     rewards = reward_processing_classes
     tokenizers = [("processing_class", processing_class)]
@@ -85,11 +84,11 @@ def check_parts(
 
 @dataclass(frozen=True)
 class Context:
-    """Most tokens of a sample that every model of a run reads.
+    """The maximum tokens of a sample, which every model of a run can read.
 
     Args:
-        tokens: `None` for no limit.
-        role: whose model has the limit.
+        tokens: maximum tokens; `None` for no limit.
+        role: role of the model that sets the limit.
     """
 
     tokens: int | None
@@ -99,29 +98,30 @@ class Context:
 def context_of(
     configs: Mapping[Role, Sequence[PretrainedConfig]], reward_tokenizers: Sequence[PreTrainedTokenizerBase | None] = ()
 ) -> Context:
-    """The context of a run: the policy's, and that of every model with a table of positions.
+    """The context of a run: the smallest of the policy's and of every model with a table of positions.
 
     Args:
         configs: the Transformers config of every model of every role.
-        reward_tokenizers: the own tokenizer of each reward model; one that cuts the texts lets the model read all.
+        reward_tokenizers: each reward model's separate tokenizer, or `None`. If a tokenizer truncates texts, its model
+            sets no limit.
     """
-    found = Context(most_positions(configs[Role.ACTOR][0]))
+    context = Context(most_positions(configs[Role.ACTOR][0]))
     for role, role_configs in configs.items():
         tokenizers = reward_tokenizers if role is Role.REWARD and reward_tokenizers else [None] * len(role_configs)
         for config, tokenizer in zip(role_configs, tokenizers, strict=True):
             table = table_positions(config)
             cuts = table is not None and (getattr(tokenizer, "model_max_length", None) or table + 1) <= table
-            if table is not None and not cuts and (found.tokens is None or table < found.tokens):
-                found = Context(table, role)
-    return found
+            if table is not None and not cuts and (context.tokens is None or table < context.tokens):
+                context = Context(table, role)
+    return context
 
 
 def check_context(configs: Mapping[Role, Sequence[PretrainedConfig]], longest: int) -> None:
     """Refuse models with a table of positions that is shorter than a sample.
 
     Args:
-        configs: as of `context_of`.
-        longest: most tokens of a prompt with its response.
+        configs: see `context_of`.
+        longest: maximum tokens of a prompt with its response.
 
     Raises:
         ModelError: names the role and its positions.
@@ -135,15 +135,15 @@ def check_context(configs: Mapping[Role, Sequence[PretrainedConfig]], longest: i
 
 
 def check_positions(configs: Mapping[Role, Sequence[PretrainedConfig]], longest: int) -> None:
-    """Refuse rotary embeddings whose factors depend on the longest sample of a forward, if a sample can be that long.
-    The result of a sample would depend on which samples share its micro-batch.
+    """Refuse rotary embeddings whose factors depend on the longest sample of a forward, if a sample can be that long:
+    the result of a sample would depend on the samples in its micro-batch.
 
     Args:
         configs: the Transformers config of every model of every role.
         longest: tokens of the longest prompt with the longest response.
 
     Raises:
-        ModelError: names the role and the length from which on the factors change.
+        ModelError: names the role and the length above which the factors change.
     """
     for role, role_configs in configs.items():
         for config in role_configs:
@@ -157,10 +157,10 @@ def check_positions(configs: Mapping[Role, Sequence[PretrainedConfig]], longest:
 
 
 def _position_limit(config: PretrainedConfig) -> tuple[str, int | None]:
-    """The type of a rotary embedding whose factors change with the longest sample of a forward, and the longest sample
-    for which they do not; `None` for other embeddings."""
+    """The type of a rotary embedding whose factors change with the longest sample of a forward, and the length up to
+    which they do not; `None` for other embeddings."""
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in settings.values() if isinstance(value, Mapping)]  # one for each type of layer
+    nested = [value for value in settings.values() if isinstance(value, Mapping)]  # one per type of layer
     for rope in nested or [settings]:
         kind = str(rope.get("rope_type", rope.get("type", "")))
         if kind == "longrope":

@@ -1,7 +1,7 @@
-"""Checks the models that the user passed, and how they fit together, before weights are read.
+"""Checks the user's models, and how they fit together, before weights are read.
 
-Every model either works under any plan, or is refused in a sentence. Which models a plan can split is checked in
-`plan_checks`, the other arguments in `input_checks`.
+Every model either works under any plan, or is refused with a message. `plan_checks` checks which models a plan can
+split, `input_checks` the other arguments.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ logger = logging.get_logger(__name__)
 
 CLASSIFIER = "ForSequenceClassification"
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# PEFT's kinds of adapters that cannot be merged into the weights, beside those that add tokens to the prompt
+# PEFT's adapters that cannot be merged into the weights, apart from prompt learning
 UNMERGED = ("ADAPTION_PROMPT", "CARTRIDGE", "HIRA", "LILY", "LN_TUNING", "POLY", "SHADOW", "XLORA")
 
 
 def check_models(model: object, ref_model: object, value_model: object, reward_models: Sequence[object]) -> None:
     """Refuse arguments that are not models, one object for two roles, models that no engine can run, and models without
-    the head of their role. The config of a model by path is checked later, in `check_config_of`.
+    the head of their role. `check_config_of` later checks the config of a model passed by path.
 
     Raises:
         ModelError: names the argument.
@@ -71,7 +71,7 @@ def check_models(model: object, ref_model: object, value_model: object, reward_m
 
 
 def check_policy(model: object) -> None:
-    """Refuse a policy that no engine can run. The config of a model by path is checked later, in `check_config_of`.
+    """Refuse a policy that no engine can run. `check_config_of` later checks the config of a policy passed by path.
 
     Raises:
         ModelError: says why.
@@ -121,11 +121,11 @@ def _check_model(model: object, argument: str) -> None:
 
 
 def check_read_in_parts(model: PreTrainedModel, argument: str) -> None:
-    """Check that nothing a user has put on a classifier is around its backbone and its `score` layer, which the engines
-    call one after the other. So does TRL's PPO, where the forward of a user's class is therefore allowed.
+    """Check that no user change wraps both a classifier's backbone and its `score` layer, because the engines call them
+    one after the other. TRL's PPO does the same, so a user class's forward is allowed there.
 
     Raises:
-        ModelError: there is something.
+        ModelError: there is such a change.
     """
     around = [change for change in forward_changes(model) if not change.module and "forward" in change.what]
     if not around or not hasattr(base_of(model), "score"):
@@ -138,11 +138,11 @@ def check_read_in_parts(model: PreTrainedModel, argument: str) -> None:
 
 
 class Obstacle(NamedTuple):
-    """A property of a model by which no engine can work with it.
+    """A property of a model that no engine supports.
 
     Args:
-        refusal: the sentence by which PPO refuses the model.
-        reason: of GRPO and RLOO, for which Accelerate then trains the model.
+        refusal: sentence with which PPO refuses the model.
+        reason: reason for which Accelerate trains the model in GRPO and RLOO.
     """
 
     refusal: str
@@ -158,7 +158,7 @@ def quantized(argument: str) -> Obstacle:
 
 
 def model_obstacles(model: PreTrainedModel, argument: str) -> Iterator[Obstacle]:
-    """The obstacles of a loaded model: it is quantized, compiled, spread over devices, or divided already."""
+    """The obstacles of a loaded model: it is quantized, compiled, spread over devices, or already split."""
     base = base_of(model)
     if getattr(base, "is_quantized", False):
         yield quantized(argument)
@@ -183,7 +183,7 @@ def model_obstacles(model: PreTrainedModel, argument: str) -> Iterator[Obstacle]
 
 
 def config_obstacles(config: PretrainedConfig, argument: str) -> Iterator[Obstacle]:
-    """The obstacles that a model's Transformers config shows."""
+    """The obstacles in a model's Transformers config."""
     if getattr(config, "is_encoder_decoder", False):
         yield Obstacle(
             f"{argument} is an encoder-decoder ({config.model_type}); PPO here is for decoders.",
@@ -194,11 +194,11 @@ def config_obstacles(config: PretrainedConfig, argument: str) -> Iterator[Obstac
 
 
 def check_adapter_kind(peft_config: PeftConfig, argument: str) -> None:
-    """Check that a PEFT config is of adapters that can be merged into the weights, as generation engines and copies of
-    the role need them.
+    """Check that a PEFT config's adapters can be merged into the weights, for generation engines and copies of the
+    role.
 
     Raises:
-        ModelError: it is not.
+        ModelError: they cannot.
     """
     kind = str(getattr(peft_config, "peft_type", "")).rpartition(".")[2]
     if getattr(peft_config, "is_prompt_learning", False):
@@ -211,10 +211,10 @@ def check_adapter_kind(peft_config: PeftConfig, argument: str) -> None:
 
 
 def check_trained_adapter(peft_config: PeftConfig, argument: str) -> None:
-    """Check that a PEFT config is of adapters that the training engines can train.
+    """Check that the training engines can train a PEFT config's adapters.
 
     Raises:
-        ModelError: see `check_adapter_kind`; or its parameters are not in memory of their own.
+        ModelError: see `check_adapter_kind`; or its parameters share memory.
     """
     check_adapter_kind(peft_config, argument)
     if getattr(peft_config, "layer_replication", None):
@@ -227,8 +227,8 @@ def check_trained_adapter(peft_config: PeftConfig, argument: str) -> None:
 
 
 def _ties_matrices(peft_config: PeftConfig) -> bool:
-    """True if PEFT ties the LoRA matrices of the head to those of the embedding. If `modules_to_save` has the embedding
-    or the head, PEFT ties whole parameters instead, and a tied parameter is listed only once."""
+    """True if PEFT ties the LoRA matrices of the head to the embedding's. If `modules_to_save` has the embedding or the
+    head, PEFT ties whole parameters instead, which are listed only once."""
     if not getattr(peft_config, "ensure_weight_tying", False):
         return False
     from peft.utils.constants import EMBEDDING_LAYER_NAMES
@@ -246,14 +246,14 @@ def _ties_matrices(peft_config: PeftConfig) -> bool:
 def check_generated(
     args: TrainingArguments, model: PreTrainedModel | str, config: PretrainedConfig, peft_config: PeftConfig | None
 ) -> None:
-    """Check that vLLM engines can generate with the policy whose adapters are merged.
+    """Check that vLLM engines can generate with the policy with merged adapters.
 
     Args:
         args: training arguments of any trainer.
-        model, config, peft_config: as of `adapted_policy`.
+        model, config, peft_config: see `adapted_policy`.
 
     Raises:
-        ConfigError: says why not.
+        ConfigError: they cannot; gives the reason.
     """
     adapted = adapted_policy(model, config, peft_config)
     if adapted is not None and (problem := why_adapted_not_generated(adapted, config, args.device)) is not None:
@@ -261,21 +261,21 @@ def check_generated(
 
 
 def why_adapted_not_generated(adapted: PreTrainedModel, config: PretrainedConfig, device: torch.device) -> str | None:
-    """Why vLLM engines on such devices cannot generate with a policy with adapters; `None` if they can.
+    """Why vLLM engines on this kind of device cannot generate with a policy with adapters; `None` if they can.
 
     Args:
         adapted: the policy; may be on the meta device.
         config: its Transformers config.
     """
     generated = generated_config(config, adapted)
-    if (problem := why_not_merged(adapted)) is not None or generated is config:  # without adapters it has been checked
+    if (problem := why_not_merged(adapted)) is not None or generated is config:  # already checked without adapters
         return problem
     return why_not_served(generated, on_cpu=not is_accelerator(device))
 
 
 def why_not_this_model(model: PreTrainedModel | str) -> str | None:
-    """The reason why vLLM does not compute as a loaded model does: its class is not Transformers' own, or a user has
-    changed the object (`model_changes`). `None` if there is none, and for a model's name or path."""
+    """Why vLLM computes something else than a loaded model: its class is not from Transformers, or the user has changed
+    the object (`model_changes`). `None` if there is no reason, and for a name or path."""
     if isinstance(model, str) or not hasattr(model, "config"):
         return None
     base = base_of(model)
@@ -292,7 +292,7 @@ def why_not_this_model(model: PreTrainedModel | str) -> str | None:
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model under its adapters, if it has any."""
+    """The model under its adapters, if any."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -304,7 +304,7 @@ def _custom_code(argument: str, name: str) -> str:
 
 
 def _check_weights(folder: Path, argument: str) -> None:
-    """Raises `ModelError` for a folder without weights, or with an incomplete safetensors file."""
+    """Raise `ModelError` for a folder without weights, or with an incomplete safetensors file."""
     index = folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
@@ -317,7 +317,7 @@ def _check_weights(folder: Path, argument: str) -> None:
             raise ModelError(f"{argument}: {folder} lacks {missing[0]}; copy or download the model again.")
     for file in files:
         try:
-            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
+            with safe_open(file, framework="pt"):  # compares the header with the file's size
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{argument}: {file} is not whole ({error}); copy or download the model again.") from None
@@ -399,13 +399,13 @@ def _vocabulary(config: PretrainedConfig) -> int:
 
 
 def check_vocabularies(policy: int, others: Sequence[tuple[str, int]]) -> None:
-    """Refuse models that read the policy's token ids and have a smaller vocabulary. The policy can draw every id of its
-    own, also those for which the tokenizer has no token.
+    """Refuse models that read the policy's token ids and have a smaller vocabulary. The policy can sample every id of
+    its vocabulary, even ids without a token in the tokenizer.
 
     Args:
         policy: size of the policy's vocabulary.
-        others: argument name and vocabulary size of the reference, the critic, and the reward models that have no
-            tokenizer of their own.
+        others: argument name and vocabulary size of the reference, the critic, and the reward models without a separate
+            tokenizer.
 
     Raises:
         ModelError: a vocabulary is too small.
@@ -421,7 +421,7 @@ def check_vocabularies(policy: int, others: Sequence[tuple[str, int]]) -> None:
 
 
 def check_adapter_kinds(model: PreTrainedModel | str, peft_config: PeftConfig | None) -> None:
-    """Check the kinds of the policy's adapters, and of those that are added to it.
+    """Check the kinds of the policy's adapters, and of adapters to be added.
 
     Raises:
         ModelError: see `check_trained_adapter`.
@@ -443,9 +443,9 @@ def check_adapters(args: TrainingArguments, model: PreTrainedModel | str, peft_c
     check_adapter_kinds(model, peft_config)
     if isinstance(model, str):
         return
-    known = set(getattr(model, "peft_config", None) or ()) | ({"default"} if peft_config is not None else set())
+    adapter_names = set(getattr(model, "peft_config", None) or ()) | ({"default"} if peft_config is not None else set())
     for setting in ("model_adapter_name", "ref_adapter_name"):
         name = getattr(args, setting)
-        if name is not None and name not in known:
-            adapters = f"it has {', '.join(sorted(known))}" if known else "it has none"
+        if name is not None and name not in adapter_names:
+            adapters = f"it has {', '.join(sorted(adapter_names))}" if adapter_names else "it has none"
             raise ConfigError(f"{setting} is {name!r}, but the model has no such adapter; {adapters}.")

@@ -1,6 +1,6 @@
-"""Refuses an optimizer or a scheduler with which no engine can train.
+"""Refuses an optimizer or a scheduler that no engine supports.
 
-Plans under which an optimizer would not train as on one device are refused in `plan_checks`.
+`plan_checks` refuses plans that would change an optimizer's result.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import TrainingArguments
 from .config_checks import ConfigError
 
 
-# These step inside the backward pass, need calls before parameters are read, or project the gradients of whole matrices
-# that they choose by `optim_target_modules`. The engines do none of it.
+# These step inside the backward pass, need calls before parameters are read, or project gradients of whole matrices
+# (`optim_target_modules`). The engines support none of this.
 _UNSUPPORTED = ("lomo", "adalomo", "layerwise", "schedule_free", "galore", "apollo")
 
 
@@ -30,8 +30,8 @@ def check_optimizer(
     """Refuse an optimizer or a scheduler that cannot train the roles, before anything is loaded.
 
     Args:
-        optimizer, scheduler: the user's, or `None`.
-        models: the trained models as the user passed them, by the trainer's argument.
+        optimizer, scheduler: the user's objects, or `None`.
+        models: the user's trained models, by the trainer's argument name.
 
     Raises:
         ConfigError: names the optimizer or the argument.
@@ -75,7 +75,7 @@ def check_optimizer(
 
 
 def holds_none(what: str, trained: str) -> str:
-    """The sentence about the user's optimizer if it has no parameter of a model."""
+    """The sentence about a user's optimizer without a parameter of a model."""
     return (
         f"the optimizer in `optimizers` holds no trainable parameter of {what}; make it over the parameters of "
         f"{trained}, after loading (and after get_peft_model, in place of peft_config)."

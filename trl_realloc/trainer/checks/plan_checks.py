@@ -1,8 +1,7 @@
 """Refuses a plan that the settings, the models, the optimizer or the stated memory do not allow, before anything is
 loaded.
 
-What any plan must keep is checked in `plan.execution_plan`. How an optimizer may be sharded is found in
-`run.optimizer_sharding`.
+Rules for every plan are in `plan.execution_plan`, the sharding that an optimizer allows in `run.optimizer_sharding`.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def check_plan(
 
     Args:
         configs: the Transformers config of every model of every role.
-        adapted: the roles that train adapters alone.
+        adapted: roles that train only adapters.
         precision: dtype of mixed precision, if any.
-        deepspeed: the DeepSpeed config that the job was launched with, if any.
-        own_reference: the reference is a model of its own, also where the actor trains adapters.
+        deepspeed: the DeepSpeed config of the job's launch, if any.
+        own_reference: whether the reference is a separate model, also if the actor trains adapters.
 
     Raises:
         ConfigError: a ZeRO stage without DeepSpeed, fp16 with the engine `megatron`, a temperature below vLLM's
@@ -67,7 +66,6 @@ def check_plan(
 def _setting_problems(
     args: TrainingArguments, plan: ExecutionPlan, precision: torch.dtype | None, deepspeed: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Sentences about a plan and settings that exclude each other."""
     trained = {name: assignment for name, assignment in plan.assignments.items() if plan.graph.call(name).trains}
     split = [name for name, assignment in trained.items() if assignment.engine == "megatron"]
     sharded = [name for name, assignment in trained.items() if assignment.strategy.zero_stage]
@@ -110,10 +108,10 @@ def _setting_problems(
 
 
 def check_adapters_split(adapters: Mapping[str, PeftConfig], plan: ExecutionPlan) -> None:
-    """Refuse a plan that splits the policy's training by tp or pp where an adapter cannot be.
+    """Refuse a plan that splits the policy's training by tp or pp if an adapter cannot be split.
 
     Args:
-        adapters: the PEFT configs of the policy's adapters, by their names.
+        adapters: PEFT configs of the policy's adapters, by name.
 
     Raises:
         ConfigError: names the adapter.
@@ -133,14 +131,14 @@ def check_adapters_split(adapters: Mapping[str, PeftConfig], plan: ExecutionPlan
 
 
 def check_sharding(optimizer: str, splits: TrainingSplits, plan: ExecutionPlan) -> None:
-    """Refuse a plan that shards parameters which the optimizer needs whole.
+    """Refuse a plan that shards parameters that the optimizer needs whole.
 
     Args:
-        optimizer: its name in messages.
-        splits: that it allows.
+        optimizer: name for messages.
+        splits: splits that it allows.
 
     Raises:
-        ConfigError: names the optimizer, the call and what shards its parameters.
+        ConfigError: names the optimizer, the call, and the setting that shards its parameters.
     """
     trained = {name: assignment for name, assignment in plan.assignments.items() if plan.graph.call(name).trains}
     sharded = {name: setting for name, a in trained.items() if (setting := element_sharding(a))}
@@ -172,7 +170,7 @@ def check_sharding(optimizer: str, splits: TrainingSplits, plan: ExecutionPlan) 
 
 
 def element_sharding(assignment: Assignment) -> str:
-    """The setting of an assignment that splits parameters, or puts several into one flat tensor; empty if there is
+    """The setting of an assignment that splits parameters, or flattens several into one tensor; empty if there is
     none."""
     strategy = assignment.strategy
     if assignment.engine == "zero" and strategy.zero_stage:
@@ -197,15 +195,15 @@ def check_layouts(
     *,
     own_reference: bool = False,
 ) -> None:
-    """Check the tensor and pipeline parallelism of every call, and the memory that the plan states, against the models'
+    """Check the tensor and pipeline parallelism of every call, and the plan's stated memory, against the models'
     configs.
 
     Args:
-        adapted, own_reference: as of `check_plan`.
-        mixed: dtype of mixed precision, if any, in which a vLLM engine holds its weights.
+        adapted, own_reference: see `check_plan`.
+        mixed: dtype of mixed precision, if any, in which a vLLM engine stores its weights.
 
     Raises:
-        PlanError: a model that cannot be split as the plan says, or parameters that do not fit.
+        PlanError: the plan's split of a model is not possible, or parameters do not fit.
     """
     for policy in configs.get(Role.ACTOR, ()):
         check_generation(plan, policy)
@@ -228,13 +226,13 @@ def check_layouts(
 
 
 def check_generation(plan: ExecutionPlan, config: PretrainedConfig) -> None:
-    """Refuse a plan whose vLLM engines cannot split the policy. Of a family without a table only the heads are known.
+    """Refuse a plan whose vLLM engines cannot split the policy. For a family without a table only the heads are known.
 
     Args:
         config: the policy's Transformers config.
 
     Raises:
-        PlanError: names the call, what cannot be shared evenly, and the degrees that can.
+        PlanError: names the call, what cannot be divided evenly, and the possible degrees.
     """
     problems = Problems()
     for name, assignment in plan.assignments.items():
@@ -249,12 +247,12 @@ def check_generation(plan: ExecutionPlan, config: PretrainedConfig) -> None:
 
 
 def _spec(config: PretrainedConfig, assignment: Assignment, is_policy: bool) -> ModelSpec:
-    """The parameter spec of a call's model. Raises `PlanError` where the model cannot be split as assigned."""
+    """The parameter spec of a call's model. Raises `PlanError` if the model cannot be split as assigned."""
     if assignment.engine == "megatron":
         head: Literal["lm", "score"] = "lm" if is_policy else "score"
         spec = ModelSpec.from_config(config, head, bytes_per_element=element_bytes(config))
         spec.check_strategy(assignment.strategy.tp, assignment.strategy.pp)
-        attention = attention_name(config)  # None where Transformers chooses it
+        attention = attention_name(config)  # None if Transformers chooses it
         if assignment.strategy.pp > 1 and attention is not None and not may_pack(attention):
             raise PlanError(
                 f"its attention is {attention}, by which samples that share a row are mixed, and a pipeline needs "

@@ -1,6 +1,6 @@
 """`why_not_trained`: why this package's training engines cannot train a run of a TRL trainer, so that Accelerate must.
 
-What such a run does instead is in `policy.accelerate_fallback`.
+`policy.accelerate_fallback` handles such runs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def why_not_trained(
     quantization_config: object = None,
     trainer: type = Trainer,
 ) -> str | None:
-    """The first reason, as a sentence; `None` if the engines train what TRL would train.
+    """The first reason, as a sentence; `None` if the engines can train this run as TRL would.
 
     Args:
         args: the training arguments, such as a `GRPOConfig`.
-        model: the policy, with adapters or without; or its Transformers config, before it is loaded.
-        peft_config: of the adapter that is added to it.
-        environment: the launcher's variables.
-        quantization_config: with which the model is to be loaded.
-        trainer: the trainer's class, maybe the user's.
+        model: the policy, with or without adapters; or its Transformers config, before it is loaded.
+        peft_config: config of an adapter to be added to the policy.
+        environment: environment variables of the launcher.
+        quantization_config: setting for loading the model.
+        trainer: class of the trainer, maybe a user's.
     """
     reason = next(_reasons(args, model, peft_config, environment), None)
     if quantization_config is not None:
@@ -62,12 +62,12 @@ _LIBRARIES = ("trl.", "transformers.", __name__.partition(".")[0] + ".")
 
 
 def own_optimizer(kind: type) -> str | None:
-    """The method by which a user's subclass makes the optimizer, which no engine calls; `None` if there is none."""
+    """The method of a user's subclass that creates the optimizer, which no engine calls; `None` if there is none."""
     return users_method(kind, _OPTIMIZER_METHODS)
 
 
 def users_method(kind: type, names: Iterable[str]) -> str | None:
-    """The first of these methods that a user's subclass of a trainer has replaced; `None` if there is none."""
+    """The first of these methods that a user's trainer subclass has replaced; `None` if there is none."""
     for name in names:
         owner = next(base for base in kind.__mro__ if name in vars(base))
         if not owner.__module__.startswith(_LIBRARIES):
@@ -113,7 +113,7 @@ def _config_reasons(args: TrainingArguments, config: PretrainedConfig) -> Iterat
     yield from (obstacle.reason for obstacle in config_obstacles(config, "model"))
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     coefficient = getattr(args, "router_aux_loss_coef", 0.0)
-    if coefficient is None:  # TRL takes the model's own
+    if coefficient is None:  # TRL uses the model's
         coefficient = getattr(text, "router_aux_loss_coef", 0.0)
     if getattr(text, "output_router_logits", None) is not None and coefficient:
         yield (
@@ -134,8 +134,8 @@ def _class_reasons(model: PreTrainedModel) -> Iterator[str]:
 def _dropout_reasons(
     config: PretrainedConfig, model: PreTrainedModel | None, adapters: list[PeftConfig]
 ) -> Iterator[str]:
-    """Reasons of a policy with dropout. TRL's forward for the old log-probabilities draws other masks than its training
-    forward does, and the engines compute without."""
+    """Reasons for a policy with dropout: TRL's forward for the old log-probabilities draws other masks than its
+    training forward, and the engines use no dropout."""
     way_out = "and the engines train without dropout; disable_dropout: true lets them"
     for adapter in adapters:
         if getattr(adapter, "lora_dropout", 0.0):

@@ -1,8 +1,7 @@
-"""Settings of Transformers' and TRL's trainers that the engines of a plan do not follow: a row for each, with what is
-done about it.
+"""Settings of Transformers' and TRL's trainers that a plan's engines do not follow: one row each, with the consequence.
 
 The command line reads the rows too, without torch. Ranges of settings, and settings that exclude each other, are in
-`config_checks`. Models and adapters that the engines do not train are in `trainable`.
+`config_checks`; models and adapters that the engines do not train, in `trainable`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from enum import Enum
 
 
 class Then(Enum):
-    """Consequence of a setting that has another value than its default."""
+    """Consequence of a setting with a value other than its default."""
 
     REFUSE = "the configuration is refused"
     ACCELERATE = "Accelerate trains, as in TRL"
@@ -28,10 +27,10 @@ class Row:
     """A setting that the engines do not follow.
 
     Args:
-        sentence: may name the `{value}`. A reason for `ACCELERATE` has no end.
-        trainers: to which the row applies.
-        when: true of a value to which the row applies. Without it these are the values that are neither empty, "no"
-            nor the default.
+        sentence: message, which may contain `{value}`. A reason for `ACCELERATE` has no full stop.
+        trainers: trainers that the row applies to.
+        when: predicate for the values that the row applies to. By default, values that are not empty, "no" or the
+            default.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Row:
 
 
 def _is_default(accelerator_config: object) -> bool:
-    """True for what Transformers makes of an `accelerator_config` that is not set."""
+    """True for the value that Transformers creates from an unset `accelerator_config`."""
     try:
         return accelerator_config == type(accelerator_config)()
     except TypeError:  # a file's name
@@ -69,7 +68,7 @@ _SERVER = (
 _TP = "vllm_tensor_parallel_size {value} is the plan's: set tp of actor.generate in a plan, or leave it to plan: auto."
 
 UNFOLLOWED: tuple[Row, ...] = (
-    # they change how fast a run is or what it logs, not what it learns, or have no effect in TRL's PPO either
+    # change a run's speed or logs but not what it learns, or have no effect in TRL's PPO either
     _no_effect("torch_compile", "ragged batches change the shape of every forward"),
     _no_effect("bf16_full_eval", _EVALUATION),
     _no_effect("fp16_full_eval", _EVALUATION),
@@ -101,7 +100,7 @@ UNFOLLOWED: tuple[Row, ...] = (
     _no_effect("dataloader_prefetch_factor", _LOADER, PPO),
     _no_effect("dataloader_multiprocessing_context", _LOADER, PPO),
     _no_effect("train_sampling_strategy", "the order of the prompts is drawn from the seed", PPO),
-    # they change what is learned
+    # change what is learned
     Row(
         "use_liger_kernel",
         Then.ACCELERATE,
@@ -127,11 +126,11 @@ UNFOLLOWED: tuple[Row, ...] = (
         "cast_lm_head_to_fp32 gives the language head another dtype than the engines compute in",
         (GRPO_AND_RLOO,),
     ),
-    # a plan decides them, or no engine has them
+    # decided by a plan, or not supported by any engine
     Row("vllm_mode", Then.REFUSE, _SERVER, (GRPO_AND_RLOO,), lambda value: value == "server"),
     Row("vllm_tensor_parallel_size", Then.REFUSE, _TP, (GRPO_AND_RLOO,), lambda value: value != 1),
     Row("use_transformers_continuous_batching", Then.REFUSE, _CONTINUOUS, (GRPO_AND_RLOO,)),
-    Row("use_transformers_paged", Then.REFUSE, _CONTINUOUS, (GRPO_AND_RLOO,)),  # its name in older releases of TRL
+    Row("use_transformers_paged", Then.REFUSE, _CONTINUOUS, (GRPO_AND_RLOO,)),  # the name in older releases of TRL
     Row(
         "vllm_model_impl",
         Then.REFUSE,
@@ -143,7 +142,7 @@ UNFOLLOWED: tuple[Row, ...] = (
 
 
 def unfollowed_settings(args: object, then: Then) -> Iterator[str]:
-    """The sentences of the rows of one kind that apply to a configuration.
+    """The sentences of all applicable rows with the consequence `then`.
 
     Args:
         args: a `PPOConfig`, `GRPOConfig` or `RLOOConfig`.
@@ -154,7 +153,7 @@ def unfollowed_settings(args: object, then: Then) -> Iterator[str]:
 
 
 def unfollowed_by_recipe(settings: Mapping[str, object], algorithm: str, then: Then) -> Iterator[str]:
-    """As `unfollowed_settings`, of the settings of a recipe for `ppo`, `grpo` or `rloo`."""
+    """Like `unfollowed_settings`, for the settings of a `ppo`, `grpo` or `rloo` recipe."""
     return _sentences(settings, {}, PPO if algorithm == "ppo" else GRPO_AND_RLOO, then)
 
 

@@ -1,5 +1,4 @@
-"""A trainer of GRPO or RLOO whose training the plan's engines cannot do: the run is TRL's own, with generation by TRL's
-own settings.
+"""Support for GRPO and RLOO runs that the plan's engines cannot train: TRL trains and generates with its own settings.
 
 Which runs these are is in `trainable`.
 """
@@ -28,11 +27,11 @@ logger = logging.get_logger(__name__)
 
 
 def follow_trl(args: PolicyConfig, plugin: ReallocationPlugin) -> None:
-    """Give settings whose default is another here than in TRL the default of TRL, and log which settings that TRL does
-    not have are without effect.
+    """Reset settings whose default differs from TRL's to TRL's default, and log the settings without effect that TRL
+    does not have.
 
     Args:
-        plugin: with what the configuration sets.
+        plugin: settings of the configuration.
     """
     of_trl = {
         field.name: field.default for field in fields(TRLRLOOConfig if isinstance(args, RLOOConfig) else TRLGRPOConfig)
@@ -40,8 +39,8 @@ def follow_trl(args: PolicyConfig, plugin: ReallocationPlugin) -> None:
     for name in ("use_vllm", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"):
         if getattr(args, name) is None:
             setattr(args, name, of_trl[name])
-    own = [field for field in fields(args) if field.name not in of_trl]
-    unused = [field.name for field in own if getattr(args, field.name) != field.default]
+    added_fields = [field for field in fields(args) if field.name not in of_trl]
+    unused = [field.name for field in added_fields if getattr(args, field.name) != field.default]
     if plugin.plan != AUTO and "plan" not in unused:
         unused = ["plan", *unused]
     if unused and PartialState().is_main_process:
@@ -63,27 +62,27 @@ def checkpoint_of_trainer(setting: ResumeSetting, output_dir: str) -> str | bool
 
 
 def check_resumable(folder: str | bool | None, output_dir: str) -> None:
-    """Refuse a checkpoint whose optimizer Accelerate cannot read. It would silently begin with a new optimizer.
+    """Refuse a checkpoint whose optimizer Accelerate cannot read: Accelerate would silently start with a new optimizer.
 
     Args:
-        folder: as `checkpoint_of_trainer` returns it.
+        folder: result of `checkpoint_of_trainer`.
 
     Raises:
         CheckpointError: the plan's engines have written it.
     """
-    found = get_last_checkpoint(output_dir) if folder is True else folder
-    if not found or not isinstance(found, str):
+    newest = get_last_checkpoint(output_dir) if folder is True else folder
+    if not newest or not isinstance(newest, str):
         return
-    if (Path(found) / STATE_FOLDER).exists() and not (Path(found) / "optimizer.pt").exists():
+    if (Path(newest) / STATE_FOLDER).exists() and not (Path(newest) / "optimizer.pt").exists():
         raise CheckpointError(
-            f"cannot resume from {found}: the plan's engines have trained its run, and in this run Accelerate trains, "
+            f"cannot resume from {newest}: the plan's engines have trained its run, and in this run Accelerate trains, "
             f"which does not read {STATE_FOLDER}. Resume it with the settings that it was run with; or begin a run "
-            f"with its policy, model={found!r}, in another output_dir."
+            f"with its policy, model={newest!r}, in another output_dir."
         )
 
 
 def config_or_model(args: TrainingArguments, model: PreTrainedModel) -> Any:
-    """A loaded model, or the config of one by name, also of one with code of its own if the user trusts it.
+    """A loaded model, or the config of a model name, including one with custom code if the user trusts it.
 
     Raises:
         ModelError: there is no such model, or it has code of its own and the user has not said that it may run.

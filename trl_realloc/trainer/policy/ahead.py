@@ -1,5 +1,5 @@
-"""`PromptsAhead`: under a plan with a staleness, tells the generation which prompts come next (`UpcomingBatches`),
-and logs how old the tokens are that it gets.
+"""`PromptsAhead`: announces the prompts of later generations under a plan with a staleness (`UpcomingBatches`), and
+logs the age of the generated tokens.
 
 What is generated when is in `runtime.overlap.host_ahead`.
 """
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class UpcomingBatches(Iterator[Any]):
-    """An iterator over the micro-batches of an epoch that can be looked at ahead of the one that is trained, also over
-    the end of the epoch.
+    """An iterator over the micro-batches of an epoch that can look ahead of the current one, also past the end of the
+    epoch.
 
     Args:
-        source: the iterator of the epoch. It is read no further than is asked for.
-        next_epoch: begins the epoch after it, when this one has been read to its end; `None` if it cannot be read
-            before its training begins.
+        source: the iterator of the epoch. It is read only as far as needed.
+        next_epoch: begins the next epoch once this one has been read to its end; returns `None` if that epoch cannot be
+            read before its training begins.
 
     Attributes:
-        following: the epoch after it, as soon as it has been begun.
+        following: the next epoch, once it has begun.
     """
 
     def __init__(self, source: Iterator[Any], next_epoch: Callable[[], UpcomingBatches | None] = lambda: None) -> None:
         self.source, self._next_epoch = source, next_epoch
         self.following: UpcomingBatches | None = None
-        self._read: deque[Any] = deque()  # from the one that is trained on
-        self._given = 0  # of these, how many have been given to Trainer's loop
+        self._read: deque[Any] = deque()  # from the current micro-batch on
+        self._given = 0  # number of these that Trainer's loop has got
 
     def __next__(self) -> Any:
         if self._given == len(self._read):
@@ -46,13 +46,13 @@ class UpcomingBatches(Iterator[Any]):
         return self._read[self._given - 1]
 
     def advance(self) -> None:
-        """The training has ended on the current micro-batch, and begins on the next one that was given."""
+        """The current micro-batch is done; the next one becomes current."""
         if self._given > 1:
             self._read.popleft()
             self._given -= 1
 
     def after(self, places: int) -> Any:
-        """The micro-batch so many places after the current one; `None` where it cannot be read yet."""
+        """The micro-batch `places` after the current one; `None` if it cannot be read yet."""
         while len(self._read) <= places:
             try:
                 self._read.append(next(self.source))
@@ -66,7 +66,7 @@ class UpcomingBatches(Iterator[Any]):
         `after(places)`; 0 if both micro-batches belong to one optimizer step.
 
         Args:
-            accumulated: micro-batches of an optimizer step. The last one of an epoch may have fewer.
+            accumulated: number of micro-batches per optimizer step. The last step of an epoch may have fewer.
             place: index of the current micro-batch in its optimizer step.
         """
         if places < len(self._read) or self.following is None:
@@ -82,20 +82,19 @@ class PromptsAhead:
         trainer: a `PlannedPolicyTrainer`.
 
     Attributes:
-        sampler: of the training prompts; `None` if their data set has no length.
+        sampler: sampler of the training prompts; `None` if their data set has no length.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.sampler: Any = None
-        self._step_place = 0  # of the current micro-batch in its optimizer step
+        self._step_place = 0  # index of the current micro-batch in its optimizer step
         self._updates_before = -1  # optimizer steps before the previous micro-batch
-        self._has_begun = False  # the training has asked for the first micro-batch of those that `_upcoming` has given
-        self._draws_seed = False  # the iterator of an epoch has drawn a random number when it began
+        self._has_begun = False  # the training has read its first micro-batch from `_upcoming`
+        self._draws_seed = False  # starting an epoch's iterator drew a random number
         self.begin_training()
 
     def begin_training(self) -> None:
-        """A training begins: nothing has been read."""
         self._epoch: Iterator[Any] | None = None  # Trainer's iterator
         self._upcoming: UpcomingBatches | None = None
 
@@ -104,13 +103,12 @@ class PromptsAhead:
         return self.trainer.calls.ahead is not None and bool(self.trainer.model.training)
 
     def batches(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
-        """The micro-batches that Trainer's iterator of an epoch has, to be read by Trainer's loop in its place."""
+        """The micro-batches of an epoch; Trainer's loop reads them in place of its own iterator."""
         if self._upcoming is None or self._epoch is not epoch_iterator:
             return self._begin_epoch(epoch_iterator)
         return self._upcoming
 
     def _begin_epoch(self, epoch_iterator: Iterator[Any]) -> UpcomingBatches:
-        """Read an epoch from now on: what of it has been read ahead, or else Trainer's iterator."""
         epoch = int(self.trainer.state.epoch or 0)
         if self._upcoming is None and not self.trainer.args.ignore_data_skip:
             random = torch.get_rng_state()  # which a sampler of the user's may draw its seeds from
@@ -126,10 +124,10 @@ class PromptsAhead:
         return begun
 
     def _open_epoch(self, epoch: int) -> UpcomingBatches | None:
-        """Begin to read an epoch before Trainer does, in the order that Trainer would get. All ranks together.
+        """Begin to read an epoch before Trainer does, in Trainer's order. All ranks together.
 
-        Trainer's own iterator of this epoch is then never read. That is possible where it is a generator, as those of
-        Accelerate's data loaders are, which does nothing before it is read.
+        Trainer's own iterator of this epoch is then never read. This works because it is a generator, like those of
+        Accelerate's data loaders, and does nothing before it is read.
         """
         loader = self.trainer.callback_handler.train_dataloader
         if not inspect.isgenerator(self._epoch):
@@ -142,14 +140,14 @@ class PromptsAhead:
             first = [next(source)]
         except StopIteration:
             return None
-        # the number that the data loader draws is drawn again where Trainer would have begun, so that the responses are
-        # shuffled as in a run that reads nothing ahead
+        # The data loader's random number is drawn again where Trainer would have begun the epoch, so that responses are
+        # shuffled as in a run that reads nothing ahead.
         self._draws_seed = not torch.equal(random, torch.get_rng_state())
         torch.set_rng_state(random)
         return UpcomingBatches(chain(first, source), lambda: self._open_epoch(epoch + 1))
 
     def advance(self) -> None:
-        """The training goes on to the next micro-batch."""
+        """The training moves to the next micro-batch."""
         if self._upcoming is None:
             return
         if self._has_begun:
@@ -161,7 +159,7 @@ class PromptsAhead:
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
-        """Around a generation: the prompts of the next ones are announced before it, and its ages logged afterwards."""
+        """Context of a generation: announces the prompts of the next ones before it, and logs token ages after it."""
         calls = self.trainer.calls
         if self._announces:
             calls.announce(list(self._next_prompts()))
@@ -171,8 +169,8 @@ class PromptsAhead:
                 self.trainer._metrics["train"][name].append(value)
 
     def _next_prompts(self) -> Iterator[list[list[int]]]:
-        """The token ids of this rank's prompts in each of the next generations, as far as the run has them. TRL's loop
-        gives a generation's batch once for each micro-batch that is trained on it."""
+        """Token ids of this rank's prompts in each later generation that can be read. TRL's loop yields a generation's
+        batch once per micro-batch that is trained on it."""
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         every = args.steps_per_generation * trainer.num_iterations
         accumulated, left = args.gradient_accumulation_steps, state.max_steps - state.global_step
@@ -187,5 +185,5 @@ class PromptsAhead:
 
 
 def _draw_seed() -> None:
-    """Draw one random number, as an iterator of PyTorch's data loader does when it begins."""
+    """Draw one random number, as PyTorch's data loader does when an iterator begins."""
     torch.empty((), dtype=torch.int64).random_()

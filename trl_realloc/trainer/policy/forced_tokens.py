@@ -1,7 +1,7 @@
-"""`ForcedTokens`: tokens that an engine could not have drawn otherwise, in the losses of GRPO and RLOO.
+"""`ForcedTokens`: tokens whose sampling left the engine one candidate, in the losses of GRPO and RLOO.
 
-A grammar, a least number of tokens or top-p may leave one token alone. The engine's log-probability of it is 0, and so
-are the trainer's and its gradient, whatever the model says. Where rules by probability leave several tokens, see
+A grammar, a minimum number of tokens or top-p may leave a single candidate. The engine's log-probability of it is 0, so
+the trainer's log-probability and gradient are set to 0 too. If rules by probability leave several tokens, see
 `engines/training/token_support`.
 """
 
@@ -19,7 +19,7 @@ from ...engines.generation.sampling_checks import engine_only_settings
 
 
 SAMPLED = "sampling_per_token_logps"  # TRL's name: the engine's log-probabilities, (rows, tokens)
-ENGINE = "engine_per_token_logps"  # the same, where TRL has none, or must not correct its loss by them
+ENGINE = "engine_per_token_logps"  # the same, if TRL has none or must not correct its loss with them
 
 
 def engine_logprobs(inputs: Mapping[str, Any]) -> Tensor | None:
@@ -29,10 +29,10 @@ def engine_logprobs(inputs: Mapping[str, Any]) -> Tensor | None:
 
 
 class ForcedTokens:
-    """The tokens of a generation, and then of the micro-batches that it is trained in.
+    """The forced tokens of a generation, and then of its training micro-batches.
 
     Args:
-        sampling: of the generations.
+        sampling: sampling parameters of the generations.
         full_vocabulary: log-probabilities are over the whole vocabulary, so no token is forced.
     """
 
@@ -41,7 +41,7 @@ class ForcedTokens:
         self._sampled: Sequence[Sequence[float | None] | Tensor] | Tensor = ()
 
     def begin_generation(self, sampled: Sequence[Sequence[float | None] | Tensor] | None) -> None:
-        """The rows of the next log-probabilities are those of a generation.
+        """Treat the next log-probabilities as those of a generation.
 
         Args:
             sampled: the engine's log-probabilities of each row; `None` if there are none.
@@ -54,13 +54,13 @@ class ForcedTokens:
 
     @contextlib.contextmanager
     def of_loss(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Around the loss of a micro-batch, with TRL's tensors."""
+        """Context of the loss of a micro-batch, given TRL's tensors."""
         sampled = engine_logprobs(inputs)
-        kept, self._sampled = self._sampled, () if sampled is None else sampled
+        generation_rows, self._sampled = self._sampled, () if sampled is None else sampled
         try:
             yield
         finally:
-            self._sampled = kept
+            self._sampled = generation_rows
 
     def zeroed(self, values: Tensor) -> Tensor:
         """Log-probabilities or entropies of a model, (rows, tokens), with zeros for forced tokens."""
@@ -75,7 +75,7 @@ def padded(rows: Sequence[Sequence[float | None] | Tensor], like: Tensor) -> Ten
     `None`, and in rows after the last."""
     out = torch.zeros(like.shape)
     out[len(rows) :] = torch.nan
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         values = row if isinstance(row, Tensor) else [float("nan") if value is None else value for value in row]
-        out[at, : len(row)] = torch.as_tensor(values, dtype=out.dtype)[: out.size(1)]
+        out[index, : len(row)] = torch.as_tensor(values, dtype=out.dtype)[: out.size(1)]
     return out.to(like.device)

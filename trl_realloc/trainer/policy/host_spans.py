@@ -1,6 +1,6 @@
-"""`HostSpans`: when each rank ran the reward functions and tools of a user, which TRL's loop calls on the host.
+"""`HostSpans`: when each rank ran the user's reward functions and tools, which TRL's loop calls on the host.
 
-Those of PPO run inside the plan's `reward.forward`, and are timed in `algorithms/rewards`.
+PPO's run inside the plan's `reward.forward`, and are timed in `algorithms/rewards`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ...plan.timeline import TOOL, Span
 from ...runtime.process_groups import from_every_rank
 
 
-AT_ONCE_S = 1e-3  # calls of one function that follow each other so soon are one span
+AT_ONCE_S = 1e-3  # calls of one function with shorter gaps are one span
 
 
 class HostSpans:
-    """Times functions, and collects their spans of all ranks on rank 0.
+    """Times functions, and collects the spans of all ranks on rank 0.
 
     Args:
         trainer: a `PlannedPolicyTrainer` whose run has a plan.
@@ -34,11 +34,11 @@ class HostSpans:
         self._of_all: list[Span] = []
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that each call has a span. The wrapper of a function that `is_async` is async. Another
-        wrapper returns the result, and awaits it first if the function returned an awaitable.
+        """Wrap a function so that each call has a span. The wrapper of an async function (`is_async`) is async. Any
+        other wrapper returns the result, and awaits it first if it is awaitable.
 
         Args:
-            name: of the spans.
+            name: name of the spans.
         """
         if is_async(function):
 
@@ -69,41 +69,40 @@ class HostSpans:
 
     @contextmanager
     def timing_tools(self) -> Iterator[None]:
-        """Around a generation, in which TRL calls the tools of each prompt by name."""
+        """Context of a generation, in which TRL calls each prompt's tools by name."""
         tools_of = [
             *(getattr(self.trainer, "_sync_tool_dicts", None) or ()),
             *(getattr(self.trainer, "_async_tool_dicts", None) or ()),
         ]
-        given = [dict(tools) for tools in tools_of]
+        original_tools = [dict(tools) for tools in tools_of]
         for tools in tools_of:
             tools |= {name: self.timed(f"{TOOL}{name}", tool) for name, tool in tools.items()}
         try:
             yield
         finally:
-            for tools, before in zip(tools_of, given, strict=True):
+            for tools, before in zip(tools_of, original_tools, strict=True):
                 tools |= before
 
     def collect(self) -> None:
         """Send this rank's spans to rank 0. All ranks call this together, after the rewards of a generation."""
-        own, self._own = _merged(self._own), []
-        of_ranks = from_every_rank(own, self.trainer.placement.control)
+        local_spans, self._own = _merged(self._own), []
+        of_ranks = from_every_rank(local_spans, self.trainer.placement.control)
         if self.trainer.accelerator.is_main_process:
             self._of_all += [span for of_rank in of_ranks for span in of_rank]
 
     def take(self) -> tuple[Span, ...]:
-        """The spans of all ranks that were collected since this was last asked; on rank 0, empty on the others."""
+        """The spans of all ranks since the last call, on rank 0; empty on the others."""
         taken, self._of_all = tuple(self._of_all), []
         return taken
 
 
 def _name(function: Any) -> str:
-    """The name of a function, in messages; of an object without one that of its class."""
+    """The name of a function or, if it has none, of its class."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Spans with one in place of those of a function that overlap or follow each other at once, as the calls of a tool
-    do, of which there may be one for each sample."""
+    """Merge spans of one function that overlap or follow each other at once, such as tool calls, one per sample."""
     merged: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.call, span.step, span.start)):
         last = merged[-1] if merged else None

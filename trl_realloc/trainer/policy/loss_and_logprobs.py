@@ -1,9 +1,9 @@
-"""TRL's loss under a plan: its log-probabilities come from the plan's calls, and the engines train by its gradients.
+"""TRL's loss under a plan: the plan's calls compute its log-probabilities, and the engines train with its gradients.
 
-TRL's loss reads a model through its log-probabilities and entropies alone, so it is computed on leaf tensors with their
-values (`EngineLoss`), and their gradients, the slopes, are what the engines train with (`algorithms.linear_loss`).
-`Window` is between TRL's padded tensors and the samples of the engines, and collects the slopes of an optimizer step.
-`ModelInEngine` and `ReferenceInEngine` stand in TRL's and Trainer's code for models that are in engines.
+TRL's loss reads a model only through log-probabilities and entropies. It is computed on leaf tensors with their values
+(`EngineLoss`). The gradients of these leaves, the slopes, are what the engines train with (`algorithms.linear_loss`).
+`Window` converts between TRL's padded tensors and the engines' samples, and collects the slopes of an optimizer step.
+`ModelInEngine` and `ReferenceInEngine` stand in for the models that are in engines.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ FORWARD, REFERENCE = "actor.forward", "reference.forward"
 
 
 class EngineLoss:
-    """TRL's loss and the training by it, from one executor on.
+    """TRL's loss and its training, under one executor.
 
     Args:
         trainer: a `PlannedPolicyTrainer`.
         calls: runs the calls.
 
     Attributes:
-        window: the micro-batches of the optimizer step that is being made.
-        untrained: micro-batches of an optimizer step that has not been made yet, or has failed.
+        window: micro-batches of the current optimizer step.
+        untrained: number of micro-batches whose optimizer step is still to come, or has failed.
     """
 
     def __init__(self, trainer: Trainer, calls: HostCalls) -> None:
         self.trainer, self.calls = trainer, calls
         self.window = Window(calls, trainer.accelerator.device)
         self.untrained = 0
-        self._leaves: Leaves | None = None  # of the micro-batch whose loss is being computed
-        # its inputs, and those of the micro-batches of the same optimizer step after it
+        self._leaves: Leaves | None = None  # leaves of the current micro-batch
+        # inputs of the current micro-batch and of the later ones of the same optimizer step
         self._inputs: tuple[Mapping[str, Any], ...] = ()
 
     @contextlib.contextmanager
@@ -74,17 +74,17 @@ class EngineLoss:
         finally:
             self._inputs = ()
             if not torch.is_grad_enabled() and not self.trainer.model.training:
-                self.window.forget_logprobs()  # of an evaluation, which asks for each sample once
+                self.window.forget_logprobs()  # an evaluation asks for each sample once
 
     def _inputs_after(self, inputs: Any) -> Sequence[Mapping[str, Any]]:
-        """The inputs of the micro-batches of the same optimizer step that have been generated already; none where a
-        forward for an earlier one had them."""
+        """Inputs of the later micro-batches of this optimizer step that are already generated; empty if an earlier
+        forward included them."""
         buffer = self.trainer._buffered_inputs or ()
-        at = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
-        if at and len(self.window):
+        index = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
+        if index and len(self.window):
             return ()
         left = self.trainer.current_gradient_accumulation_steps - len(self.window) - 1
-        return tuple(buffer[at + 1 : at + 1 + left])
+        return tuple(buffer[index + 1 : index + 1 + left])
 
     def logps_and_entropies(
         self,
@@ -96,8 +96,8 @@ class EngineLoss:
         compute_entropy: bool = False,
         **__: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """(rows, `logits_to_keep`) log-probabilities and, if asked for, entropies, by the plan's calls; where gradients
-        are enabled, leaf tensors."""
+        """(rows, `logits_to_keep`) log-probabilities and, if requested, entropies, computed by the plan's calls; leaf
+        tensors if gradients are enabled."""
         if not self.trainer.placement.started:  # outside of a training
             self.trainer.run.placed.start()
         rows = Rows.of(input_ids, attention_mask, logits_to_keep)
@@ -120,7 +120,7 @@ class EngineLoss:
         return logprobs, entropies if compute_entropy else None, None
 
     def backward(self, loss: Tensor) -> None:
-        """In the place of Accelerate's backward: collect the slopes of a micro-batch."""
+        """Collect the slopes of a micro-batch. Replaces Accelerate's backward."""
         leaves, self._leaves = self._leaves, None
         if leaves is None:
             raise ConfigError(
@@ -134,7 +134,8 @@ class EngineLoss:
             self.untrained = len(self.window)
 
     def train_step(self) -> None:
-        """In the place of the optimizer's step, which Trainer asks for after the last micro-batch of one: train."""
+        """Train on the collected micro-batches. Replaces the optimizer's step, which Trainer calls after the last
+        one."""
         start, run, metrics = time.perf_counter(), self.trainer.run, self.trainer._metrics["train"]
         with run.checkpoints.saving_good_state():
             outputs = self.calls.train(self.window.take(), run.placed.setup.rates.role(Role.ACTOR))
@@ -147,8 +148,8 @@ class EngineLoss:
             times[-1] += time.perf_counter() - start  # TRL measures to the end of the last backward
 
     def grad_norm(self) -> Tensor:
-        """The norm of the step's gradient before the engine clips it, a 0-dimensional float64 tensor on the CPU, which
-        is set by the step: Trainer asks before it, and reads the number afterwards."""
+        """The norm of the step's gradient before clipping: a 0-dimensional float64 tensor on the CPU. Trainer asks for
+        it before the step, which fills it, and reads it afterwards."""
         self._grad_norm = torch.zeros((), dtype=torch.float64)
         return self._grad_norm
 
@@ -165,8 +166,8 @@ class Rows:
 
     Args:
         samples: `prompts` and `responses` of the rows that have a response, int64 on the CPU.
-        mask: (rows, width) bool on the CPU: the tokens of the responses in TRL's tensor.
-        spare: a token of the first prompt and one of its response, whether it is left out or not.
+        mask: (rows, width) bool on the CPU; true for response tokens in TRL's tensor.
+        spare: one token of the first prompt and one of its response, even if that response is masked.
     """
 
     samples: Rollouts
@@ -175,28 +176,28 @@ class Rows:
 
     @staticmethod
     def of(input_ids: Tensor, attention_mask: Tensor, width: int) -> Rows:
-        """The rows of TRL's tensors.
+        """The rows of TRL's tensors, without padding.
 
         Args:
             input_ids: (rows, length) prompts, padded on the left, and responses, padded on the right.
-            attention_mask: of the same shape; 0 where there is padding, and on responses that are left out.
-            width: of the responses.
+            attention_mask: (rows, length); 0 for padding and for masked responses.
+            width: number of response columns.
         """
         ids, mask = input_ids.cpu(), attention_mask.cpu().bool()
         columns = {
             "prompts": (ids[:, :-width], mask[:, :-width]),
             "responses": (ids[:, -width:], mask[:, -width:]),
         }
-        ragged = {name: Ragged(part[kept], kept.sum(1)) for name, (part, kept) in columns.items()}
+        ragged = {name: Ragged(part[part_mask], part_mask.sum(1)) for name, (part, part_mask) in columns.items()}
         has_response = ragged["responses"].lengths.nonzero()[:, 0]
-        one = Ragged(ids[:1, -width], torch.ones(1, dtype=torch.long))
+        first_token = Ragged(ids[:1, -width], torch.ones(1, dtype=torch.long))
         prompt = ragged["prompts"].select([0])
-        spare = Rollouts(prompts=prompt.crop(prompt.lengths.clamp(max=1)), responses=one)
+        spare = Rollouts(prompts=prompt.crop(prompt.lengths.clamp(max=1)), responses=first_token)
         return Rows(Rollouts(**ragged).select(has_response), mask[:, -width:], spare)
 
     @staticmethod
     def of_inputs(inputs: Mapping[str, Any]) -> Rows:
-        """The rows of the inputs of TRL's loss."""
+        """The rows of the inputs of TRL's loss, without padding."""
         ids, masks = (
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
         )
@@ -204,7 +205,7 @@ class Rows:
 
     @property
     def numbers(self) -> Tensor:
-        """(samples,) int64: the row of each sample."""
+        """(samples,) int64: the row index of each sample."""
         return self.mask.any(1).nonzero()[:, 0]
 
     def padded(self, column: Ragged, device: torch.device) -> Tensor:
@@ -224,9 +225,9 @@ class Leaves:
     """The tensors that TRL's loss of one micro-batch reads in place of the policy's outputs.
 
     Args:
-        logprobs: (rows, width) float32; a leaf that gets a gradient.
-        entropies: (rows, width) float32; a leaf too where the loss has an entropy term.
-        used: the slopes by which the engines have added gradients already, if they have.
+        logprobs: (rows, width) float32 leaf that gets a gradient.
+        entropies: (rows, width) float32; also a leaf if the loss has an entropy term.
+        used: slopes whose gradients the engines have already added, if any.
     """
 
     rows: Rows
@@ -239,14 +240,14 @@ class Window:
     """The micro-batches of one optimizer step.
 
     Args:
-        calls: runs the forward of the policy.
-        device: of TRL's tensors.
+        calls: runs the policy's forward.
+        device: device of TRL's tensors.
     """
 
     def __init__(self, calls: HostCalls, device: torch.device) -> None:
         self.calls, self.device = calls, device
-        self._known = KnownOutputs()  # log-probabilities and entropies under the policy as it is
-        # by the identity of a micro-batch's inputs: these, and the outputs of the pass that has added its gradients
+        self._known = KnownOutputs()  # log-probabilities and entropies under the current policy
+        # id of a micro-batch's inputs -> the inputs, and the outputs of the pass that added their gradients
         self._passed: dict[int, tuple[Mapping[str, Any], Rollouts]] = {}
         self._slopes: list[Rollouts] = []
         self._spare = Rollouts()
@@ -256,19 +257,18 @@ class Window:
         return len(self._slopes)
 
     def of_policy(self, rows: Rows, following: Sequence[Rows] = ()) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the rows' responses under the policy as it is, (rows, width) float32 each.
+        """Log-probabilities and entropies of the rows' responses under the current policy, (rows, width) float32 each.
         All ranks together.
 
         Args:
-            following: micro-batches that will be asked for before the policy changes. They are computed in the same
-                forward.
+            following: micro-batches that will be needed before the policy changes; computed in the same forward.
         """
         samples = Rollouts.cat([part.samples for part in (rows, *following)])
-        known = self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
-        return self.padded(rows, known.select(range(len(rows.samples))))
+        outputs = self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
+        return self.padded(rows, outputs.select(range(len(rows.samples))))
 
     def padded(self, rows: Rows, outputs: Rollouts) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, (rows, width) float32 each, of the outputs for the rows' samples."""
+        """The outputs for the rows' samples as (rows, width) float32 log-probabilities and entropies."""
         if not len(rows.samples):
             nothing = rows.padded(Ragged.of([], torch.float32), self.device)
             return nothing, nothing.clone()
@@ -277,74 +277,74 @@ class Window:
         return logprobs, entropies
 
     def in_one_pass(self, trainer: Trainer, inputs: Sequence[Mapping[str, Any]], rows: Sequence[Rows]) -> Rollouts:
-        """Log-probabilities and entropies of the samples of a micro-batch of the training, and where these are not
-        known, the slopes by which the engines have added its gradients in the same pass. All ranks together.
+        """Log-probabilities and entropies of a training micro-batch's samples. If they are not cached, the same pass
+        also adds the micro-batch's gradients, and the slopes it used are returned too. All ranks together.
 
         There are no slopes if all ranks' micro-batches together exceed `MAX_SENT` bytes, or if the micro-batch occurs
         again in the optimizer step: its gradients are then computed with the step.
 
         Args:
-            inputs: of TRL's loss: of the micro-batch, and of those that will be asked for before the policy changes,
-                which are in the same pass.
-            rows: of each of them.
+            inputs: inputs of TRL's loss for the micro-batch, and for later ones that will be needed before the policy
+                changes and share the pass.
+            rows: rows of each micro-batch in `inputs`.
         """
-        samples = Rollouts.cat([each.samples for each in rows])
+        samples = Rollouts.cat([part.samples for part in rows])
         is_known = id(inputs[0]) in self._passed or self._known.has(samples)
-        own = [] if is_known else list(zip(inputs, rows, strict=True))
+        local_batches = [] if is_known else list(zip(inputs, rows, strict=True))
         control = self.calls.executor.placement.control
         sizes = from_every_rank(None if is_known else sum(map(size_of, inputs)), control)
         if control is not None and sum(size or 0 for size in sizes) > MAX_SENT:
             self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
         elif any(size is not None for size in sizes):
-            self._pass_all(trainer, own)
+            self._pass_all(trainer, local_batches)
         if id(inputs[0]) not in self._passed:
             return self._known.complete(rows[0].samples, lambda nothing: Rollouts())
-        given, outputs = self._passed[id(inputs[0])]
+        cached_inputs, outputs = self._passed[id(inputs[0])]
         names = (POLICY_LOGPROBS, ENTROPIES) if len(outputs) else ()
-        self._passed[id(inputs[0])] = given, outputs.only(names)
+        self._passed[id(inputs[0])] = cached_inputs, outputs.only(names)
         return outputs
 
-    def _pass_all(self, trainer: Trainer, own: Sequence[tuple[Mapping[str, Any], Rows]]) -> None:
-        """Compute the outputs of micro-batches of all ranks, and add their gradients.
-
-        Args:
-            own: of this rank: the inputs of TRL's loss, and the rows.
-        """
+    def _pass_all(self, trainer: Trainer, local_batches: Sequence[tuple[Mapping[str, Any], Rows]]) -> None:
+        """Compute the outputs of all ranks' micro-batches, and add their gradients."""
         control = self.calls.executor.placement.control
-        moving = [moving_rows(trainer, given)[each.numbers] for given, each in own]
+        moving = [moving_rows(trainer, inputs)[rows.numbers] for inputs, rows in local_batches]
         micro_batches = [
-            MicroBatch.of(given, each.numbers[moves].tolist(), is_sent=control is not None)
-            for (given, each), moves in zip(own, moving, strict=True)
+            MicroBatch.of(inputs, rows.numbers[moves].tolist(), is_sent=control is not None)
+            for (inputs, rows), moves in zip(local_batches, moving, strict=True)
         ]
         of_all = [micro for of_rank in from_every_rank(micro_batches, control) for micro in of_rank]
-        self._pass(own, moving, LossInEngine(trainer, of_all), any(micro.rows for micro in of_all))
+        self._pass(local_batches, moving, LossInEngine(trainer, of_all), any(micro.rows for micro in of_all))
 
     def _pass(
-        self, own: Sequence[tuple[Mapping[str, Any], Rows]], moving: Sequence[Tensor], loss: TokenLoss, moves_any: bool
+        self,
+        local_batches: Sequence[tuple[Mapping[str, Any], Rows]],
+        moving: Sequence[Tensor],
+        loss: TokenLoss,
+        moves_any: bool,
     ) -> None:
-        """Compute the outputs of micro-batches, and add the gradients of those of their samples that have some.
+        """Compute the outputs of this rank's micro-batches, and add the gradients of samples that may have one.
 
         Args:
-            moving: of each micro-batch (samples,) bool: those that may have a gradient.
-            moves_any: there is such a sample on some rank.
+            moving: (samples,) bool for each micro-batch; true for samples that may have a gradient.
+            moves_any: whether any rank has such a sample.
         """
         still, moved = (
             Rollouts.cat([rows.samples.select((moves == of_moving).nonzero()[:, 0]) for (_, rows), moves in parts])
             for of_moving in (False, True)
-            for parts in [list(zip(own, moving, strict=True))]
+            for parts in [list(zip(local_batches, moving, strict=True))]
         )
         outputs = self.calls.forward(FORWARD, still, trained=False)
         if len(outputs):
             column = outputs.ragged(POLICY_LOGPROBS)
             outputs = outputs.plus(**{LOGPROB_SLOPES: column.like(torch.zeros_like(column.values))})
-        made = self.calls.add_gradients(moved, loss) if moves_any else Rollouts()
-        outputs = Rollouts.cat([outputs, made])
-        at = {True: len(still), False: 0}
-        for (inputs, _), moves in zip(own, moving, strict=True):
+        moved_outputs = self.calls.add_gradients(moved, loss) if moves_any else Rollouts()
+        outputs = Rollouts.cat([outputs, moved_outputs])
+        next_place = {True: len(still), False: 0}
+        for (inputs, _), moves in zip(local_batches, moving, strict=True):
             places = []
             for moved_one in moves.tolist():
-                places.append(at[moved_one])
-                at[moved_one] += 1
+                places.append(next_place[moved_one])
+                next_place[moved_one] += 1
             self._passed[id(inputs)] = inputs, outputs.select(places)
 
     def of_reference(self, rows: Rows) -> Tensor:
@@ -357,7 +357,7 @@ class Window:
         """Collect the gradients of a micro-batch.
 
         Args:
-            scale: of the gradients; 1 / the number of processes where the losses of all are averaged.
+            scale: factor of the gradients; 1 / number of processes, because losses are averaged over processes.
         """
         rows, tensors = leaves.rows, {LOGPROB_SLOPES: leaves.logprobs}
         if leaves.entropies.requires_grad:
@@ -373,11 +373,11 @@ class Window:
         self._spare = rows.spare.plus(**dict.fromkeys(tensors, zero))
 
     def take(self) -> Rollouts:
-        """The samples of the optimizer step with their slopes, without those by which the engines have added gradients.
-        What is known of the policy is forgotten.
+        """The samples of the optimizer step with their slopes, minus slopes whose gradients the engines have already
+        added. Cached outputs of the policy are forgotten.
 
-        If no slope is left, there is one sample whose slopes are 0: the optimizer still makes its step, with the
-        gradients that are there, and changes weights by momentum and weight decay.
+        If no slope is left, returns one sample whose slopes are 0, so that the optimizer still steps on gradients that
+        were already added, momentum and weight decay.
         """
         samples = Rollouts.cat(self._slopes)
         names = [name for name in (LOGPROB_SLOPES, ENTROPY_SLOPES) if name in samples]
@@ -397,7 +397,7 @@ class Window:
 
 
 class ReferenceInEngine(nn.Module):
-    """Stands for the reference where TRL asks for its log-probabilities. The model is in an engine."""
+    """Placeholder for the reference model in TRL's code. The model is in an engine."""
 
     def forward(self, *args: TrainingArguments, **kwargs: Any) -> NoReturn:
         """Raises `ConfigError`: only the plan's engine runs the reference."""
@@ -408,8 +408,8 @@ class ReferenceInEngine(nn.Module):
 
 
 class ModelInEngine(nn.Module):
-    """Stands for the wrapped model in Trainer's loop. Forwards and missing attributes are passed on to the trainer's
-    current module; gradients are computed by the engine."""
+    """Placeholder for the wrapped model in Trainer's loop. Forwards and missing attributes go to the trainer's current
+    module; the engine computes gradients."""
 
     _trainer: Trainer
 
@@ -421,7 +421,7 @@ class ModelInEngine(nn.Module):
         """Run the trainer's current module without gradients.
 
         Raises:
-            ConfigError: gradients are enabled in a training. The engines would not see them.
+            ConfigError: gradients are enabled in training, where the engines would not see them.
         """
         if torch.is_grad_enabled() and self._trainer.model.training:
             raise ConfigError(
@@ -444,7 +444,7 @@ class ModelInEngine(nn.Module):
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what has been collected for an optimizer step. Trainer calls this before the first and after each."""
+        """Forget the collected slopes of an optimizer step. Trainer calls this before the first step and after each."""
         self._trainer.run.host.forget_step()
 
     def parameters(self, recurse: bool = True) -> Any:

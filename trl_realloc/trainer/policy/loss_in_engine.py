@@ -1,10 +1,10 @@
-"""`LossInEngine`: TRL's loss of the micro-batches of an optimizer step as a loss of the engines, which so compute log-
-probabilities and gradients in one pass.
+"""`LossInEngine`: TRL's loss of an optimizer step's micro-batches, run inside the engines. They compute
+log-probabilities and gradients in one pass.
 
-TRL's loss of some rows of a micro-batch is computed on leaf tensors that are 0 in the other rows. Its slopes there are
-those of the whole micro-batch where the loss is a sum over rows, as all of TRL's are, with the weights that it makes
-from the masks of all rows. The trainer computes the loss once more from the log-probabilities of all rows, and trains
-what the slopes differ by (`loss_and_logprobs`). So a loss that is no such sum costs time alone.
+TRL's loss of some rows of a micro-batch is computed on leaf tensors that are 0 in the other rows. The slopes equal
+those of the whole micro-batch if the loss is a sum over rows, weighted from the masks of all rows. All of TRL's losses
+are. The trainer computes the loss again from the log-probabilities of all rows, and trains on the difference of the
+slopes (`loss_and_logprobs`). A loss that is not such a sum only costs time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-MAX_SENT = 1 << 28  # bytes of the micro-batches of all ranks, which each rank gets of the others
+MAX_SENT = 1 << 28  # maximum bytes of all ranks' micro-batches, which every rank receives
 _METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
 
 
 def is_computed_in_engines(trainer: Trainer) -> bool:
-    """True if the engines compute the loss. A user's loss would run more often than its author expects, and a threshold
-    over the entropies of all processes (`top_entropy_quantile`) is not known from some rows."""
+    """True if the engines compute the loss. Not for a user's loss, which would run more often than its author expects,
+    nor with `top_entropy_quantile`, whose threshold needs the entropies of all processes."""
     return users_method(type(trainer), _METHODS) is None and getattr(trainer, "top_entropy_quantile", 1.0) == 1.0
 
 
@@ -46,8 +46,8 @@ def has_entropy_term(trainer: Trainer) -> bool:
 
 
 def moving_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor:
-    """(rows,) bool on the CPU: the rows of a micro-batch that may have a gradient. The others have no advantage, and
-    the loss no other term."""
+    """(rows,) bool on the CPU: rows of a micro-batch that may have a gradient. The others have zero advantage, and the
+    loss has no other term."""
     advantages = inputs["advantages"].cpu()
     if trainer.beta or has_entropy_term(trainer):
         return torch.ones(len(advantages), dtype=torch.bool)
@@ -57,13 +57,13 @@ def moving_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of one rank's trainer, as its loss reads it.
+    """A micro-batch of one rank, as the loss reads it.
 
     Args:
-        inputs: TRL's tensors, with `completion_mask` in the place of the token ids, which the loss does not read;
-            empty without `rows`.
-        mask: (rows, width) bool on the CPU: the tokens of the responses.
-        rows: those whose samples the engines get, ascending.
+        inputs: TRL's tensors, with `completion_mask` in place of the token ids, which the loss does not read; empty
+            without `rows`.
+        mask: (rows, width) bool on the CPU; true for response tokens.
+        rows: ascending indices of the rows whose samples the engines get.
     """
 
     inputs: Mapping[str, Tensor]
@@ -72,10 +72,10 @@ class MicroBatch:
 
     @staticmethod
     def of(inputs: Mapping[str, Any], rows: Sequence[int], *, is_sent: bool) -> MicroBatch:
-        """Of TRL's inputs.
+        """The micro-batch of TRL's inputs.
 
         Args:
-            is_sent: to other ranks, in host memory.
+            is_sent: whether it is sent to other ranks, and so copied to host memory.
         """
         mask = inputs["completion_mask"]
         if not rows:
@@ -93,55 +93,55 @@ def size_of(inputs: Mapping[str, Any]) -> int:
 
 
 class LossInEngine:
-    """A `TokenLoss`. Its statistics are values of response tokens: log-probabilities, entropies and slopes.
+    """A `TokenLoss` whose statistics are values of response tokens: log-probabilities, entropies and slopes.
 
     Args:
-        trainer: of this rank; its settings are those of all ranks.
-        micro_batches: of all ranks, in the order of the ranks. `index` counts their rows.
+        trainer: this rank's trainer; settings are the same on all ranks.
+        micro_batches: micro-batches of all ranks in rank order. `index` counts their rows.
     """
 
     def __init__(self, trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> None:
         self._trainer, self._micro_batches = _apart(trainer), micro_batches
-        self._places = [(at, row) for at, micro in enumerate(micro_batches) for row in micro.rows]
+        self._places = [(i, row) for i, micro in enumerate(micro_batches) for row in micro.rows]
         self._scale = 1 / trainer.accelerator.num_processes
 
     def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        known = {POLICY_LOGPROBS: outputs["logprobs"].values.detach(), ENTROPIES: outputs["entropy"].values.detach()}
+        detached = {POLICY_LOGPROBS: outputs["logprobs"].values.detach(), ENTROPIES: outputs["entropy"].values.detach()}
         lengths = outputs["logprobs"].lengths
-        columns = [Ragged(values, lengths) for values in known.values()]
+        columns = [Ragged(values, lengths) for values in detached.values()]
         positions = defaultdict[int, list[tuple[int, int]]](list)
         for position, number in enumerate(samples.tensor("index").tolist()):
-            at, row = self._places[number]
-            positions[at].append((row, position))
+            i, row = self._places[number]
+            positions[i].append((row, position))
         slopes = [[torch.empty(0)] * len(samples) for _ in self._names]
-        for at, of_batch in sorted(positions.items()):
+        for i, of_batch in sorted(positions.items()):
             rows, places = zip(*sorted(of_batch), strict=True)
-            found = self._slopes(self._micro_batches[at], rows, [column.select(places).values for column in columns])
-            for parts, values in zip(slopes, found, strict=True):
+            result = self._slopes(self._micro_batches[i], rows, [column.select(places).values for column in columns])
+            for parts, values in zip(slopes, result, strict=True):
                 for place, part in zip(places, values.split(lengths[list(places)].tolist()), strict=True):
                     parts[place] = part
-        made = {name: torch.cat(parts) for name, parts in zip(self._names, slopes, strict=True)}
-        linear = samples.plus(**{name: Ragged(values, lengths) for name, values in made.items()})
-        return LinearLoss()(outputs, linear)[0], known | made
+        token_slopes = {name: torch.cat(parts) for name, parts in zip(self._names, slopes, strict=True)}
+        linear = samples.plus(**{name: Ragged(values, lengths) for name, values in token_slopes.items()})
+        return LinearLoss()(outputs, linear)[0], detached | token_slopes
 
     @property
     def _names(self) -> Sequence[str]:
         return (LOGPROB_SLOPES, ENTROPY_SLOPES) if has_entropy_term(self._trainer) else (LOGPROB_SLOPES,)
 
     def _slopes(self, micro: MicroBatch, rows: Iterable[int], values: Sequence[Tensor]) -> list[Tensor]:
-        """The slopes of the tokens of some rows, one after the other, (tokens,) for each of `_names`.
+        """The slopes of the tokens of some rows, concatenated, (tokens,) for each of `_names`.
 
         Args:
-            rows: ascending.
-            values: of these tokens: log-probabilities and entropies.
+            rows: ascending indices.
+            values: log-probabilities and entropies of these tokens.
         """
         chosen = torch.zeros_like(micro.mask)
         chosen[list(rows)] = micro.mask[list(rows)]
         device = values[0].device
-        at = on_device(chosen.flatten().nonzero()[:, 0], device)
+        places = on_device(chosen.flatten().nonzero()[:, 0], device)
         leaves = [torch.zeros(micro.mask.numel(), dtype=part.dtype, device=device) for part in values]
         for leaf, part in zip(leaves, values, strict=True):
-            leaf[at] = part
+            leaf[places] = part
         logprobs, entropies = (leaf.view(micro.mask.shape) for leaf in leaves)
         needed = [logprobs, entropies][: len(self._names)]
         inputs = {name: value.to(device) for name, value in micro.inputs.items()}
@@ -155,12 +155,12 @@ class LossInEngine:
             if not is_scaled_for_accumulation(self._trainer):  # as Trainer does
                 loss = loss / self._trainer.current_gradient_accumulation_steps
             gradients = torch.autograd.grad(loss, needed, allow_unused=True, materialize_grads=True)
-        return [gradient.flatten()[at] * self._scale for gradient in gradients]
+        return [gradient.flatten()[places] * self._scale for gradient in gradients]
 
 
 class _AloneAccelerator:
-    """Stands for a trainer's accelerator in a loss that only this rank computes: it has no other ranks' numbers, and
-    the optimizer step goes on."""
+    """An accelerator for a loss that only this rank computes: `gather` adds no other rank's numbers, and the optimizer
+    step goes on."""
 
     sync_gradients = False
 
@@ -174,7 +174,8 @@ class _AloneAccelerator:
 
 
 def _apart(trainer: Trainer) -> Any:
-    """A trainer with the same settings, whose loss changes nothing of the trainer's and asks no other rank."""
+    """A view of the trainer with the same settings, whose loss changes nothing of the trainer and calls no
+    collective."""
     apart: Any = copy.copy(trainer)
     apart.accelerator = _AloneAccelerator(trainer.accelerator)
     apart._metrics = defaultdict(lambda: defaultdict(list))

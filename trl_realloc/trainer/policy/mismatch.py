@@ -1,7 +1,7 @@
-"""`EngineMismatch`: how far a vLLM engine's log-probabilities of completions are from the trainer's, where a plan's
-engines train GRPO or RLOO.
+"""`EngineMismatch`: the difference between a vLLM engine's and the trainer's log-probabilities of completions, if a
+plan's engines train GRPO or RLOO.
 
-TRL logs it where GRPO's loss is corrected, and this file elsewhere. What it ends in is in `run.mismatch_gate`.
+TRL logs it if GRPO's loss is corrected, otherwise this file does. The consequences are in `run.mismatch_gate`.
 """
 
 from __future__ import annotations
@@ -22,65 +22,64 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-_SUMS = 6  # the first of `_figures`
+_SUMS = 6  # number of leading `_figures` that are sums
 
 
 class EngineMismatch:
-    """Measures the mismatch of each generation of the training, logs it and judges it.
+    """Measures, logs and judges the mismatch of each training generation.
 
-    It is measured before the training on a generation where the policy's log-probabilities are known there, and
-    otherwise by the losses of its first optimizer step.
+    It is measured before training on a generation if the policy's log-probabilities are known by then, otherwise in the
+    losses of the generation's first optimizer step.
 
     Args:
         trainer: a `PlannedPolicyTrainer` whose run has a plan.
-        engine_only: the settings by which engine and trainer differ (`sampling_checks.engine_only_settings`). With one
-            of them nothing is measured, and TRL gets no log-probabilities of the engine.
+        engine_only: settings that only the engine follows (`sampling_checks.engine_only_settings`). With any of them
+            nothing is measured, and TRL gets no engine log-probabilities.
 
     Attributes:
-        corrects: RLOO's loss is to be corrected, because the mismatch was above its limit and the settings leave it
-            open. A checkpoint has this.
+        corrects: whether RLOO's loss is to be corrected, because the mismatch exceeded its limit and the settings leave
+            the choice open. Saved in checkpoints.
     """
 
     def __init__(self, trainer: Trainer, engine_only: Sequence[str] = ()) -> None:
         self._trainer, self._engine_only, self.corrects = trainer, engine_only, False
         self._gate = MismatchGate(trainer.args, reports=trainer.accelerator.is_main_process)
-        self._known: Tensor | None = None  # the policy's log-probabilities of the latest generation
-        self._generation = -1  # the number of updates before it
-        self._inputs: Mapping[str, Any] | None = None  # of the micro-batch whose loss measures it
+        self._known: Tensor | None = None  # policy log-probabilities of the latest generation
+        self._generation = -1  # number of updates before the latest generation
+        self._inputs: Mapping[str, Any] | None = None  # inputs of the micro-batch whose loss measures the mismatch
         self._by_losses: list[Tensor] = []
 
     def begin_generation(self) -> None:
-        """A generation begins."""
         self._known = None
 
-    def of_generation(self, made: dict[str, Any]) -> dict[str, Any]:
-        """What TRL has made of a generation, with the engine's log-probabilities. All ranks together.
+    def of_generation(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """TRL's tensors of a generation with the engine's log-probabilities added. All ranks together.
 
         Raises:
-            MismatchError: as of `MismatchGate`.
+            MismatchError: the mismatch exceeds its limit (`MismatchGate`).
         """
         trainer = self._trainer
         if trainer.plan["actor.generate"].engine != "vllm":
-            return made
-        generation, mask = trainer.vllm_generation, made["completion_mask"]
-        drawn = generation.drawn(mask.sum(1).tolist())
-        if self._engine_only and SAMPLED in made:
-            made = {**made, ENGINE: made[SAMPLED]}
-            del made[SAMPLED]
-        elif SAMPLED not in made:
-            made = {**made, ENGINE: padded(drawn, mask)}
+            return tensors
+        generation, mask = trainer.vllm_generation, tensors["completion_mask"]
+        sampling_logprobs = generation.drawn(mask.sum(1).tolist())
+        if self._engine_only and SAMPLED in tensors:
+            tensors = {**tensors, ENGINE: tensors[SAMPLED]}
+            del tensors[SAMPLED]
+        elif SAMPLED not in tensors:
+            tensors = {**tensors, ENGINE: padded(sampling_logprobs, mask)}
         if self._engine_only or not trainer.model.training:
-            return made
+            return tensors
         self._generation = trainer.state.global_step
         if self._known is not None:
             # unknown ages are NaN, and such tokens are not judged
-            ages = None if generation.ages is None else padded(generation.ages if len(drawn) else [], mask)
-            self._judge(_figures(made, self._known, ages), is_logged="importance_sampling_ratio" in made)
-        return made
+            ages = None if generation.ages is None else padded(generation.ages if len(sampling_logprobs) else [], mask)
+            self._judge(_figures(tensors, self._known, ages), is_logged="importance_sampling_ratio" in tensors)
+        return tensors
 
     @contextlib.contextmanager
     def of_loss(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Around the loss of a micro-batch."""
+        """Context of the loss of a micro-batch."""
         is_first = self._trainer.state.global_step == self._generation
         self._inputs = inputs if is_first and self._known is None and torch.is_grad_enabled() else None
         try:
@@ -89,25 +88,25 @@ class EngineMismatch:
             self._inputs = None
 
     def see(self, logprobs: Tensor) -> None:
-        """The loop has got the policy's log-probabilities, (rows, tokens), of a generation or of a micro-batch."""
+        """Take the policy's log-probabilities, (rows, tokens), of a generation or a micro-batch."""
         if not torch.is_grad_enabled():
             self._known = logprobs
         elif self._inputs is not None and engine_logprobs(self._inputs) is not None:
             self._by_losses.append(_figures(self._inputs, logprobs.detach(), None))
 
     def end_update(self) -> None:
-        """An optimizer step has been made. All ranks together. Raises as of `of_generation`."""
+        """An optimizer step is done. All ranks together. Raises `MismatchError` like `of_generation`."""
         if self._by_losses:
             figures, self._by_losses = _joined(self._by_losses), []
             with self._trainer.run.checkpoints.saving_good_state():
                 self._judge(figures, is_logged=False)
 
     def _judge(self, figures: Tensor, *, is_logged: bool) -> None:
-        """Log the mismatch of all ranks, and decide what it ends in.
+        """Log the mismatch of all ranks, and decide its consequence.
 
         Args:
-            figures: of this rank.
-            is_logged: TRL has logged what has its names.
+            figures: this rank's `_figures`.
+            is_logged: whether TRL has logged the metrics that share its names.
         """
         trainer = self._trainer
         of_all = _joined(list(trainer.accelerator.gather(figures[None])))
@@ -130,20 +129,19 @@ class EngineMismatch:
         self.corrects |= must and asked is None
 
 
-def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> Tensor:
-    """(9,) float32: the sum and the number of the |differences| of tokens, of `mult_prob_errors` of tokens of age 0,
-    and of the ratios of completions; then the greatest |difference|, minus ratio, and ratio. Tokens without a
-    log-probability of the engine (NaN) are left out.
+def _figures(tensors: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> Tensor:
+    """(9,) float32: sum and count of token |differences|, of `mult_prob_errors` of tokens of age 0, and of completion
+    ratios; then the maxima of |difference|, minus ratio, and ratio. Tokens without an engine log-probability (NaN) are
+    left out.
 
     Args:
-        made: TRL's tensors of some completions.
-        logprobs: of the trainer, (rows, tokens).
-        ages: of the tokens, (rows, tokens); `None` for 0.
+        logprobs: (rows, tokens) from the trainer.
+        ages: (rows, tokens) token ages; `None` if all are 0.
     """
-    engine = engine_logprobs(made)
+    engine = engine_logprobs(tensors)
     assert engine is not None, "`of_generation` adds them"
     difference = logprobs - engine
-    counts = (made["completion_mask"] * made.get("tool_mask", 1)).bool() & ~difference.isnan()
+    counts = (tensors["completion_mask"] * tensors.get("tool_mask", 1)).bool() & ~difference.isnan()
     difference = difference.masked_fill(~counts, 0.0)
     ratios = difference.sum(1).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()[counts.any(1)]
     tokens, errors = (
@@ -157,6 +155,6 @@ def _figures(made: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> 
 
 
 def _joined(figures: Sequence[Tensor]) -> Tensor:
-    """Merges the `_figures` of parts of the completions."""
+    """Merge the `_figures` of parts of the completions."""
     rows = torch.stack(list(figures))
     return torch.cat([rows[:, :_SUMS].sum(0), rows[:, _SUMS:].amax(0)])

@@ -1,6 +1,5 @@
-"""`HostGeneration`: the generation of a run under a plan in the place of TRL's `VLLMGeneration`. It generates by
-`runtime.host_calls`. `takes_turns`, `finish_turns`: ranks that generate different numbers of times.
-"""
+"""`HostGeneration`: replaces TRL's `VLLMGeneration` under a plan, and generates through `runtime.host_calls`.
+`takes_turns`, `finish_turns`: ranks that generate different numbers of times."""
 
 from __future__ import annotations
 
@@ -26,25 +25,25 @@ Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], lis
 
 
 class ResponseIds(list[int]):
-    """The token ids of a response, whose `ids[-1]` tells TRL's code how the response ended.
+    """The token ids of a response. `ids[-1]` tells TRL how the response ended.
 
-    TRL takes a response for cut off if `ids[-1]` is neither an eos token nor the pad token. `ids[-1]` is therefore an
-    eos token if the engine ended the response, by any token or rule, and -1 if the response reached its limit. Slices,
-    iteration and other indices give the tokens that were drawn.
+    TRL takes a response as truncated if `ids[-1]` is neither an eos token nor the pad token. So `ids[-1]` is an eos
+    token if the engine ended the response, by any token or rule, and -1 if the response reached its limit. Slices,
+    iteration and other indices give the sampled tokens.
 
     Args:
-        ending: the value of `ids[-1]`.
+        ending: value of `ids[-1]`.
     """
 
     def __init__(self, ids: Iterable[int], ending: int | None) -> None:
         super().__init__(ids)
         self.ending = ending
 
-    def __getitem__(self, at: Any) -> Any:
-        return self.ending if isinstance(at, int) and at == -1 else super().__getitem__(at)
+    def __getitem__(self, index: Any) -> Any:
+        return self.ending if isinstance(index, int) and index == -1 else super().__getitem__(index)
 
     def __radd__(self, before: list[int]) -> ResponseIds:
-        """The tokens of several turns, as TRL concatenates them. They end as the last turn does."""
+        """The tokens of several turns, as TRL concatenates them, with the ending of the last turn."""
         return ResponseIds([*before, *self], self.ending)
 
 
@@ -52,19 +51,19 @@ _CUT_OFF = -1  # not a token id
 
 
 def plain_token_ids(argument: Any) -> Any:
-    """Replaces every `ResponseIds` in a list by a plain list, for reward functions, which may read `ids[-1]`."""
+    """Replace every `ResponseIds` in a list by a plain list, for reward functions, which may read `ids[-1]`."""
     if not isinstance(argument, list):
         return argument
     return [list(ids) if isinstance(ids, ResponseIds) else ids for ids in argument]
 
 
 def for_trl(prompts: Sequence[Sequence[int]], outputs: Rollouts, eos_token_id: int | None) -> Generated:
-    """(prompts, responses, log-probabilities, token ids) of a generation: of each token TRL expects a list, here of the
-    one token that was drawn, because only its log-probability is computed.
+    """(prompts, responses, log-probabilities, token ids) of a generation. TRL expects a list of candidates per token;
+    here it has only the sampled token, the only one whose log-probability is computed.
 
     Args:
-        outputs: with the columns `responses`, `logprobs` and `has_eos`.
-        eos_token_id: of the tokenizer, which TRL reads too.
+        outputs: columns `responses`, `logprobs` and `has_eos`.
+        eos_token_id: the tokenizer's eos token, which TRL reads too.
     """
     if not len(outputs):
         return [], [], [], []
@@ -77,16 +76,16 @@ def for_trl(prompts: Sequence[Sequence[int]], outputs: Rollouts, eos_token_id: i
 
 
 def length_limits(max_model_len: int) -> Any:
-    """In the place of vLLM's `LLM`: what TRL's loop over tool calls reads of it, most tokens of a prompt and its
+    """Stands in for vLLM's `LLM`: TRL's loop over tool calls reads from it the maximum tokens of a prompt with its
     response."""
     return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len)))
 
 
 class Scores(Protocol):
-    """Knows the prompts that are generated from."""
+    """Provides the prompts of the current generation."""
 
     def prompts_of(self, count: int) -> list[bytes]:
-        """This rank's prompts in order, as the calls that score samples read them (`HostCalls.generate`)."""
+        """This rank's prompts in order, serialized for the calls that score samples (`HostCalls.generate`)."""
 
 
 class HostGeneration:
@@ -95,16 +94,15 @@ class HostGeneration:
 
     Args:
         calls: runs the generation.
-        scoring: knows the prompts' texts.
-        max_model_len: most tokens of a prompt and its response, which TRL's loop over tool calls reads.
-        eos_token_id: of the policy's tokenizer.
+        scoring: provides the prompts' texts.
+        max_model_len: maximum tokens of a prompt with its response, which TRL's loop over tool calls reads.
+        eos_token_id: eos token of the policy's tokenizer.
 
     An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
 
     Attributes:
-        logprobs: for each of this rank's latest responses, the log-probabilities of its tokens when they were drawn.
-        ages: for each of them, the generations by which the policy that drew a token was older than the present one;
-            `None` where none can be older.
+        logprobs: sampling log-probabilities of the tokens of each response in this rank's latest generation.
+        ages: age in generations of the policy that sampled each token of these responses; `None` if all are current.
     """
 
     __slots__ = ("ages", "calls", "eos_token_id", "llm", "logprobs", "scoring")
@@ -115,23 +113,23 @@ class HostGeneration:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the latest generation. One that a user's subclass makes then has no log-probabilities of an engine."""
+        """Forget the latest generation. If a user's subclass generates next, there are no engine log-probabilities."""
         self.logprobs: list[torch.Tensor] = []
         self.ages: list[torch.Tensor] | None = None
 
     def drawn(self, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
-        """`logprobs`, if the latest call made completions of these lengths; otherwise no rows, as of completions that a
-        user's subclass joins of several calls.
+        """`logprobs` if the latest call generated completions of these lengths, otherwise no rows (a user's subclass
+        may join completions of several calls).
 
         Args:
-            lengths: of this rank's completions; 0 also for one that is masked.
+            lengths: tokens of this rank's completions; 0 also for a masked one.
         """
-        made = [len(row) for row in self.logprobs]
-        is_of_them = len(made) == len(lengths) and all(n in (0, one) for n, one in zip(lengths, made, strict=True))
+        sizes = [len(row) for row in self.logprobs]
+        is_of_them = len(sizes) == len(lengths) and all(n in (0, size) for n, size in zip(lengths, sizes, strict=True))
         return self.logprobs if is_of_them else []
 
     def sync_weights(self) -> None:
-        """Does nothing: the engines take new parameters before they generate, if there are any."""
+        """Does nothing: the engines take new parameters before they generate."""
 
     def generate(
         self,
@@ -143,12 +141,12 @@ class HostGeneration:
         """Responses to this rank's prompts. All ranks together; a rank may have none.
 
         Args:
-            prompts: token ids; a prompt with several responses is given several times.
-            num_generations: not used, for that reason.
+            prompts: token ids; a prompt with several responses is repeated.
+            num_generations: not used, because prompts are repeated.
             profiler: a context around the generation.
 
         Returns:
-            (prompts, responses, log-probabilities, token ids), as of `for_trl`.
+            (prompts, responses, log-probabilities, token ids) in the form of `for_trl`.
 
         Raises:
             ModelError: there are images.
@@ -171,8 +169,8 @@ class HostGeneration:
 
 
 def takes_turns(trainer: Trainer) -> bool:
-    """True if the ranks of the trainer may generate different numbers of times: in TRL's loop over tool calls, or in
-    the user's `rollout_func`."""
+    """True if the trainer's ranks may generate different numbers of times: in TRL's loop over tool calls, or in the
+    user's `rollout_func`."""
     has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
     return has_tools or getattr(trainer, "rollout_func", None) is not None
 
@@ -181,7 +179,7 @@ def finish_turns(trainer: Trainer, finish: Callable[[], None]) -> None:
     """Let this rank generate for the others when its own turns are over.
 
     Args:
-        finish: does so.
+        finish: generates for the other ranks.
     """
     for name in ("_tool_call_loop", "rollout_func"):
         turns = getattr(trainer, name, None)

@@ -1,6 +1,5 @@
-"""Reward models among the `reward_funcs` of TRL's trainers: they become functions that run the plan's `reward.forward`.
-Reward functions stay functions, which TRL calls; `followed` tells the watchdog of their calls.
-"""
+"""Replaces reward models among TRL's `reward_funcs` by functions that run the plan's `reward.forward`. Reward functions
+stay functions, which TRL calls; `followed` reports their calls to the watchdog."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ class PlannedRewardModel:
     """A reward model as a reward function. All ranks call it together, each with its own completions.
 
     Args:
-        name: in TRL's metrics.
-        model: its name among the models of `reward.forward`.
+        name: name in TRL's metrics.
+        model: name among the models of `reward.forward`.
         processing_class: the model's tokenizer.
-        template: further arguments of the chat template.
-        score: runs a model of `reward.forward` on the token ids of this rank's texts.
+        template: extra arguments of the chat template.
+        score: runs one model of `reward.forward` on the token ids of this rank's texts.
     """
 
     def __init__(
@@ -50,8 +49,8 @@ class PlannedRewardModel:
         return self.score(self.model, self.tokens(prompts, completions))
 
     def tokens(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:
-        """The token ids of each text or conversation, as TRL makes them, up to the token at which TRL reads the model:
-        the last one that is not the pad token, which is the eos token where the tokenizer has none."""
+        """The token ids of each text or conversation, as TRL tokenizes them, up to the token where TRL reads the score:
+        the last one that is not the pad token (the eos token if the tokenizer has no pad token)."""
         texts = [
             prompt + completion
             if isinstance(prompt, str)
@@ -68,11 +67,11 @@ class PlannedRewardModel:
 
 
 def followed_by(rewards: Sequence[Any], update: str, at: Callable[[str], None], meet: Callable[[], None]) -> list[Any]:
-    """The reward functions as `followed` makes them. After the last of them has returned, this rank waits for the
-    others, which may have slower judges: TRL gathers the rewards next, by a collective of the devices.
+    """The reward functions wrapped by `followed`. After the last one this rank waits for the others, whose judges may
+    be slower, because TRL then gathers the rewards with a device collective.
 
     Args:
-        meet: waits for all ranks.
+        meet: barrier of all ranks.
     """
     functions = [not isinstance(reward, PlannedRewardModel | nn.Module) for reward in rewards]
     count = itertools.count(1)
@@ -88,40 +87,40 @@ def followed_by(rewards: Sequence[Any], update: str, at: Callable[[str], None], 
 
 
 def followed(reward: Any, update: str, at: Callable[[str], None], ended: Callable[[], None]) -> Any:
-    """A reward function that says when it is called and when it has returned.
+    """A reward function that reports when it is called and when it has returned.
 
     Args:
-        update: in which it is called, in words.
-        at: sets what this rank is doing (`Alarm.at`).
+        update: the update it is called in, in words.
+        at: sets this rank's activity (`Alarm.at`).
         ended: called when it has returned.
     """
-    own = f"reward function {getattr(reward, '__name__', type(reward).__name__)!r} of {update}"
+    activity = f"reward function {getattr(reward, '__name__', type(reward).__name__)!r} of {update}"
 
     @contextlib.contextmanager
     def saying() -> Iterator[None]:
-        at(own)
+        at(activity)
         try:
             yield
         except Exception:
-            at(own)  # another async function may have begun since
+            at(activity)  # another async function may have begun since
             raise
         at(f"the rewards of {update}")
 
     if is_async(reward):
 
         @functools.wraps(reward, updated=())
-        async def called_async(**given: Any) -> Any:
+        async def called_async(**arguments: Any) -> Any:
             with saying():
-                rewards = await reward(**given)
+                rewards = await reward(**arguments)
             await asyncio.to_thread(ended)  # the loop has other things to do
             return rewards
 
         return called_async
 
     @functools.wraps(reward, updated=())
-    def called(**given: Any) -> Any:
+    def called(**arguments: Any) -> Any:
         with saying():
-            rewards = reward(**given)
+            rewards = reward(**arguments)
         ended()
         return rewards
 
@@ -129,7 +128,7 @@ def followed(reward: Any, update: str, at: Callable[[str], None], ended: Callabl
 
 
 def _without_padding(ids: list[int], pad: int | None) -> list[int]:
-    """The token ids without pad tokens at the end; the first one in any case."""
+    """The token ids without trailing pad tokens; the first one always stays."""
     end = len(ids)
     while end > 1 and ids[end - 1] == pad:
         end -= 1
@@ -137,27 +136,26 @@ def _without_padding(ids: list[int], pad: int | None) -> list[int]:
 
 
 def reward_models(reward_funcs: Any) -> list[Any]:
-    """The models, loaded or by name, among the argument `reward_funcs`."""
-    given = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
-    return [reward for reward in given if _is_model(reward)]
+    """The reward models, loaded or by name, among the argument `reward_funcs`."""
+    rewards = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
+    return [reward for reward in rewards if _is_model(reward)]
 
 
 def planned_rewards(arguments: Mapping[str, Any], sources: Sequence[RewardModelSource], score: Score) -> dict[str, Any]:
-    """The arguments `reward_funcs` and `reward_processing_classes` for TRL's class, with functions in the place of
-    models.
+    """The arguments `reward_funcs` and `reward_processing_classes` for TRL's class, with models replaced by functions.
 
     Args:
-        arguments: of the constructor, by name.
-        sources: of the models, in their order.
-        score: as of `PlannedRewardModel`.
+        arguments: constructor arguments by name.
+        sources: sources of the models, in their order.
+        score: see `PlannedRewardModel`.
 
     Raises:
         ConfigError: there are not as many tokenizers as rewards.
     """
-    given, tokenizers = arguments.get("reward_funcs"), arguments.get("reward_processing_classes")
-    rewards = list(given) if isinstance(given, list) else [] if given is None else [given]
+    reward_funcs, tokenizers = arguments.get("reward_funcs"), arguments.get("reward_processing_classes")
+    rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
     if not sources:
-        return {"reward_funcs": given, "reward_processing_classes": tokenizers}
+        return {"reward_funcs": reward_funcs, "reward_processing_classes": tokenizers}
     if tokenizers is None:
         tokenizers = [None] * len(rewards)
     classes = list(tokenizers) if isinstance(tokenizers, list) else [tokenizers]
@@ -168,16 +166,16 @@ def planned_rewards(arguments: Mapping[str, Any], sources: Sequence[RewardModelS
         )
     models = iter(sources)
     template = arguments["args"].chat_template_kwargs or {}
-    for at, reward in enumerate(rewards):
+    for index, reward in enumerate(rewards):
         if _is_model(reward):
             source = next(models)
             name = reward if isinstance(reward, str) else reward.config._name_or_path
-            if classes[at] is None:
-                classes[at] = AutoTokenizer.from_pretrained(
+            if classes[index] is None:
+                classes[index] = AutoTokenizer.from_pretrained(
                     name, trust_remote_code=bool(getattr(arguments["args"], "trust_remote_code", False))
                 )
             short = name.rstrip("/").split("/")[-1]
-            rewards[at] = PlannedRewardModel(short, source.name, classes[at], template, score)
+            rewards[index] = PlannedRewardModel(short, source.name, classes[index], template, score)
     return {"reward_funcs": rewards, "reward_processing_classes": classes}
 
 

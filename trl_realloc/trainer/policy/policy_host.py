@@ -1,8 +1,7 @@
-"""`PolicyHost`: a trainer of one policy, such as GRPO's, whose loop is TRL's, as the host of its run.
+"""`PolicyHost`: adapts a trainer of one policy, such as GRPO's, whose loop is TRL's, to a planned run.
 
-It is composed of the calls that the loop asks for (`runtime.host_calls`), the loss (`loss_and_logprobs`), the rewards
+It combines the calls of the loop (`runtime.host_calls`), the loss (`loss_and_logprobs`), the rewards
 (`reward_scoring`), the prompts of later generations (`ahead`) and the difference of engine and trainer (`mismatch`).
-Which of TRL's methods use it is in `grpo_trainer`.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ class PolicyHost:
         self.trainer = trainer
         self.spans = HostSpans(trainer)
         self.scoring, self.ahead = Scoring(trainer, self.spans), PromptsAhead(trainer)
-        self._generations = 0  # under the plans before
+        self._generations = 0  # generations under earlier plans
 
     def take_over(self) -> None:
-        """Put the plan's calls in the place of TRL's, after the constructor of TRL's class. All ranks together."""
+        """Replace TRL's calls by the plan's, after the constructor of TRL's class. All ranks together."""
         trainer, run = self.trainer, self.trainer.run
         trainer.model = trainer.model_wrapped = run.placed.setup.models_before_start[Role.ACTOR]
         trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False  # the engines do what the launcher asked for
@@ -82,8 +81,8 @@ class PolicyHost:
         trainer.accelerator.backward = lambda loss, **_: self.loss.backward(loss)
         run.place()
         trainer.beta = trainer.args.beta
-        trainer.use_vllm = True  # of TRL's two ways to generate, that with an object of its own
-        # TRL's loss is corrected for the log-probabilities that vLLM's engines tell
+        trainer.use_vllm = True  # TRL then generates through `vllm_generation`
+        # TRL's loss is corrected with the log-probabilities of vLLM engines
         by_vllm = run.placed.plan["actor.generate"].engine == "vllm"
         sampling, full = trainer.executor.settings.sampling, trainer.args.full_vocabulary_logprobs
         engine_only = engine_only_settings(sampling, full_vocabulary=full) if by_vllm else []
@@ -110,7 +109,7 @@ class PolicyHost:
 
     @contextlib.contextmanager
     def training(self, resume: ResumeSetting) -> Iterator[str | None]:
-        """Around a training: the folder of the checkpoint that it resumes from, if there is one.
+        """Context of a training; yields the folder of the checkpoint to resume from, or `None`.
 
         Args:
             resume: the argument of `PlannedPolicyTrainer.train`.
@@ -138,7 +137,7 @@ class PolicyHost:
             raise stream_too_short(trainer.args, trainer.accelerator.num_processes)
 
     def prepare_for_training(self, max_steps: int, train_dataloader: Any) -> tuple[Any, Any]:
-        """The scheduler, and the state of a checkpoint. Model and optimizer are the engines'."""
+        """Create the scheduler, and load a checkpoint's state. The engines own model and optimizer."""
         trainer = self.trainer
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
@@ -148,7 +147,7 @@ class PolicyHost:
             trainer.run.checkpoints.load(self._resumed)
             is_open = trainer.args.vllm_importance_sampling_correction is None
             self.mismatch.corrects = is_open and bool(self._resumed.manifest.about.get(CORRECTS))
-            # TRL's, for what it keeps in a file of its own; there is none of Trainer's optimizer
+            # loads the state that TRL saves itself; Trainer's optimizer has no file
             trainer._load_optimizer_and_scheduler(str(self._resumed.folder))
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(trainer.callback_handler, name, getattr(trainer, name))
@@ -156,7 +155,6 @@ class PolicyHost:
         return trainer.model_wrapped, train_dataloader
 
     def begin_micro_batch(self) -> None:
-        """A micro-batch of a training or an evaluation begins."""
         trainer = self.trainer
         refuse_changed(self._fixed, fixed_attributes(trainer))
         self.calls.at(trainer.state.global_step, evaluates=not trainer.model.training)
@@ -166,7 +164,7 @@ class PolicyHost:
 
     @contextlib.contextmanager
     def generating_and_scoring(self) -> Iterator[None]:
-        """Around the generation of completions for rows of the data set, and their scoring."""
+        """Context of the generation and scoring of completions for rows of the data set."""
         saves = self.trainer.model.training
         self.trainer.vllm_generation.forget()
         self.mismatch.begin_generation()
@@ -176,28 +174,28 @@ class PolicyHost:
 
     @contextlib.contextmanager
     def generating(self, prompts: Sequence[Any]) -> Iterator[None]:
-        """Around the generation of completions of these prompts."""
+        """Context of the generation of completions of these prompts."""
         with self.scoring.of_prompts(prompts), self.ahead.announcing(), self.spans.timing_tools():
             yield
 
-    def as_trl_generates(self, made: Any) -> Any:
-        """A generation of TRL's GRPO, without log-probabilities where TRL's generation by Transformers would have
-        none."""
+    def as_trl_generates(self, generated: Any) -> Any:
+        """A generation in the form of TRL's GRPO, without log-probabilities if TRL's generation by Transformers would
+        have none."""
         by_vllm = self.trainer.plan["actor.generate"].engine == "vllm"
-        return (made[0], None) if isinstance(made, tuple) and not by_vllm else made
+        return (generated[0], None) if isinstance(generated, tuple) and not by_vllm else generated
 
     @contextlib.contextmanager
     def between_updates(self) -> Iterator[None]:
-        """Around what Trainer does after an optimizer step. After the last one on a generation the plan may change,
-        where another is faster: nothing of TRL's is left then that the engines have computed."""
+        """Context of Trainer's work after an optimizer step. After a generation's last step the plan may change to a
+        faster one, because TRL then holds no outputs of the engines."""
         trainer, run = self.trainer, self.trainer.run
         run.checkpoints.finish(wait=False)
-        # a callback may have taken one rank long, and the devices gather the loss next
+        # a callback may have delayed one rank, and the loss is gathered next
         meet(run.placed.placement.control)
         self.mismatch.end_update()
         yield
         if trainer.control.should_training_stop:
-            run.checkpoints.finish()  # Trainer looks for the best one at the end, and may delete the others
+            run.checkpoints.finish()  # Trainer loads the best checkpoint at the end, and may delete others
         period = trainer.record.period
         # Trainer also does this at the end of an epoch
         if self._is_within_generation or not period.generations or not period.seconds:
@@ -215,7 +213,7 @@ class PolicyHost:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around an evaluation."""
+        """Context of an evaluation."""
         run = self.trainer.run
         with run.failing_together():
             run.placed.start()
@@ -224,8 +222,8 @@ class PolicyHost:
 
     @contextlib.contextmanager
     def mode_kept(self) -> Iterator[None]:
-        """Engines switch a module to evaluation, and TRL asks `trainer.model.training` whether it trains or
-        evaluates."""
+        """Context that restores `trainer.model.training`: engines switch a module to evaluation, and TRL reads it to
+        tell training from evaluation."""
         training = self.trainer.model.training
         try:
             yield
@@ -247,7 +245,7 @@ class PolicyHost:
         context_length = executor.placement.options.context_length
         eos_token_id = tokenizer_of(trainer.processing_class).eos_token_id
         trainer.vllm_generation = HostGeneration(self.calls, context_length, self.scoring, eos_token_id)
-        # TRL's loop then begins with a generation, as that of a new trainer
+        # TRL's loop then begins with a generation, like a new trainer's
         trainer._step, trainer._buffered_inputs = 0, None
 
     def stop_early(self) -> None:
@@ -255,14 +253,14 @@ class PolicyHost:
         self._generations = self.calls.generation
 
     def samples_under_way(self) -> DrawnSamples | None:
-        # TRL's loop generates again where a run goes on in the middle of a generation, or before an optimizer step that
-        # has not been made, whose micro-batches it has counted
-        given, on_each = self.trainer._step, self._micro_batches
-        begun, trained = -(-given // on_each), (given - self.loss.untrained) // on_each
+        # TRL's loop generates again if the run resumes within a generation, or before an optimizer step that failed and
+        # whose micro-batches are counted
+        micro_batches, on_each = self.trainer._step, self._micro_batches
+        begun, trained = -(-micro_batches // on_each), (micro_batches - self.loss.untrained) // on_each
         return self.calls.samples_under_way(again=begun - trained)
 
-    def go_on_with(self, drawn: DrawnSamples | None) -> None:
-        self.calls.go_on_with(drawn)
+    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
+        self.calls.go_on_with(partial_samples)
 
     @property
     def _micro_batches(self) -> int:
@@ -282,7 +280,7 @@ class PolicyHost:
         args, data = self.trainer.args, self.trainer.setup.train_dataset
         readable = hasattr(data, "__len__") and not is_made_when_read(data) and "prompt" in columns_of(data)
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        # of TRL's RepeatSampler
+        # settings that TRL's RepeatSampler reads
         names = ("seed", "num_generations", "generation_batch_size", "num_iterations", "shuffle_dataset")
         order = {name: getattr(args, name) for name in names}
         rows, checksum = (len(data), prompts_checksum(data)) if readable else (None, None)
@@ -292,7 +290,7 @@ class PolicyHost:
         return {CORRECTS: self.mismatch.corrects}
 
     def write_state(self, folder: Path, problems: WriteErrors) -> None:
-        """Write the state that TRL keeps in a file of its own."""
+        """Write the state that TRL saves in a separate file."""
         trainer = self.trainer
         if getattr(trainer, "use_adaptive_entropy", False) and not trainer.accelerator.process_index:
             state = {"entropy_coef": trainer.entropy_coef, "last_world_entropy": trainer._last_world_entropy}

@@ -1,7 +1,6 @@
-"""From the inputs of a trainer of one policy, such as GRPO's, to a run that is checked and planned.
+"""Checks and plans a run from the inputs of a trainer of one policy, such as GRPO's.
 
-TRL checks its own arguments when its constructor runs, after this. The steps that all trainers share are in
-`run_setup`.
+TRL's constructor checks its own arguments afterwards. Steps that all trainers share are in `run_setup`.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ from .trl_sampling import generation_config, sampling_of, stop_token_ids, tokeni
 def prepare_policy(
     args: PolicyConfig, plugin: ReallocationPlugin, world: Any, inputs: Mapping[str, Any]
 ) -> tuple[RunSetup, Sequence[RewardModelSource]]:
-    """Check the inputs that the engines need, choose the plan, and then make the policy. No weights are read, unless
+    """Check the inputs that the engines need, choose the plan, and then create the policy. No weights are read, unless
     the policy can only be loaded whole. All ranks together.
 
     Args:
         world: Accelerate's `PartialState`.
-        inputs: the arguments of the trainer's constructor, by name.
+        inputs: constructor arguments of the trainer, by name.
 
     Returns:
         The run, and the reward models among the reward functions.
@@ -63,16 +62,16 @@ def prepare_policy(
     """
     if problems := [*unfollowed_settings(args, Then.REFUSE), *best_model_problems(args)]:
         raise ConfigError("\n".join(problems))
-    given, turns = _given(args, inputs), turn_makers(inputs)
-    rewards = reward_sources(given, args.seed) if given.rewards else Rewards((), (), {})
+    arguments, turns = _given(args, inputs), turn_makers(inputs)
+    rewards = reward_sources(arguments, args.seed) if arguments.rewards else Rewards((), (), {})
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
     check_turns(args, turns)
-    request = of_host_loop(read_plan_request(args, plugin, world, given.model, graph), turns)
-    run = _check_models(args, plugin, request, world.process_index, given, graph, rewards)
-    given, (config,) = run.given, run.configs[Role.ACTOR]
+    request = of_host_loop(read_plan_request(args, plugin, world, arguments.model, graph), turns)
+    run = _check_models(args, plugin, request, world.process_index, arguments, graph, rewards)
+    arguments, (config,) = run.given, run.configs[Role.ACTOR]
     check = plan_check(run)
-    tokenizer, by_vllm = tokenizer_of(given.processing_class), request.by_vllm
-    stops = stop_token_ids(tokenizer, given.model)
+    tokenizer, by_vllm = tokenizer_of(arguments.processing_class), request.by_vllm
+    stops = stop_token_ids(tokenizer, arguments.model)
     sampling = sampling_of(args, stops, config.get_text_config().vocab_size, by_vllm=by_vllm)
     job = _describe_job(run, sampling, turns)
     if by_vllm and args.vllm_importance_sampling_correction and (problem := uncorrected_loss(args)):
@@ -86,31 +85,31 @@ def prepare_policy(
     call_settings = CallSettings(
         sampling=sampling,
         seed=args.seed,
-        eos_token_id=None,  # as many tokens end a response as `sampling` says
-        processing_class=given.processing_class,
+        eos_token_id=None,  # `sampling` says which tokens end a response
+        processing_class=arguments.processing_class,
         functions=(),
         reward_weights=rewards.weights,
         skip_nonfinite=args.skip_nonfinite_updates,
         context=_context(args, job, config, by_vllm),
     )
-    setup = plan_run(run, check, job, call_settings, HostLoss(graph), given.train_dataset)
+    setup = plan_run(run, check, job, call_settings, HostLoss(graph), arguments.train_dataset)
     policy = setup.models_before_start[Role.ACTOR]
     if world.num_processes == 1:
-        # a user of TRL may look at the weights before the training; a vLLM engine starts before they are on its device
+        # users of TRL may read the weights before training; a vLLM engine starts before they are on its device
         fill(policy, torch.device("cpu"))
-    if run.rank not in setup.plan.mesh("actor.train") and (of_model := generation_config(given.model)) is not None:
+    if run.rank not in setup.plan.mesh("actor.train") and (of_model := generation_config(arguments.model)) is not None:
         policy.generation_config = of_model  # TRL reads it on every rank
     return setup, rewards.models
 
 
 def _given(args: PolicyConfig, inputs: Mapping[str, Any]) -> TrainerInputs:
-    """The arguments of the trainer's constructor that a plan needs.
+    """The constructor arguments that a plan needs.
 
     Raises:
         ConfigError: see `check_init_kwargs`.
     """
     model, rewards = inputs["model"], reward_models(inputs.get("reward_funcs"))
-    if any(isinstance(each, str) for each in [model, *rewards]):
+    if any(isinstance(candidate, str) for candidate in [model, *rewards]):
         check_init_kwargs(args)
     return TrainerInputs(
         model=model,
@@ -127,8 +126,8 @@ def _given(args: PolicyConfig, inputs: Mapping[str, Any]) -> TrainerInputs:
 
 
 def turn_makers(inputs: Mapping[str, Any]) -> list[str]:
-    """The given arguments of the trainer's constructor that make prompts, or parts of them, while the run goes on: a
-    completion may then be made in several turns."""
+    """The constructor arguments that create prompts, or parts of them, during the run; a completion may then take
+    several turns."""
     return [name for name in ("tools", "environment_factory", "rollout_func") if inputs.get(name)]
 
 
@@ -137,31 +136,31 @@ def _check_models(
     plugin: ReallocationPlugin,
     request: PlanRequest,
     rank: int,
-    given: TrainerInputs,
+    inputs: TrainerInputs,
     graph: DataflowGraph,
     rewards: Rewards,
 ) -> RunInputs:
-    """Check the policy, the reward models and the optimizer, and load the policy's tokenizer if the user gave none."""
-    given = given.gathered()
-    model = given.model
+    """Check the policy, the reward models and the optimizer, and load the policy's tokenizer if none was passed."""
+    inputs = inputs.gathered()
+    model = inputs.model
     model_checks.check_policy(model)
-    model_checks.check_adapter_kinds(model, given.peft_config)
+    model_checks.check_adapter_kinds(model, inputs.peft_config)
     config = request.policy_config if isinstance(model, str) else read_config(model, "model")
     model_checks.check_config_of(config, model, "model")
-    if not isinstance(model, str) and given.peft_config is None:
+    if not isinstance(model, str) and inputs.peft_config is None:
         check_trains(model, "model")
-    configs = role_configs(given, graph, config, given_dtype(args, config))
-    for reward_config, reward in zip(configs.get(Role.REWARD, ()), given.reward_models, strict=True):
-        model_checks.check_config_of(reward_config, reward, given.reward_argument)
-        model_checks.check_read_in_parts(reward, given.reward_argument)
-    check_optimizer(args, given.optimizer, given.scheduler, {"model": model})
-    given = replace(given, processing_class=given.processing_class or _load_tokenizer(args, model))
+    configs = role_configs(inputs, graph, config, given_dtype(args, config))
+    for reward_config, reward in zip(configs.get(Role.REWARD, ()), inputs.reward_models, strict=True):
+        model_checks.check_config_of(reward_config, reward, inputs.reward_argument)
+        model_checks.check_read_in_parts(reward, inputs.reward_argument)
+    check_optimizer(args, inputs.optimizer, inputs.scheduler, {"model": model})
+    inputs = replace(inputs, processing_class=inputs.processing_class or _load_tokenizer(args, model))
     copies_adapter = has_adapters(model) and Role.REFERENCE in graph.roles
-    return RunInputs(args, plugin, request, rank, given, graph, rewards, configs, copies_adapter=copies_adapter)
+    return RunInputs(args, plugin, request, rank, inputs, graph, rewards, configs, copies_adapter=copies_adapter)
 
 
 def _load_tokenizer(args: PolicyConfig, model: Any) -> Any:
-    """The tokenizer of a policy for which the user gave none, as TRL loads it."""
+    """The policy's tokenizer, loaded as TRL does."""
     name = model if isinstance(model, str) else model.config._name_or_path
     return AutoTokenizer.from_pretrained(
         name, truncation_side="left", padding_side="left", trust_remote_code=args.trust_remote_code
@@ -169,10 +168,7 @@ def _load_tokenizer(args: PolicyConfig, model: Any) -> Any:
 
 
 def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> Job:
-    """Describe this run for the planner.
-
-    Args:
-        turns: as of `check_turns`.
+    """The planner's description of this run. `turns` is as in `check_turns`.
 
     Raises:
         ConfigError: see `check_moves`.
@@ -180,20 +176,20 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
         ModelError: see `check_context` and `check_positions`.
     """
     args: Any = run.args
-    given, request, (config,) = run.given, run.request, run.configs[Role.ACTOR]
+    inputs, request, (config,) = run.given, run.request, run.configs[Role.ACTOR]
     stays = why_not_moved(sampling)
     check_moves(args, request.plan, stays)
     models = run.job_models()
     template, completion = args.chat_template_kwargs or {}, int(args.max_completion_length)
     vocabulary = config.get_text_config().vocab_size
-    lengths = lengths_of(given.train_dataset, given.eval_dataset, given.processing_class, template, vocabulary)
+    lengths = lengths_of(inputs.train_dataset, inputs.eval_dataset, inputs.processing_class, template, vocabulary)
     context = context_length(args.vllm_max_model_length, lengths, completion, config, is_open=bool(turns))
     context = context or int(4 * lengths.mean) + completion
     if not turns:
         check_lengths(lengths, context, config)
     check_context(run.configs, min(context, lengths.counted + completion))
     check_positions(run.configs, context)
-    tokenizer = tokenizer_of(given.processing_class)
+    tokenizer = tokenizer_of(inputs.processing_class)
     job = policy_job(
         args,
         run.plugin,
@@ -212,25 +208,20 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
 
 
 def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> ContextLimit | None:
-    """The most tokens of a prompt with its completion; `None` if the model has no limit.
-
-    Args:
-        config: the policy's Transformers config.
-        by_vllm: whether vLLM engines generate. The training engine's model also takes prompts that are longer than
-            those of the data sets.
-    """
+    """The maximum tokens of a prompt with its completion; `None` if the model has no limit. Without vLLM, the training
+    engine's model also takes prompts longer than those of the data sets."""
     tokens = job.options.context_length if by_vllm else args.vllm_max_model_length or most_positions(config)
     return None if tokens is None else context_limit(tokens, config)
 
 
 def check_turns(args: PolicyConfig, turns: Sequence[str]) -> None:
-    """Refuse a staleness where a completion may be made in several turns.
+    """Refuse a staleness if a completion may take several turns.
 
     Args:
-        turns: the arguments of the trainer's constructor that make turns (`turn_makers`).
+        turns: constructor arguments that create turns (`turn_makers`).
 
     Raises:
-        ConfigError: for that.
+        ConfigError: the run has both.
     """
     if args.max_staleness and turns:
         raise ConfigError(
@@ -240,14 +231,14 @@ def check_turns(args: PolicyConfig, turns: Sequence[str]) -> None:
 
 
 def check_moves(args: PolicyConfig, plan: ExecutionPlan | None, stays: str | None) -> None:
-    """Refuse plans in which a completion is begun by one engine and ended by another, or stopped and gone on with,
-    where its sampling does not allow that. With a staleness evaluations and checkpoints stop what is drawn ahead.
+    """Refuse plans that move or interrupt a completion between engines if its sampling does not allow that. With a
+    staleness, evaluations and checkpoints interrupt what is generated ahead.
 
     Args:
-        stays: the reason (`why_not_moved`); `None` where the sampling allows it.
+        stays: reason why a completion cannot be moved (`why_not_moved`); `None` if it can.
 
     Raises:
-        ConfigError: for that.
+        ConfigError: the plan does so.
     """
     if stays is None:
         return
@@ -264,10 +255,10 @@ def check_moves(args: PolicyConfig, plan: ExecutionPlan | None, stays: str | Non
 
 
 def of_host_loop(request: PlanRequest, turns: Sequence[str]) -> PlanRequest:
-    """The request with a plan that TRL's loop can follow.
+    """The request, restricted to plans that TRL's loop can follow.
 
     Args:
-        turns: as of `check_turns`.
+        turns: see `check_turns`.
     """
     plan = request.plan
     if plan is None or plan.streams is None or not turns:

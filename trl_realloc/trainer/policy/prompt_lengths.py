@@ -1,7 +1,6 @@
 """Reads the prompts of GRPO and RLOO before TRL does: their lengths in tokens (`lengths_of`), for the planner and for
-the engines' limit (`context_length`), which comes with advice for a prompt that is too long (`context_limit`), and
-prompts to which a policy cannot respond. TRL itself tokenizes prompts later, batch by batch (`check_tokenized`).
-"""
+the engines' limit (`context_length`), and prompts that a policy cannot respond to. `context_limit` adds advice for
+prompts that are too long. TRL tokenizes prompts later, batch by batch (`check_tokenized`)."""
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-EXACT = 8_000_000  # bytes of the longest prompts that are tokenized, some 6 s of one core; others have a bound
-SPREAD = 512  # prompts from the shortest to the longest that are tokenized for the mean
+EXACT = 8_000_000  # bytes of prompts to tokenize, some 6 s on one core; other prompts get an upper bound
+SPREAD = 512  # prompts, spread over all lengths, that are tokenized for the mean
 BATCH = 64  # prompts that are tokenized at a time
 READ = 1000  # prompts that are read at a time
 ASSUMED = 512  # tokens of a prompt where the data set cannot be read in advance
-_WORD = re.compile(r"\w")  # what every tokenizer makes a token of
+_WORD = re.compile(r"\w")  # a character that every tokenizer encodes
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ class Lengths:
     """Lengths of prompts.
 
     Args:
-        mean: tokens of a prompt.
-        longest: tokens of the longest prompt, or, of a large data set of prompts of about the same length, a bound of
-            them; `None` where it is not known.
-        counted: tokens of the longest prompt that was tokenized; 0 where none was.
+        mean: mean number of tokens of a prompt.
+        longest: tokens of the longest prompt, or an upper bound in a large data set of similar lengths; `None` if
+            unknown.
+        counted: tokens of the longest prompt that was tokenized; 0 if none was.
     """
 
     mean: float
@@ -65,11 +64,11 @@ def lengths_of(
     template: Mapping[str, Any],
     vocabulary: int,
 ) -> Lengths:
-    """The lengths of the prompts that are trained on, with the longest of all data sets.
+    """The lengths of the training prompts, with the longest of all data sets.
 
     Args:
-        train, evaluation: data sets; `None`, or, of the second, several by name.
-        template: further arguments of the chat template.
+        train, evaluation: data sets, or `None`; the second may be several by name.
+        template: extra arguments of the chat template.
         vocabulary: number of the policy's tokens.
 
     Raises:
@@ -82,10 +81,10 @@ def lengths_of(
         data["eval_dataset"] = evaluation
     measured = [measure_lengths(rows, processing_class, template, what, vocabulary) for what, rows in data.items()]
     lengths = measured[0]
-    known = [each.longest for each in measured if each.longest is not None]
-    if len(known) < len(measured):
+    longest = [part.longest for part in measured if part.longest is not None]
+    if len(longest) < len(measured):
         return Lengths(lengths.mean, None)
-    return Lengths(lengths.mean, max(known), max(each.counted for each in measured))
+    return Lengths(lengths.mean, max(longest), max(part.counted for part in measured))
 
 
 def measure_lengths(
@@ -95,15 +94,15 @@ def measure_lengths(
     what: str = "",
     vocabulary: int | None = None,
 ) -> Lengths:
-    """The lengths of the prompts of a data set. Prompts to which the policy cannot respond are refused.
+    """The lengths of the prompts of a data set. Prompts that the policy cannot respond to are refused.
 
-    A prompt has at most one token for each byte of its text, as in all common tokenizers. The prompts with most bytes
-    are tokenized, until no other can have more tokens than the longest of them.
+    A prompt has at most one token per byte of its text, as in all common tokenizers. Prompts with the most bytes are
+    tokenized first, until no other can exceed the longest of them.
 
     Args:
-        dataset: with a column `prompt` of text or conversations; otherwise, and if it has no length or makes its rows
-            when they are read, nothing is known.
-        template: further arguments of the chat template.
+        dataset: rows with a column `prompt` of text or conversations. Otherwise, or if it has no length or creates its
+            rows when they are read, nothing is known.
+        template: extra arguments of the chat template.
         what: the name of the data set in messages.
         vocabulary: number of the policy's tokens; `None` for lengths alone.
 
@@ -118,35 +117,27 @@ def measure_lengths(
         return Lengths(ASSUMED, None)
     prompts = _Prompts(dataset["prompt"], processing_class, template)
     bounds = prompts.bounds(what, vocabulary)
-    by_bound = sorted(range(len(bounds)), key=lambda at: -bounds[at])
+    by_bound = sorted(range(len(bounds)), key=lambda index: -bounds[index])
     spread = by_bound[:: max(1, len(by_bound) // SPREAD)][:SPREAD]
     counts = prompts.counts(spread)
-    longest, read, at = max(counts, default=1), 0, 0
-    while at < len(by_bound) and bounds[by_bound[at]] > longest and read < EXACT:
-        batch = by_bound[at : at + BATCH]
+    longest, read, index = max(counts, default=1), 0, 0
+    while index < len(by_bound) and bounds[by_bound[index]] > longest and read < EXACT:
+        batch = by_bound[index : index + BATCH]
         longest = max(longest, *prompts.counts(batch))
-        read, at = read + sum(bounds[row] for row in batch), at + BATCH
-    rest = bounds[by_bound[at]] if at < len(by_bound) else 0
+        read, index = read + sum(bounds[row] for row in batch), index + BATCH
+    rest = bounds[by_bound[index]] if index < len(by_bound) else 0
     mean = sum(counts) / max(1, len(counts))
     return Lengths(max(1.0, mean), max(longest, rest), longest)
 
 
 class _Prompts:
-    """The prompts of a data set, each read when it is asked for.
-
-    Args:
-        column: of the data set.
-    """
+    """The prompts of a data set, each read when needed."""
 
     def __init__(self, column: Any, processing_class: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> None:
         self._column, self._tokenizer, self._template = column, processing_class, template
 
     def bounds(self, what: str = "", vocabulary: int | None = None) -> list[int]:
-        """Most tokens of each prompt.
-
-        Args:
-            what, vocabulary, and what is raised: as of `measure_lengths`.
-        """
+        """Maximum tokens of each prompt. Arguments and errors are those of `measure_lengths`."""
         (empty,) = self._tokenizer(text=[""])["input_ids"]
         added = len(empty) + 1  # the tokens around a text, and the space that some tokenizers put before it
         if vocabulary is None:
@@ -160,16 +151,15 @@ class _Prompts:
                 doubtful.append(row)
         for start in range(0, len(doubtful), BATCH):
             rows = doubtful[start : start + BATCH]
-            made = list(zip(rows, self._ids(self._at(rows)), strict=True))
-            unknown = [row for row, ids in made if max(ids, default=0) >= vocabulary]
-            refuse_tokens(what, [row for row, ids in made if not len(ids)], unknown, vocabulary)
+            tokenized = list(zip(rows, self._ids(self._at(rows)), strict=True))
+            unknown = [row for row, ids in tokenized if max(ids, default=0) >= vocabulary]
+            refuse_tokens(what, [row for row, ids in tokenized if not len(ids)], unknown, vocabulary)
         return bounds
 
     def _at(self, rows: Sequence[int]) -> list[Any]:
         return [self._column[row] for row in rows] if isinstance(self._column, list) else self._column[list(rows)]
 
     def counts(self, rows: Sequence[int]) -> list[int]:
-        """The tokens of each of these prompts."""
         counts: list[int] = []
         for start in range(0, len(rows), BATCH):
             counts += [len(ids) for ids in self._ids(self._at(rows[start : start + BATCH]))]
@@ -179,10 +169,10 @@ class _Prompts:
         for start in range(0, len(self._column), READ):
             prompts = list(self._column[start : start + READ])
             is_text = isinstance(prompts[0], str)
-            for at, prompt in enumerate(prompts, start):
+            for index, prompt in enumerate(prompts, start):
                 if not isinstance(prompt, str if is_text else list):
                     raise DataError(
-                        f"prompt {at} of a data set is a {type(prompt).__name__} ({prompt!r:.80}); all prompts are "
+                        f"prompt {index} of a data set is a {type(prompt).__name__} ({prompt!r:.80}); all prompts are "
                         f"texts, or all are conversations (lists of messages)."
                     )
             yield from prompts if is_text else self._in_template(prompts, tokenize=False)
@@ -192,19 +182,15 @@ class _Prompts:
             return self._tokenizer(text=list(prompts))["input_ids"]
         return self._in_template(prompts, tokenize=True, return_dict=True)["input_ids"]
 
-    def _in_template(self, prompts: Sequence[Any], **how: Any) -> Any:
-        return self._tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True, **how, **self._template)
+    def _in_template(self, prompts: Sequence[Any], **extra: Any) -> Any:
+        return self._tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True, **extra, **self._template)
 
 
 def _doubts(tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, may_be_empty: bool) -> Callable[[str], bool]:
-    """A function that is true of texts that may have no tokens, or tokens outside the vocabulary.
-
-    Args:
-        vocabulary: number of the policy's tokens.
-        may_be_empty: the tokenizer adds no tokens to a text.
-    """
-    beyond = {at: token.casefold() for token, at in tokenizer.get_vocab().items() if at >= vocabulary}
-    # an added token stands in the text as it is written; another one may stand for any text
+    """A function that is true for texts that may have no tokens, or tokens outside the vocabulary. `may_be_empty`: the
+    tokenizer adds no tokens to a text."""
+    beyond = {token_id: token.casefold() for token, token_id in tokenizer.get_vocab().items() if token_id >= vocabulary}
+    # an added token appears literally in the text; any other may encode any text
     may_be_any = not beyond.keys() <= set(getattr(tokenizer, "added_tokens_decoder", ()))
 
     def doubts(text: str) -> bool:
@@ -216,12 +202,12 @@ def _doubts(tokenizer: PreTrainedTokenizerBase, vocabulary: int, *, may_be_empty
 
 
 def check_tokenized(ids: Sequence[Sequence[int]], prompts: Sequence[Any], what: str, vocabulary: int) -> None:
-    """Refuse prompts that could not be read in advance, where they are tokenized.
+    """When prompts are tokenized, refuse those that could not be read in advance.
 
     Args:
-        ids: the token ids of each prompt.
+        ids: token ids of each prompt.
         prompts: texts or conversations, for messages.
-        what: the data set that they are of.
+        what: name of their data set.
         vocabulary: number of the policy's tokens.
 
     Raises:
@@ -238,7 +224,7 @@ def check_tokenized(ids: Sequence[Sequence[int]], prompts: Sequence[Any], what: 
 
 
 def _most_tokens(text: str) -> int:
-    """The bytes of a text in UTF-8, in whichever form a tokenizer normalizes it to."""
+    """The bytes of a text in UTF-8, at most, in any normalization of a tokenizer."""
     if text.isascii():
         return len(text)
     forms = (text, *(unicodedata.normalize(form, text) for form in ("NFD", "NFKD")))
@@ -246,20 +232,20 @@ def _most_tokens(text: str) -> int:
 
 
 def context_length(
-    given: int | None, lengths: Lengths, completion: int, config: PretrainedConfig, *, is_open: bool = False
+    setting: int | None, lengths: Lengths, completion: int, config: PretrainedConfig, *, is_open: bool = False
 ) -> int | None:
-    """Most tokens of a prompt with its completion: the setting, or what the data sets need, or, where these do not say
-    it, what the model has positions for; `None` if that is not known either.
+    """Maximum tokens of a prompt with its completion: the setting, otherwise what the data sets need, otherwise the
+    model's positions; `None` if unknown.
 
     Args:
-        given: `vllm_max_model_length`.
-        completion: most tokens of a completion.
+        setting: value of `vllm_max_model_length`.
+        completion: maximum tokens of a completion.
         config: the policy's Transformers config.
-        is_open: prompts, or parts of them, are made while the run goes on.
+        is_open: whether prompts, or parts of them, are created during the run.
     """
     positions = most_positions(config)
-    if given is not None:
-        return int(given)
+    if setting is not None:
+        return int(setting)
     if is_open or lengths.longest is None:
         return positions
     needed = lengths.longest + completion
@@ -267,10 +253,10 @@ def context_length(
 
 
 def context_limit(tokens: int, config: PretrainedConfig) -> ContextLimit:
-    """The limit of a context, with what to do about a prompt that is too long for it.
+    """The limit of a context, with advice for a prompt that is too long.
 
     Args:
-        tokens: of the context.
+        tokens: maximum tokens of the context.
         config: the policy's Transformers config.
     """
     positions = most_positions(config)
@@ -283,14 +269,14 @@ def context_limit(tokens: int, config: PretrainedConfig) -> ContextLimit:
 
 
 def check_lengths(lengths: Lengths, context: int, config: PretrainedConfig) -> None:
-    """Refuse data sets with a prompt after which the context has no room for a token.
+    """Refuse data sets with a prompt that leaves no room for a token in the context.
 
     Args:
-        context: most tokens of a prompt with its completion.
+        context: maximum tokens of a prompt with its completion.
         config: the policy's Transformers config.
 
     Raises:
-        DataError: gives the tokens of the longest prompt, and says what to do.
+        DataError: gives the tokens of the longest prompt, and advice.
     """
     if lengths.counted >= context:
         raise DataError(context_limit(context, config).refusal("the longest prompt of the data sets", lengths.counted))

@@ -1,7 +1,7 @@
-"""`PolicyRecord`: the times that a trainer of one policy adds to TRL's logs, and the files that its report is made of.
-`sampled_completions`: completions of the evaluation prompts, for which TRL's class has no method.
+"""`PolicyRecord`: the times that a trainer of one policy adds to TRL's logs, and the files of its report.
+`sampled_completions`: completions of the evaluation prompts, which TRL's class has no method for.
 
-The report itself is written by `run_report`.
+The report is written by `run_report`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .trl_sampling import tokenizer_of
 
 @dataclass
 class Period:
-    """The generations and optimizer steps since the plan could be changed last.
+    """The generations and optimizer steps since the plan could last be changed.
 
     Args:
-        lengths: of this rank's responses, tokens.
-        spans: of all ranks; on rank 0, empty on the others.
-        seconds: of the optimizer steps, with the generations in them.
+        lengths: tokens of this rank's responses.
+        spans: spans of all ranks, on rank 0; empty on the others.
+        seconds: duration of the optimizer steps, including their generations.
     """
 
     generations: int = 0
@@ -47,18 +47,18 @@ class Period:
 
 
 class PolicyRecord:
-    """Keeps the times of a trainer's updates and their calls, and the lengths of its responses.
+    """Records the times of updates and their calls, and the lengths of responses.
 
-    To TRL's values every log of updates gets means over the updates since the last one: `time/step` and `tokens/s`; on
-    rank 0 also `time/<call>`, seconds of the slowest device, for reallocations `realloc/seconds/<call>` and
-    `realloc/bytes/<call>`, and for work on the host the names of `results.observed`. An update is an optimizer step.
+    Every log of updates gets means over the updates since the last one: `time/step` and `tokens/s`; on rank 0 also
+    `time/<call>`, seconds of the slowest device, for reallocations `realloc/seconds/<call>` and `realloc/bytes/<call>`,
+    and for work on the host the names of `results.observed`. An update is an optimizer step.
 
     Args:
         trainer: a `PlannedPolicyTrainer`.
 
     Attributes:
-        lengths: tokens of this rank's latest responses; `None` before the training.
-        period: the updates since the plan could be changed last.
+        lengths: tokens of this rank's latest responses; `None` before training.
+        period: updates since the plan could last be changed.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -67,7 +67,7 @@ class PolicyRecord:
         self._reset()
 
     def _reset(self) -> None:
-        self._updates: deque[tuple[Span, ...]] = deque()  # spans of the latest updates; on rank 0, empty on the others
+        self._updates: deque[tuple[Span, ...]] = deque()  # spans of the latest updates, on rank 0; empty on the others
         self._times, self.period, self._begun = _Times(), Period(), 0.0
 
     @property
@@ -76,19 +76,19 @@ class PolicyRecord:
         return Timeline(span for spans in self._updates for span in spans)
 
     def begin_training(self) -> None:
-        """A training begins: forget the one before."""
+        """Forget the training before."""
         self._reset()
         self.lengths = deque(maxlen=LENGTHS)
 
     def begin_update(self) -> None:
-        """A micro-batch begins, maybe the first one of an update."""
+        """A micro-batch begins, maybe the first of an update."""
         if not self._times.runs:
-            self._take_spans()  # of what was before the update
+            self._take_spans()  # drop spans before the update
             self._begun = time.time()
             self._times.start(self.trainer.state.num_input_tokens_seen)
 
     def add_responses(self, responses: Sequence[Sequence[int]]) -> None:
-        """Keep the lengths of a generation's responses, if it is the training's."""
+        """Record the lengths of a training generation's responses."""
         if self.lengths is not None and self.trainer.model.training:
             lengths = list(map(len, responses))
             self.lengths.extend(lengths)
@@ -96,7 +96,7 @@ class PolicyRecord:
             self.period.lengths += lengths
 
     def end_update(self) -> None:
-        """An update may have ended: keep its times."""
+        """Record the update's times, if this micro-batch ended one."""
         if not self._times.runs:
             return
         spans = self._take_spans()
@@ -111,11 +111,11 @@ class PolicyRecord:
             self._updates.popleft()
 
     def begin_period(self) -> None:
-        """The plan could be changed now."""
+        """Begin a new period, because the plan could be changed now."""
         self.period = Period()
 
     def add_to(self, logs: dict[str, float]) -> None:
-        """Add the means over the latest updates to the values of a log of updates."""
+        """Add the means over the latest updates to a log."""
         if "loss" in logs and self.trainer.model.training:
             logs.update(self._times.means())
             self._times = _Times()
@@ -143,7 +143,7 @@ class PolicyRecord:
 
 
 class _Times:
-    """The times of the updates since the last log. Between two updates, such as while one is saved, it stands still."""
+    """The times of the updates since the last log. The clock is stopped between updates, for example during a save."""
 
     def __init__(self) -> None:
         self.runs = False
@@ -152,20 +152,12 @@ class _Times:
         self._seconds = self._start = 0.0
 
     def start(self, tokens: int) -> None:
-        """An update begins.
-
-        Args:
-            tokens: of prompts and responses that the run has generated.
-        """
+        """Begin an update. `tokens`: prompt and response tokens that the run has generated so far."""
         self.runs, self._start = True, time.perf_counter()
         self._tokens -= tokens
 
     def stop(self, tokens: int, values: Mapping[str, float]) -> float:
-        """The update has ended. Returns its seconds.
-
-        Args:
-            values: of the update, of which the means are logged.
-        """
+        """End the update, and return its seconds. `values` are logged as means."""
         self.runs = False
         seconds = time.perf_counter() - self._start
         self._seconds += seconds
@@ -175,8 +167,7 @@ class _Times:
         return seconds
 
     def means(self) -> dict[str, float]:
-        """The mean of every value over the updates, with `time/step` in seconds, and `tokens/s`; empty without
-        updates."""
+        """The mean of every value over the updates, `time/step` in seconds, and `tokens/s`; empty without updates."""
         if not self._updates:
             return {}
         means = {name: total / self._updates for name, total in self._sums.items()}
@@ -191,13 +182,13 @@ def sampled_completions(trainer: Trainer) -> list[CompletionRow]:
         return []
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     share = -(-len(rows) // world)
-    # TRL gathers rewards from shares of one size, so the last ranks have the last prompt several times
-    own = [rows[min(at, len(rows) - 1)] for at in range(rank * share, (rank + 1) * share)]
+    # TRL gathers equal numbers of rewards, so the last ranks repeat the last prompt
+    local_rows = [rows[min(index, len(rows) - 1)] for index in range(rank * share, (rank + 1) * share)]
     with trainer.run.failing_together(), trainer.run.host.mode_kept():
         trainer.run.placed.start()
         trainer.calls.at(trainer.state.global_step, evaluates=True)
         trainer.calls.begin_evaluation()
-        table = _completions_of(trainer, own)
+        table = _completions_of(trainer, local_rows)
         gathered = from_every_rank(table, trainer.run.placed.placement.control)
         trainer.calls.take_spans()
     if rank:
@@ -208,14 +199,13 @@ def sampled_completions(trainer: Trainer) -> list[CompletionRow]:
 
 
 def _completions_of(trainer: Trainer, rows: list[dict[str, Any]]) -> list[CompletionRow]:
-    """The completions of this rank's rows of the dataset."""
     if getattr(trainer, "environment_factories", None) is not None:
         raise ConfigError("generate_completions has no environments; leave it out, or evaluate the trainer.")
     prompts = [row["prompt"] for row in rows]
     near_greedy = replace(trainer.executor.settings.sampling, temperature=NEAR_GREEDY)
     texts_of = [pickle.dumps(prompt) for prompt in prompts]
-    made = trainer.calls.generate(trainer._tokenize_prompts(prompts)[0], texts_of, sampling=near_greedy)
-    ids = [row.tolist() for row in made.ragged("responses").rows()]
+    outputs = trainer.calls.generate(trainer._tokenize_prompts(prompts)[0], texts_of, sampling=near_greedy)
+    ids = [row.tolist() for row in outputs.ragged("responses").rows()]
     tokenizer: PreTrainedTokenizerBase = tokenizer_of(trainer.processing_class)
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     queries, completions = prompts, texts

@@ -1,8 +1,7 @@
-"""`Scoring`: what TRL's GRPO and RLOO trainers will give to reward models and functions for a completion,
-made from the completion alone, so that it can be scored while others are generated.
+"""`Scoring`: the arguments that TRL's GRPO and RLOO trainers will pass to reward models and functions, computed from a
+completion alone, so that it can be scored while others are generated.
 
-TRL's loop asks for the scores later, by the texts that it makes itself (`planned_rewards`). A text that is not among
-those that were scored is scored then.
+TRL's loop later looks scores up by its own texts (`planned_rewards`). A text that was not scored yet is scored then.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ from .trl_sampling import tokenizer_of
 
 
 logger = logging.get_logger(__name__)
-LEFT_OUT = "rewards/nonfinite"  # how many completions of a generation have an infinite reward
+LEFT_OUT = "rewards/nonfinite"  # number of completions of a generation with an infinite reward
 
 
 class Scoring:
-    """The rewards of a run under a plan: makes the texts of completions, and checks what TRL has made of them.
+    """The rewards of a planned run: builds the texts of completions, and checks the rewards that TRL computed.
 
     Args:
         trainer: a `PlannedPolicyTrainer`.
-        spans: of the reward functions.
+        spans: times the reward functions.
     """
 
     def __init__(self, trainer: Trainer, spans: HostSpans) -> None:
         self.trainer, self.spans = trainer, spans
-        self._prompts: Sequence[Any] = ()  # of the generation that is being made, as the data set has them
+        self._prompts: Sequence[Any] = ()  # prompts of the current generation, as in the data set
 
     @contextlib.contextmanager
     def of_prompts(self, prompts: Sequence[Any]) -> Iterator[None]:
-        """Around the generation of completions of these prompts."""
+        """Context of the generation of completions of these prompts."""
         self._prompts = prompts
         try:
             yield
@@ -55,21 +54,21 @@ class Scoring:
             self._prompts = ()
 
     def prompts_of(self, count: int) -> list[bytes]:
-        """This rank's prompts of the generation that is being made, pickled; `None` for each where their number is
-        another than expected, because a subclass generates in its own way."""
+        """This rank's prompts of the current generation, pickled; `None` for each if their number differs from `count`,
+        because a subclass generates in its own way."""
         prompts = self._prompts if len(self._prompts) == count else [None] * count
         return [pickle.dumps(prompt) for prompt in prompts]
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Around TRL's calls of the reward functions, each of which has a span. The message of a failure on one of
-        several ranks names the function."""
-        trainer, given = self.trainer, self.trainer.reward_funcs
+        """Context of TRL's calls of the reward functions. Each call has a span. If one of several ranks fails, the
+        message names the function."""
+        trainer, reward_funcs = self.trainer, self.trainer.reward_funcs
         timed = [
             reward
             if isinstance(reward, PlannedRewardModel | nn.Module)
             else self.spans.timed(f"{REWARD_FUNCTION}{name}", reward)
-            for reward, name in zip(given, trainer.reward_func_names, strict=True)
+            for reward, name in zip(reward_funcs, trainer.reward_func_names, strict=True)
         ]
         update, alarm = f"update {trainer.state.global_step + 1}", trainer.executor.alarm
         alarm.at(f"the rewards of {update}")
@@ -78,15 +77,15 @@ class Scoring:
         try:
             yield
         finally:
-            trainer.reward_funcs = given
+            trainer.reward_funcs = reward_funcs
         self.spans.collect()
 
     def checked(self, rewards: torch.Tensor, prompts: Sequence[Any], completions: Sequence[Any]) -> torch.Tensor:
-        """The rewards of this rank's prompts and completions, if they are finite. A completion that has an infinite
-        reward counts as one that no function gives a reward, if the settings say so: TRL leaves it out of its group.
+        """The rewards, if they are finite. If the settings allow it, a completion with an infinite reward counts as
+        unscored, and TRL leaves it out of its group.
 
         Args:
-            rewards: (samples of all ranks, functions) float32, NaN where a function gives no reward.
+            rewards: (samples of all ranks, functions) float32; NaN if a function gives no reward.
 
         Raises:
             NonFiniteError: a reward is infinite or too large; on every rank.
@@ -98,8 +97,8 @@ class Scoring:
         error = problem_of_rewards(rewards, trainer.reward_func_names)
         if error is None:
             return rewards
-        own = error.sample - trainer.accelerator.process_index * len(prompts)  # every rank has as many
-        text = f" ({quoted(prompts[own], completions[own])})" if 0 <= own < len(prompts) else ""
+        index = error.sample - trainer.accelerator.process_index * len(prompts)  # every rank has as many
+        text = f" ({quoted(prompts[index], completions[index])})" if 0 <= index < len(prompts) else ""
         message = str(error) + "".join(from_every_rank(text, trainer.placement.control))
         if not skips:
             raise NonFiniteError(f"{message}. Nothing was trained on this batch.", error.sample)
@@ -108,8 +107,7 @@ class Scoring:
         return rewards.masked_fill(unusable[:, None], math.nan)
 
     def tokens_for_reward_models(self, samples: Rollouts) -> Mapping[str, Ragged]:
-        """Token ids, int64, that each reward model reads for these samples, by the name of the model
-        (`CallSettings.reward_tokens`)."""
+        """Token ids, int64, of these samples for each reward model, by model name (`CallSettings.reward_tokens`)."""
         # safe: from a rank of this job
         prompts = [pickle.loads(row.numpy().tobytes()) for row in samples.ragged(TEXTS).rows()]
         ids = [
@@ -127,8 +125,8 @@ class Scoring:
     def _completions(
         self, prompts: Sequence[Any], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
     ) -> list[Any]:
-        """The completions as TRL gives them to reward functions: texts, or to conversations conversations of one
-        message."""
+        """The completions as TRL passes them to reward functions: texts, or for conversations, one-message
+        conversations."""
         texts = self.trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         return [
             text if prompt is None or isinstance(prompt, str) else [self._message(text, *ids)]

@@ -1,4 +1,4 @@
-"""Reads from TRL's settings how completions are drawn."""
+"""Reads the sampling of completions from TRL's settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...engines.generation.sampling_checks import (
 from ..checks.config_checks import ConfigError
 
 
-# arguments of Transformers' `generate` that do not change what is drawn
+# arguments of Transformers' `generate` that do not change the sampled tokens
 _WITHOUT_EFFECT = {"pad_token_id", "bos_token_id", "use_cache", "cache_implementation", "return_dict_in_generate"}
 _INSTEAD = {
     "max_new_tokens": "set max_completion_length",
@@ -31,8 +31,8 @@ _INSTEAD = {
 
 
 def uncorrected_loss(args: TrainingArguments) -> str:
-    """Why the loss of TRL's GRPO cannot be corrected for vLLM's log-probabilities; an empty text if it can. TRL's own
-    check is in its constructor, which does not see that vLLM generates."""
+    """Why the loss of TRL's GRPO cannot be corrected with vLLM's log-probabilities; an empty text if it can. TRL's own
+    check, in its constructor, does not see that vLLM generates."""
     mode = getattr(args, "vllm_importance_sampling_mode", None)
     if getattr(args, "loss_type", None) != "vespo" or mode in ("token_truncate", "token_mask"):
         return ""
@@ -40,15 +40,15 @@ def uncorrected_loss(args: TrainingArguments) -> str:
 
 
 def sampling_of(args: TrainingArguments, stops: tuple[int, ...], vocabulary: int, *, by_vllm: bool = True) -> Sampling:
-    """The sampling parameters that TRL's settings give.
+    """The sampling parameters of TRL's settings.
 
     Args:
         stops: ids of the tokens that end a completion.
         vocabulary: size of the policy's vocabulary.
-        by_vllm: vLLM engines generate; otherwise Transformers does.
+        by_vllm: whether vLLM engines generate; otherwise Transformers does.
 
     Raises:
-        ConfigError: the engines do not support them.
+        ConfigError: the engines do not support a setting.
     """
     sampling = Sampling(
         int(args.max_completion_length),
@@ -60,28 +60,28 @@ def sampling_of(args: TrainingArguments, stops: tuple[int, ...], vocabulary: int
         repetition_penalty=float(getattr(args, "repetition_penalty", 1.0)),
         regex=getattr(args, "vllm_structured_outputs_regex", None),
     )
-    given = dict(getattr(args, "generation_kwargs", None) or {})
-    if given.get("do_sample") is True:  # of Transformers' `generate`; the engines always draw
-        del given["do_sample"]
-    if (beams := given.pop("num_beams", 1)) != 1:
+    arguments = dict(getattr(args, "generation_kwargs", None) or {})
+    if arguments.get("do_sample") is True:  # of Transformers' `generate`; the engines always draw
+        del arguments["do_sample"]
+    if (beams := arguments.pop("num_beams", 1)) != 1:
         raise ConfigError(
             f"generation_kwargs: num_beams {beams} is beam search, whose responses are not drawn from the policy; "
             f"leave it out."
         )
-    for name in _WITHOUT_EFFECT & given.keys():
-        del given[name]
-    if "eos_token_id" in given:  # of Transformers' `generate`, where it replaces the model's
-        ends = given.pop("eos_token_id")
+    for name in _WITHOUT_EFFECT & arguments.keys():
+        del arguments[name]
+    if "eos_token_id" in arguments:  # of Transformers' `generate`, where it replaces the model's
+        ends = arguments.pop("eos_token_id")
         sampling = replace(sampling, stop_token_ids=tuple(ends) if isinstance(ends, list | tuple) else (ends,))
-    if "min_new_tokens" in given and by_vllm:
-        given["min_tokens"] = given.pop("min_new_tokens")
-    if problems := list(_of_transformers(given)):
+    if "min_new_tokens" in arguments and by_vllm:
+        arguments["min_tokens"] = arguments.pop("min_new_tokens")
+    if problems := list(_of_transformers(arguments)):
         raise ConfigError("\n".join(problems))
-    if given.pop("ignore_eos", False):
+    if arguments.pop("ignore_eos", False):
         sampling = replace(sampling, stop_token_ids=())
-    if "stop_token_ids" in given:  # TRL's engine ends at these and at the model's own
-        given["stop_token_ids"] = (*sampling.stop_token_ids, *given["stop_token_ids"])
-    sampling = with_generation_kwargs(sampling, given)
+    if "stop_token_ids" in arguments:  # TRL's engine ends at these and at the model's own
+        arguments["stop_token_ids"] = (*sampling.stop_token_ids, *arguments["stop_token_ids"])
+    sampling = with_generation_kwargs(sampling, arguments)
     problems = (
         vllm_problems(sampling, vocabulary, has_tokenizer=True)
         if by_vllm
@@ -93,7 +93,7 @@ def sampling_of(args: TrainingArguments, stops: tuple[int, ...], vocabulary: int
 
 
 def _of_transformers(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each argument that Transformers' `generate` has and vLLM has not."""
+    """A sentence for each argument that Transformers' `generate` has and vLLM does not."""
     of_vllm, of_transformers = argument_names(), vars(GenerationConfig())
     for name in arguments:
         if name in of_transformers and name not in of_vllm and of_vllm:
@@ -105,7 +105,7 @@ def _of_transformers(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def generation_config(model: PreTrainedModel) -> Any:
-    """The generation config of a model that is loaded or given by name; `None` if it has none."""
+    """The generation config of a model, loaded or by name; `None` if it has none."""
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
     for file in ({}, {"config_file_name": "config.json", "_from_model_config": True}):  # as Transformers looks for it
@@ -123,8 +123,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -
     """The tokens that end a completion: the tokenizer's eos token, and those of the model's generation config.
 
     Args:
-        model: loaded, or a name.
+        model: loaded model, or a name.
     """
     of_model = getattr(generation_config(model), "eos_token_id", None)
-    known = [tokenizer.eos_token_id, *([of_model] if isinstance(of_model, int) else list(of_model or ()))]
-    return tuple(dict.fromkeys(int(token) for token in known if token is not None))
+    ids = [tokenizer.eos_token_id, *([of_model] if isinstance(of_model, int) else list(of_model or ()))]
+    return tuple(dict.fromkeys(int(token) for token in ids if token is not None))

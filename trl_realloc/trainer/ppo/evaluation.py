@@ -1,7 +1,7 @@
 """An evaluation: the calls of an iteration that do not train, on evaluation prompts. `PPOTrainer` has the methods that
 run one.
 
-How completions are printed is in `completions`.
+Completions are printed in `completions`.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 NEAR_GREEDY = 0.01 + 1e-7  # TRL's temperature for completions
 
 
-def dataset_of(given: Dataset, own: Dataset) -> Any:
-    """The dataset that is meant by the argument `eval_dataset` of a method; `None` if there is none.
+def dataset_of(selected: Dataset, datasets: Dataset) -> Any:
+    """The dataset that a method's argument `eval_dataset` selects; `None` if there is none.
 
     Args:
-        own: the trainer's dataset, or several by name.
+        datasets: dataset of the trainer, or several by name.
 
     Raises:
-        ValueError: a name that is none of the trainer's.
+        ValueError: the name is not one of the trainer's datasets.
     """
-    if not isinstance(given, str):
-        return own if given is None else given
-    named = own if isinstance(own, dict) else {}
-    if given not in named:
+    if not isinstance(selected, str):
+        return datasets if selected is None else selected
+    named = datasets if isinstance(datasets, dict) else {}
+    if selected not in named:
         names = f"those are {', '.join(map(repr, named))}" if named else "it was given no dict of datasets"
-        raise ValueError(f"eval_dataset={given!r} is not the name of a dataset of the trainer; {names}.")
-    return named[given]
+        raise ValueError(f"eval_dataset={selected!r} is not the name of a dataset of the trainer; {names}.")
+    return named[selected]
 
 
 def mean_metrics(executor: Executor, batches: Iterable[PromptBatch]) -> tuple[dict[str, float], int]:
-    """The means of the metrics of responses to prompts, of `COUNTS` the sums, and the number of prompts."""
-    sums, counts, done = defaultdict[str, float](float), Counter[str](), 0  # no metric of a batch that is not finite
+    """The mean of each metric over responses to prompts (sums for `COUNTS`), and the number of prompts."""
+    sums, counts, done = defaultdict[str, float](float), Counter[str](), 0  # a batch that is not finite has no metrics
     graph = executor.placement.plan.graph
     scoring = [call for call in graph.order if not graph.call(call).trains]
     for batch in batches:

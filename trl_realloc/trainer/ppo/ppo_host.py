@@ -1,4 +1,4 @@
-"""`PPOHost`: a trainer of PPO, whose loop runs whole iterations, as the host of its run."""
+"""`PPOHost`: adapts a PPO trainer, whose loop runs whole iterations, to a planned run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PPOHost:
-    """The trainer's side of a run of PPO (`placed_plan.Host`).
+    """The trainer's side of a PPO run (`placed_plan.Host`).
 
     Args:
         trainer: a `PPOTrainer`.
@@ -44,8 +44,8 @@ class PPOHost:
     def samples_under_way(self) -> DrawnSamples | None:
         return self.trainer.executor.samples_under_way(self.trainer.state.global_step)
 
-    def go_on_with(self, drawn: DrawnSamples | None) -> None:
-        self.trainer.executor.go_on_with(drawn)
+    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
+        self.trainer.executor.go_on_with(partial_samples)
 
     def forget_step(self) -> None:
         """Does nothing: an iteration is trained whole."""

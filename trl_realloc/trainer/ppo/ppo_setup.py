@@ -1,7 +1,6 @@
-"""From the inputs of PPO's trainer to a run that is checked and planned.
+"""Checks and plans a run from the inputs of PPO's trainer.
 
-What is checked is in `checks`, how prompts are tokenized in `prompt_data`, and the steps that all
-trainers share in `run_setup`.
+The checks are in `checks`, tokenization in `prompt_data`, and steps that all trainers share in `run_setup`.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from .prompt_data import PromptData, read_prompts
 def prepare(
     args: PPOConfig, plugin: ReallocationPlugin, request: PlanRequest, rank: int, inputs: TrainerInputs
 ) -> tuple[RunSetup, PromptData]:
-    """Check everything that the user passed, choose the plan, and then make the policy. No weights are read, unless the
-    policy can only be loaded whole.
+    """Check the user's inputs, choose the plan, and then create the policy. No weights are read, unless the policy can
+    only be loaded whole.
 
     All ranks together. Fills in the computed fields of `args`.
 
@@ -81,26 +80,26 @@ def prepare(
 
 
 def _check_inputs(
-    args: PPOConfig, plugin: ReallocationPlugin, request: PlanRequest, rank: int, given: TrainerInputs
+    args: PPOConfig, plugin: ReallocationPlugin, request: PlanRequest, rank: int, inputs: TrainerInputs
 ) -> tuple[RunInputs, SpecialTokens]:
     """Check models, tokenizers, rewards and optimizers, and how they fit together."""
     input_checks.check_parts(
-        given.processing_class, given.reward_processing_classes, given.data_collator, given.optimizers
+        inputs.processing_class, inputs.reward_processing_classes, inputs.data_collator, inputs.optimizers
     )
-    given = given.gathered()
-    model, ref_model, value_model = given.model, given.ref_model, given.value_model
-    model_checks.check_models(model, ref_model, value_model, given.rewards)
-    model_checks.check_adapters(args, model, given.peft_config)
-    tokens = input_checks.special_tokens(args, given.processing_class)
+    inputs = inputs.gathered()
+    model, ref_model, value_model = inputs.model, inputs.ref_model, inputs.value_model
+    model_checks.check_models(model, ref_model, value_model, inputs.rewards)
+    model_checks.check_adapters(args, model, inputs.peft_config)
+    tokens = input_checks.special_tokens(args, inputs.processing_class)
     config = request.policy_config if isinstance(model, str) else read_config(model, "model")
-    check_optimizer(args, given.optimizer, given.scheduler, {"model": model, "value_model": value_model})
-    rewards = reward_sources(given, args.seed, args.reward_weights)
+    check_optimizer(args, inputs.optimizer, inputs.scheduler, {"model": model, "value_model": value_model})
+    rewards = reward_sources(inputs, args.seed, args.reward_weights)
     graph = args.ppo_settings().graph
-    configs = role_configs(given, graph, config)
-    model_checks.check_roles(configs, model, ref_model, value_model, given.reward_models, rewards, tokens.stop)
-    if isinstance(model, nn.Module) and given.peft_config is None:
+    configs = role_configs(inputs, graph, config)
+    model_checks.check_roles(configs, model, ref_model, value_model, inputs.reward_models, rewards, tokens.stop)
+    if isinstance(model, nn.Module) and inputs.peft_config is None:
         check_trains(model, "model")
     if isinstance(value_model, nn.Module):
         check_trains(value_model, "value_model")
     adapters = args.model_adapter_name, args.ref_adapter_name
-    return RunInputs(args, plugin, request, rank, given, graph, rewards, configs, adapters), tokens
+    return RunInputs(args, plugin, request, rank, inputs, graph, rewards, configs, adapters), tokens

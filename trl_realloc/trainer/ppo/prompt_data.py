@@ -28,14 +28,14 @@ class PromptData:
     """The tokenized datasets.
 
     Args:
-        evaluation: one dataset, several by name, or `None`, as the user gave them.
-        tokenize: from a dataset and its name for messages to the dataset with token ids.
-        collate: makes a `PromptBatch` of rows.
-        check: from a tokenized dataset and its name for messages to the number of tokens of each prompt. Raises
-            `DataError` for prompts to which the policy cannot respond (`algorithms.prompts.check_prompts`).
-        mean_tokens: mean length of a training prompt, tokens.
+        evaluation: one dataset, several by name, or `None`, as the user passed them.
+        tokenize: function of a dataset and its name for messages; returns the dataset with token ids.
+        collate: function of rows; returns a `PromptBatch`.
+        check: function of a tokenized dataset and its name for messages; returns the number of tokens of each prompt.
+            Raises `DataError` for prompts that the policy cannot respond to (`algorithms.prompts.check_prompts`).
+        mean_tokens: mean tokens of a training prompt.
         longest: tokens of the longest prompt of all datasets.
-        columns: of each dataset, by its name for messages, the columns that reward functions can take, sorted.
+        columns: sorted columns that reward functions can take, by dataset name in messages.
     """
 
     train: Dataset
@@ -47,18 +47,18 @@ class PromptData:
     longest: int
     columns: Mapping[str, Sequence[str]]
 
-    def tokenized(self, rows: Any, own: Dataset, *, by_vllm: bool) -> Any:
-        """Prompts to evaluate on, tokenized. The trainer's have been checked when it was made.
+    def tokenized(self, rows: Any, datasets: Dataset, *, by_vllm: bool) -> Any:
+        """Tokenized evaluation prompts. The trainer's datasets were already checked in its constructor.
 
         Args:
-            own: the trainer's dataset, or several by name.
-            by_vllm: vLLM engines generate.
+            datasets: dataset of the trainer, or several by name.
+            by_vllm: whether vLLM engines generate.
 
         Raises:
             DataError: no prompts, or prompts that the policy cannot respond to.
         """
         prompts = self.tokenize(rows, "eval_dataset")
-        if any(rows is given for given in (own.values() if isinstance(own, dict) else [own])):
+        if any(rows is dataset for dataset in (datasets.values() if isinstance(datasets, dict) else [datasets])):
             return prompts
         longest = max(self.check(prompts, "eval_dataset"))
         if by_vllm and longest > self.longest:
@@ -76,7 +76,7 @@ def read_prompts(
     """The datasets of `inputs`, tokenized and checked.
 
     Args:
-        context: of the run's models.
+        context: context of the run's models.
         vocabulary: number of the policy's tokens.
 
     Raises:
@@ -90,7 +90,7 @@ def read_prompts(
     collate = collate_prompts(pad_token_id, collator, is_special=pad_token_id in special)
     all_columns = collator is not None
 
-    # both are kept, so they must not hold the models of `inputs`
+    # these functions outlive this call, so they must not hold the models of `inputs`
     def tokenize(rows: Any, name: str) -> Any:
         return tokenize_prompts(rows, tokenizer, name, processes)
 
@@ -106,17 +106,17 @@ def read_prompts(
             model_name="the model" if context.role is Role.ACTOR else f"the {context.role} model",
         )
 
-    given: Mapping[str, Any] = inputs.eval_dataset if isinstance(inputs.eval_dataset, dict) else {}
+    named_datasets: Mapping[str, Any] = inputs.eval_dataset if isinstance(inputs.eval_dataset, dict) else {}
     train = tokenize(inputs.train_dataset, "train_dataset")
-    several = {key: tokenize(rows, _named(key)) for key, rows in given.items()}
-    one = None if isinstance(inputs.eval_dataset, dict | None) else tokenize(inputs.eval_dataset, "eval_dataset")
+    several = {key: tokenize(rows, _named(key)) for key, rows in named_datasets.items()}
+    single = None if isinstance(inputs.eval_dataset, dict | None) else tokenize(inputs.eval_dataset, "eval_dataset")
     named = {"train_dataset": train, **{_named(key): rows for key, rows in several.items()}}
-    if one is not None:
-        named["eval_dataset"] = one
+    if single is not None:
+        named["eval_dataset"] = single
     tokens = {name: token_counts(rows, name) for name, rows in named.items()}
     return PromptData(
         train,
-        several if isinstance(inputs.eval_dataset, dict) else one,
+        several if isinstance(inputs.eval_dataset, dict) else single,
         tokenize,
         collate,
         token_counts,
@@ -130,5 +130,5 @@ def read_prompts(
 
 
 def _named(key: str) -> str:
-    """One of several evaluation datasets in messages."""
+    """The name of an evaluation dataset among several, for messages."""
     return f"eval_dataset {key!r}"

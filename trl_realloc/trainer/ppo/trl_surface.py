@@ -1,7 +1,7 @@
-"""`TrlSurface`: TRL's trainer of PPO around the loop: the attributes of TRL 1.12's, under its names, and saving.
+"""`TrlSurface`: the attributes of TRL 1.12's PPO trainer, under its names, and saving.
 
-The loop is in `ppo_trainer`, the attributes of `trainer.model` are in `policy_and_value`. An attribute without a
-meaning under a plan raises an `AttributeError` that names the alternative.
+The loop is in `ppo_trainer`, the attributes of `trainer.model` in `policy_and_value`. An attribute without a meaning
+under a plan raises an `AttributeError` that names the alternative.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class OnlineTrainerState(TrainerState):
 
 
 class TrlSurface(PPOTrainerBase):
-    """The attributes and methods of TRL's trainer that scripts and callbacks use, of a trainer that holds a run.
+    """Attributes and methods of TRL's trainer that scripts and callbacks use, for a trainer that holds a run.
 
     Attributes:
-        run: the run under the plan.
-        prompts: of the trainer's datasets.
+        run: planned run.
+        prompts: tokenized datasets of the trainer.
     """
 
     _tag_names = ["trl", "ppo", "trl-realloc"]
@@ -71,7 +71,7 @@ class TrlSurface(PPOTrainerBase):
 
     @property
     def plan(self) -> ExecutionPlan:
-        """The execution plan that this run follows."""
+        """The execution plan of this run."""
         return self.run.placed.plan
 
     _ref_model: Any = None  # as the user passed it
@@ -89,7 +89,7 @@ class TrlSurface(PPOTrainerBase):
     @property
     def ref_model(self) -> Any:
         """This rank's module of the reference. Before the first `train()`, `evaluate()` or `save_model()` it is the
-        constructor's argument. `None` if the policy without its adapters is the reference, and on ranks without a part
+        constructor's argument. `None` if the reference is the policy without its adapters, and on ranks without a part
         of it."""
         if not self.placement.started:
             return self._ref_model
@@ -112,7 +112,7 @@ class TrlSurface(PPOTrainerBase):
 
     @property
     def stop_token_id(self) -> int | None:
-        """The token that ends a response; `None` where every response has `response_length` tokens."""
+        """The token that ends a response; `None` if every response has `response_length` tokens."""
         return next(iter(self.setup.call_settings.sampling.stop_token_ids), None)
 
     @stop_token_id.setter
@@ -126,7 +126,7 @@ class TrlSurface(PPOTrainerBase):
 
     @contextlib.contextmanager
     def null_ref_context(self) -> Iterator[None]:
-        """Inside, this rank's module of the policy computes the reference: its adapters are disabled, or those of
+        """Context in which this rank's policy module computes the reference: its adapters are disabled, or those of
         `ref_adapter_name` are enabled. Does nothing for a policy without adapters."""
         policy = self.model.policy
         if not has_adapters(policy):
@@ -137,7 +137,7 @@ class TrlSurface(PPOTrainerBase):
 
     @property
     def callbacks(self) -> list[Any]:
-        """All callbacks: Transformers' defaults, those of the reporters, and the user's."""
+        """All callbacks: Transformers' defaults, the reporters', and the user's."""
         callbacks: list[Any] = self.callback_handler.callbacks
         return callbacks
 
@@ -148,8 +148,8 @@ class TrlSurface(PPOTrainerBase):
         return seed
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[PromptBatch]:
-        """Global batches of evaluation prompts, the same on every rank; by default of the constructor's dataset. A name
-        is that of one of its datasets."""
+        """Global batches of evaluation prompts, the same on every rank; by default from the constructor's dataset. A
+        name selects one of its datasets."""
         rows = dataset_of(eval_dataset, self.eval_dataset)
         size = self.args.per_device_eval_batch_size * self.args.world_size
         return prompt_loader(rows, size, self.prompts.collate, None)
@@ -161,8 +161,8 @@ class TrlSurface(PPOTrainerBase):
 
     @property
     def eval_dataloader(self) -> DataLoader[PromptBatch] | None:
-        """A loader of the global batches of evaluation prompts, the same on every rank; of the first dataset if there
-        are several, `None` if there is none."""
+        """A loader of the global batches of evaluation prompts, the same on every rank. It reads the first of several
+        datasets; `None` if there is none."""
         rows = self.eval_dataset
         if isinstance(rows, dict):
             rows = next(iter(rows.values()), None)
@@ -194,7 +194,7 @@ class TrlSurface(PPOTrainerBase):
         )
 
     def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not for PPO, whose data have no labels.
+        """Not available for PPO, whose data have no labels.
 
         Raises:
             NotImplementedError: names the methods to use.
@@ -215,7 +215,7 @@ class TrlSurface(PPOTrainerBase):
         `output_dir/value_model`. Collective over the job.
 
         Raises:
-            SaveError: on every rank, if one could not write.
+            SaveError: a rank could not write. Raised on every rank.
         """
         self.run.save_model(output_dir, pushes=not _internal_call)
 
@@ -229,7 +229,7 @@ class TrlSurface(PPOTrainerBase):
         """Does nothing: each engine moves its model to its device."""
 
     def close(self) -> None:
-        """Stop the engines. They are also stopped when the process exits."""
+        """Stop the engines. They also stop when the process exits."""
         self.run.placed.placement.close()
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that users can add: metrics as a JSON-lines file, and metrics in the progress bar."""
+"""Callbacks for users: metrics as a JSON-lines file, and metrics in the progress bar."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 
 
 class MetricsWriter(TrainerCallback):
-    """Appends every log to a file as one JSON line with its `step`. When a run is resumed, lines after the resumed step
-    are removed first, so that no step appears twice. A training from the start removes all lines but those of
-    evaluations that this trainer has logged before it.
+    """Appends every log to a file as one JSON line with its `step`. A resumed run first removes lines after the resumed
+    step, so that no step appears twice. A training from the start removes all lines except those of evaluations that
+    this trainer logged before it.
 
     Args:
-        path: the file. Its folder is created.
+        path: target file. Its folder is created.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -31,7 +31,7 @@ class MetricsWriter(TrainerCallback):
         if state.global_step and self.path.exists():
             old = self.path.read_text(encoding="utf-8").splitlines()
         kept_lines = [line for line in old if (step := _step_of(line)) is not None and step <= state.global_step]
-        new = self.path.with_name(f"{self.path.name}.new")  # a kill while the file is written loses no metrics
+        new = self.path.with_name(f"{self.path.name}.new")  # a kill during writing loses no metrics
         new.write_text("".join(f"{line}\n" for line in kept_lines), encoding="utf-8")
         new.replace(self.path)
 
@@ -58,7 +58,7 @@ class MetricsWriter(TrainerCallback):
 
 
 def _step_of(line: str) -> int | None:
-    """The step of a line; `None` for the part of a line that a crash or a full disk has left."""
+    """The step of a line; `None` for an incomplete line, left by a crash or a full disk."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -66,7 +66,7 @@ def _step_of(line: str) -> int | None:
 
 
 class CompactProgress(ProgressCallback):
-    """Shows a few metrics in the progress bar, in place of a line with all metrics at every log.
+    """Shows a few metrics in the progress bar, instead of a line with all metrics at every log.
 
     `trainer.remove_callback(ProgressCallback)`, then `trainer.add_callback(CompactProgress())`.
     """

@@ -1,5 +1,5 @@
-"""Formats completions: rows of prompt, response and score, and a table for the terminal. They are generated in
-`evaluation`."""
+"""Formats completions: rows of prompt, response and score, and a table for the terminal. `evaluation` generates
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CompletionRow = TypedDict("CompletionRow", {"query": str, "model response": str,
 
 
 def completion_rows(samples: Rollouts, processing_class: PreTrainedTokenizerBase) -> list[CompletionRow]:
-    """A row for each sample, with the columns of TRL's table."""
+    """One row per sample, with the columns of TRL's table."""
     queries = processing_class.batch_decode(
         [row.tolist() for row in samples.ragged("prompts").rows()], skip_special_tokens=True
     )
@@ -30,8 +30,8 @@ def completion_rows(samples: Rollouts, processing_class: PreTrainedTokenizerBase
 
 
 def show_completions(rows: Sequence[CompletionRow], report_to: Sequence[str], step: int) -> None:
-    """Print five rows to the terminal, and log all rows to Weights & Biases and to Comet if the run reports there, as
-    TRL does."""
+    """Print five rows to the terminal, and log all rows to Weights & Biases and Comet if the run reports there, as TRL
+    does."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -41,7 +41,7 @@ def show_completions(rows: Sequence[CompletionRow], report_to: Sequence[str], st
     for row in rows[:5]:
         # rich would read "[/INST]" in a plain string as markup
         table.add_row(Text(row["query"]), Text(row["model response"]), f"{row['score']:.3f}")
-    with tqdm.external_write_mode():  # a progress bar may stand on the terminal's line
+    with tqdm.external_write_mode():  # a progress bar may occupy the terminal's line
         Console().print(table)
     if "wandb" in report_to:
         import pandas as pd

@@ -1,4 +1,4 @@
-"""The part of a run's report that compares it with the plan's estimate: seconds by call, and ages of tokens."""
+"""The part of a run's report that compares it with the plan's estimate: seconds per call, and ages of tokens."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .logged_updates import LogRow
 
 AGES = {"staleness/mean": "mean_age", "staleness/oldest": "oldest"}  # metric -> field of an estimate
 AGES_FILE, ESTIMATE_FILE = "ages.json", "estimate.json"
-FIRST_ESTIMATE_FILE = "first_estimate.json"  # by which the plan was chosen, if the run has corrected it
-LENGTHS_FACT = "estimated for"  # among the run's facts: the lengths of the samples that the estimates are for
+FIRST_ESTIMATE_FILE = "first_estimate.json"  # estimate when the plan was chosen, if it was corrected during the run
+LENGTHS_FACT = "estimated for"  # name of a run fact: sample lengths that the estimates assume
 
 
 def estimate_table(
     estimate: Timeline, measured: Timeline, first: Timeline | None = None, lengths: str | None = None
 ) -> Table:
-    """The estimated and the measured seconds of every call and of the iteration. Measured are the means of
+    """The estimated and the measured seconds of every call and of the iteration. Measured seconds are means of
     `Timeline.warm`.
 
     Args:
-        first: the estimate by which the plan was chosen, if `estimate` has been corrected by the run.
-        lengths: of the samples that both estimates are for, in words.
+        first: estimate when the plan was chosen, if `estimate` was corrected during the run.
+        lengths: sample lengths that both estimates assume, in words.
     """
     warm = measured.warm
     columns = ["estimated"] if first is None else ["when chosen", "error", "corrected"]
@@ -65,7 +65,7 @@ def means_of(updates: Sequence[int]) -> str:
     """The updates of a mean in words: `mean of updates 2-10, without the first, which compiles`.
 
     Args:
-        updates: numbers of all updates of the run, ascending.
+        updates: ascending numbers of all updates of the run.
     """
     if len(updates) < 3:
         which = " and ".join(map(str, updates))
@@ -82,34 +82,32 @@ def _seconds(seconds: float | None) -> str:
 
 
 class _Ages(TypedDict):
-    """The content of `ages.json`: `Estimate.mean_age` and `Estimate.oldest`."""
-
     mean_age: FiniteFloat
     oldest: FiniteFloat
 
 
 def age_table(expected: Mapping[str, float] | None, rows: Sequence[LogRow]) -> Table | None:
-    """The estimated and the measured ages of tokens when they are trained on; `None` for a run without a staleness.
+    """The estimated and measured ages of tokens when they are trained; `None` for a run without a staleness.
 
     Args:
-        expected: `mean_age` and `oldest`; `None` without an estimate, and the table then has the measured ages alone.
-        rows: of updates. Those of the first fifth are left out, in which the first batches arrive.
+        expected: `mean_age` and `oldest`; `None` without an estimate: the table then only has measured ages.
+        rows: logs of updates. The first fifth is left out, because the first batches arrive there.
     """
-    known = [row for row in rows if all(name in row for name in AGES)]
-    if not known:
+    rows_with_ages = [row for row in rows if all(name in row for name in AGES)]
+    if not rows_with_ages:
         return None
-    settled = known[len(known) // 5 :]
+    settled = rows_with_ages[len(rows_with_ages) // 5 :]
     columns = ["measured"] if expected is None else ["estimated", "measured"]
     table = Table("age of tokens", *columns, title="age, in versions of the policy", title_justify="left")
-    measured = fmean(row["staleness/mean"] for row in settled), max(row["staleness/oldest"] for row in known)
+    measured = fmean(row["staleness/mean"] for row in settled), max(row["staleness/oldest"] for row in rows_with_ages)
     for name, value in zip(AGES, measured, strict=True):
         values = [value] if expected is None else [expected[AGES[name]], value]
-        table.add_row(name.removeprefix("staleness/"), *(f"{each:.2f}" for each in values))
+        table.add_row(name.removeprefix("staleness/"), *(f"{age:.2f}" for age in values))
     return table
 
 
 def age_lines(folder: Path, rows: Sequence[LogRow]) -> list[str]:
-    """A table of the tokens' ages; empty for a run without a staleness."""
+    """Report lines with the ages of tokens; empty for a run without a staleness."""
     file = folder / AGES_FILE
     expected = None
     if exists(file):
@@ -120,7 +118,7 @@ def age_lines(folder: Path, rows: Sequence[LogRow]) -> list[str]:
 
 
 def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
-    """A table and a picture of the estimate in the run's folder; empty without one."""
+    """Report lines with a table and a picture of the estimate in the run's folder; empty without one."""
     file = folder / ESTIMATE_FILE
     estimate, first = Timeline.load(file) if exists(file) else Timeline(), folder / FIRST_ESTIMATE_FILE
     if not estimate.spans:
@@ -138,7 +136,7 @@ def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
 
 
 def markdown(table: Table) -> list[str]:
-    """A rich table as Markdown, so that the terminal and the file show the same cells."""
+    """A rich table as Markdown, so that terminal and file show the same cells."""
     rows = zip(*(list(column.cells) for column in table.columns), strict=True)
     return [
         "| " + " | ".join(str(column.header) for column in table.columns) + " |",

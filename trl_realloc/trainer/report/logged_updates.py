@@ -1,7 +1,7 @@
 """`logged_updates`: the metrics of a run's updates, from `metrics.jsonl` or from Trainer's `trainer_state.json`.
 
-`metrics.jsonl` is written by `callbacks.MetricsWriter`, `trainer_state.json` with every checkpoint and at the end of a
-run. The report of them is in `run_report`. Imports no torch.
+`callbacks.MetricsWriter` writes `metrics.jsonl`; `trainer_state.json` is written with every checkpoint and at the end
+of a run. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ...common.files import MAX_RECORD_BYTES, exists, parse_json, read_json_mapp
 from ..checkpoint.manifest import step_of
 
 
-LogRow = Mapping[str, Any]  # a row of `trainer_state.json`: numbers, and now and then a text
+LogRow = Mapping[str, Any]  # a row of `trainer_state.json`: numbers, sometimes a text
 
 
 SCORES = "objective/scores"
-TRL_REWARD = "reward"  # what TRL's GRPO and RLOO log for it
+TRL_REWARD = "reward"  # the score's name in TRL's GRPO and RLOO
 METRICS, STATE = "metrics.jsonl", "trainer_state.json"
 
 
 def logged_updates(folder: str | Path) -> list[LogRow]:
     """The rows of a run's log that belong to updates, sorted by step; empty if nothing was logged.
 
-    Reads the newer of `metrics.jsonl` and `trainer_state.json`: the other may be of an earlier run. The state is of
-    the folder or of its newest checkpoint. Updates of a trainer without a plan have no times.
+    Reads the newer of `metrics.jsonl` and `trainer_state.json`, because the other may be from an earlier run. The state
+    is that of the folder or of its newest checkpoint. Updates of a trainer without a plan have no times.
 
     Raises:
-        PlanError: a row is as `load_metrics` refuses it.
+        PlanError: a row is not valid (`load_metrics`).
     """
     folder = Path(folder)
     metrics, state = folder / METRICS, _trainer_state(folder)
@@ -46,9 +46,9 @@ def logged_updates(folder: str | Path) -> list[LogRow]:
 
 
 def _trainer_state(folder: Path) -> Path | None:
-    """The newest `trainer_state.json` of a run: in its newest checkpoint, or in its folder, where one is written at the
-    end, if that has gone on for longer."""
-    # in this order a checkpoint comes after one of the same name that it replaces
+    """The newest `trainer_state.json` of a run: from its newest checkpoint, or from its folder, where the end of the
+    run writes one, if that has more steps."""
+    # in this order a checkpoint comes after the one of the same name that it replaces
     paths = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ()
     states = {step: path / STATE for path in paths if (step := step_of(path)) is not None and exists(path / STATE)}
     newest = max(states, default=0)
@@ -63,7 +63,7 @@ def load_metrics(path: str | Path) -> list[LogRow]:
     """The rows of a metrics file that belong to updates, sorted by step. GRPO's and RLOO's `reward` is their score.
 
     Raises:
-        PlanError: a line is not a JSON object, or an update has no step, or a metric that is no finite number.
+        PlanError: a line is not a JSON object, or an update has no step, or a metric is not a finite number.
     """
     lines = enumerate(read_text(path, "the metrics", MAX_RECORD_BYTES).splitlines(), start=1)
     places = ((f"{path}, line {number}", line) for number, line in lines)
@@ -71,7 +71,7 @@ def load_metrics(path: str | Path) -> list[LogRow]:
 
 
 def _updates(logs: Iterable[tuple[str, object]]) -> list[LogRow]:
-    """The logs of updates among all, each with where it is written, sorted by step."""
+    """The logs that belong to updates, sorted by step. Each log comes with its location for messages."""
     rows = []
     for where, row in logs:
         if not isinstance(row, dict):
@@ -85,7 +85,7 @@ def _updates(logs: Iterable[tuple[str, object]]) -> list[LogRow]:
 
 
 def _check_update(row: LogRow, where: str) -> None:
-    """Raises `PlanError` if the step is missing, or for the first metric that is not a finite number."""
+    """Raise `PlanError` if the step is missing, or for the first metric that is not a finite number."""
     if "step" not in row:
         raise PlanError(f"{where}: there is no 'step'; were these metrics written by MetricsWriter?")
     for name, value in row.items():

@@ -1,4 +1,4 @@
-"""`run_facts`: the circumstances of a run, for its report: algorithm, script, hardware, versions and commit."""
+"""`run_facts`: the facts of a run for its report: algorithm, script, hardware, versions and commit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GIT_TIMEOUT_S = 5.0
 
 
 def run_facts(algorithm: str, devices: int, device: torch.device) -> dict[str, str]:
-    """The facts by name, as they are printed. The script is without its arguments, which may hold a token.
+    """The facts by their printed names. The script has no arguments, because they may hold a token.
 
     Args:
-        algorithm: or the class of its trainer.
-        devices: number of the run's devices.
-        device: of this rank.
+        algorithm: name of the algorithm, or of its trainer's class.
+        devices: number of devices of the run.
+        device: device of this rank.
     """
     on_cpus = f"{devices} process{'es' * (devices > 1)} on CPUs"
     facts = {"algorithm": algorithm, "script": Path(sys.argv[0]).name, "hardware": on_cpus}
@@ -39,13 +39,13 @@ def run_facts(algorithm: str, devices: int, device: torch.device) -> dict[str, s
 
 
 def _versions() -> list[str]:
-    found = []
+    versions = []
     for package in NAMED_PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _commit() -> str:

@@ -1,6 +1,6 @@
-"""`RunFiles`: what a run has left in its folder, read for its report.
+"""`RunFiles`: the files in a run's folder, read for its report.
 
-The files are written by `run_record`, and completions by a script. The report is in `run_report`. Imports no torch.
+`run_record` writes the files, and a script the completions. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .logged_updates import METRICS, STATE, LogRow, logged_updates
 
 
 PLAN, TIMELINE, FACTS, COMPLETIONS = "plan.yaml", "timeline.json", "run.json", "completions.json"
-MIN_LOGS = 2  # that can be compared
+MIN_LOGS = 2  # minimum to compare
 
 Completion = TypedDict("Completion", {"query": str, "model response": str, "score": FiniteFloat})
 
@@ -36,12 +36,12 @@ class Completions(TypedDict):
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The content of a run's files. All but `rows` or `timeline` may be missing.
+    """The content of a run's files. All except `rows` or `timeline` may be missing.
 
     Args:
         rows: logs of updates, from `logged_updates`; empty if there are fewer than two, which cannot be compared.
-        plan_text: of `plan.yaml`, which may be no plan.
-        facts: of `run_facts`.
+        plan_text: content of `plan.yaml`, which may not be a valid plan.
+        facts: result of `run_facts`.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class RunFiles:
         """Read the files of a folder.
 
         Raises:
-            PlanError: there is no timeline and no two updates in a log, or a file cannot be read.
+            PlanError: there is no timeline and a log has fewer than two updates, or a file cannot be read.
         """
         folder = Path(folder)
         rows, timeline, completions, facts = logged_updates(folder), None, None, dict[str, str]()
@@ -80,7 +80,7 @@ class RunFiles:
 
     @cached_property
     def plan(self) -> ExecutionPlan | None:
-        """The plan; `None` if the text is none."""
+        """The plan; `None` if the text is not one."""
         try:
             return ExecutionPlan.from_yaml(self.plan_text)
         except PlanError:
@@ -93,7 +93,7 @@ class RunFiles:
 
 
 def _logs(rows: Sequence[LogRow]) -> str:
-    """What is missing of the logs, as the end of a sentence."""
+    """The missing logs, as the end of a sentence."""
     if not rows:
         return f"no logs of updates: no {METRICS}, and no {STATE} in it or in a checkpoint."
     return f"{len(rows)} log of an update, where a report compares {MIN_LOGS}; train longer, or with logging_steps=1."

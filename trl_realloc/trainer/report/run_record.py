@@ -1,4 +1,4 @@
-"""`save_record`: the files that a run leaves at its end, and its report, which is in `run_report`."""
+"""`save_record`: the files that a run writes at its end, and its report (`run_report`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .run_report import report_run
 from .stage_part import STAGES_FILE
 
 
-MIN_UPDATES = 3  # of a report that is written by itself: the first update, which compiles, is in no mean then
+MIN_UPDATES = 3  # minimum for an automatic report: its means leave out the first update, which compiles
 
 
 def save_record(
@@ -36,19 +36,19 @@ def save_record(
     facts: Mapping[str, str] | None = None,
     state: TrainerState | None = None,
 ) -> None:
-    """Save what `run_files` reads: `plan.yaml`, `timeline.json`, `run.json` with the facts, `trainer_state.json` with
-    the logs, and with an estimate `estimate.json`; with one of a plan that has a staleness also `ages.json`; with
-    stages of calls that train together `stages.json`. Also prints the estimate next to the measured times, and writes
-    the report of three or more updates. Does nothing if no call was run.
+    """Save the files that `run_files` reads: `plan.yaml`, `timeline.json`, `run.json` with the facts,
+    `trainer_state.json` with the logs; with an estimate `estimate.json`, and `ages.json` if its plan has a staleness;
+    `stages.json` with stages of calls that train together. Also prints the estimate next to the measured times, and
+    writes the report of three or more updates. Does nothing if no call was run.
 
     Args:
-        expected: the plan's estimate, corrected by the run's own times.
-        when_chosen: the estimate by which the plan was chosen, if it is another; saved as `first_estimate.json`.
-        of_update: the times of the estimate can be compared with those of an update. They cannot where a generation of
-            another library's loop has more or less than one update; the ages can.
-        stages: of the last mini-batch, where the plan fuses two calls.
-        facts: of `run_facts`.
-        state: the trainer's.
+        expected: estimate of the plan, corrected with the run's times.
+        when_chosen: estimate when the plan was chosen, if it differs; saved as `first_estimate.json`.
+        of_update: whether an estimated iteration is one update, so that times can be compared. Not so if a generation
+            in TRL's loop has more or less than one update; ages can be compared in any case.
+        stages: stages of the last mini-batch, if the plan fuses two calls.
+        facts: result of `run_facts`.
+        state: state of the trainer.
     """
     if not timeline.spans:
         return
@@ -79,5 +79,5 @@ def save_record(
         return
     try:
         report_run(folder)
-    except Exception as error:  # a picture that cannot be drawn must not fail a run that has trained
+    except Exception as error:  # a failure to draw must not fail a finished run
         notice(f"the report was not written ({error}); trl-realloc report {folder} writes it again.")

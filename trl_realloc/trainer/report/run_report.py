@@ -1,7 +1,6 @@
-"""`report_run`: the report of a run as Markdown with its pictures, and its tables for the terminal.
+"""`report_run`: the report of a run as Markdown with pictures, and its tables for the terminal.
 
-The files that it is made of are read in `run_files`; the tables are in `run_tables`, `estimate_part` and `stage_part`.
-Imports no torch.
+`run_files` reads the files; tables are in `run_tables`, `estimate_part` and `stage_part`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -55,23 +54,23 @@ def print_summary(run: RunFiles) -> None:
         console.print(time_table(run.rows, run.timeline))
     if run.timeline is not None and (moved := realloc_table(run.timeline)) is not None:
         console.print(moved)
-    if (found := stages_of(run.folder)) is not None:
-        console.print(makespans(found[1]), highlight=False)
+    if (stages := stages_of(run.folder)) is not None:
+        console.print(makespans(stages[1]), highlight=False)
 
 
 def report_run(run: RunFiles | str | Path) -> Path:
     """Write `report.md` to a run's folder, with pictures: `reward.png` if it has logs, `timeline.png` of two updates if
-    it has a timeline, `estimate.png` and `stages.png`. A timeline is written for Perfetto too (`trace.json`), with the
-    stages' tasks in it.
+    it has a timeline, `estimate.png` and `stages.png`. A timeline is also written for Perfetto (`trace.json`),
+    including the stages' tasks.
 
     Args:
-        run: the run or its folder.
+        run: the run, or its folder.
 
     Returns:
         The path of the report.
 
     Raises:
-        PlanError: as `RunFiles.load`.
+        PlanError: see `RunFiles.load`.
     """
     run = run if isinstance(run, RunFiles) else RunFiles.load(run)
     lines = [
@@ -88,7 +87,6 @@ def report_run(run: RunFiles | str | Path) -> Path:
 
 
 def _head_lines(run: RunFiles) -> list[str]:
-    """The run's circumstances, and its metrics at both ends."""
     updates = f"{run.updates} update{'s' * (run.updates != 1)}"
     episodes = f", {run.rows[-1]['episode']:,.0f} episodes" if run.rows and "episode" in run.rows[-1] else ""
     return [
@@ -144,15 +142,15 @@ def _time_lines(run: RunFiles) -> list[str]:
 
 
 def _timeline_parts(run: RunFiles, measured: Timeline) -> list[str]:
-    """What is made of the timeline: the simulated seconds, a picture, waits, the estimate beside it, stages and
+    """The parts derived from the timeline: simulated seconds, a picture, waits, the estimate, stages and
     reallocations."""
     plan = run.plan
     timeline = measured.joined(plan.fused) if plan is not None else measured
     simulated = None if plan is None else simulated_seconds(plan, timeline.warm)
     traced, stages = timeline, list[str]()
-    if (found := stages_of(run.folder)) is not None:
-        stages = stage_lines(run.folder, *found)
-        traced += found[1].measured
+    if (plan_and_stages := stages_of(run.folder)) is not None:
+        stages = stage_lines(run.folder, *plan_and_stages)
+        traced += plan_and_stages[1].measured
     shown = two_updates(timeline, plan.staleness.versions if plan is not None else 0)
     updates = " and ".join(str(step + 1) for step in sorted({span.step for span in shown.spans})[-2:])
     title = f"updates {updates}; {timeline.warm.seconds_per_update:.3g} s per update, {means(timeline)}"
@@ -171,17 +169,17 @@ def _timeline_parts(run: RunFiles, measured: Timeline) -> list[str]:
 
 
 def two_updates(timeline: Timeline, versions: int) -> Timeline:
-    """Two updates near the end of a run, as they are drawn.
+    """Two updates near the end of a run, for a picture.
 
     Args:
-        versions: staleness of the plan. With one, a device generates for later updates meanwhile, and no longer does so
-            when the last samples have been drawn. So these are all spans in the time of the last two updates that end
-            before those whose samples are the last that were drawn ahead.
+        versions: staleness of the plan. With a staleness, a device meanwhile generates for later updates, until the
+            last samples have been generated. So the result has all spans during the last two updates that end before
+            those trained on the last samples generated ahead.
     """
     steps = timeline.steps
     generations = sorted({span.step for span in timeline.spans if span.call.endswith(f".{CallKind.GENERATE.value}")})
     until = steps.index(generations[-versions]) if 0 < versions <= len(generations) else 0
-    if not until:  # no staleness, or a run as short as it
+    if not until:  # no staleness, or a run no longer than it
         return Timeline(span for span in timeline.spans if span.step in steps[-2:])
     last = [max(span.end for span in timeline.of_step(step).spans) for step in steps[max(until - 3, 0) : until]]
     start = last[0] if until > 2 else min(span.start for span in timeline.spans)
@@ -194,10 +192,10 @@ def simulated_seconds(plan: ExecutionPlan, timeline: Timeline) -> float | None:
     measured.
 
     Args:
-        timeline: in which calls that train together are `joined`.
+        timeline: timeline in which calls that train together are `joined`.
     """
     if plan.streams is not None or plan.staleness.versions:
-        return None  # a call's seconds do not say when its samples were there
+        return None  # a call's seconds do not show when its samples were available
     busy = timeline.by_call()
     moves = {call.partition(MOVES)[2]: seconds for call, seconds in busy.items() if MOVES in call}
     try:
@@ -207,7 +205,7 @@ def simulated_seconds(plan: ExecutionPlan, timeline: Timeline) -> float | None:
 
 
 def _simulated_lines(simulated: float, timeline: Timeline) -> list[str]:
-    """The seconds per update that the plan needs for its calls, and what the rest is."""
+    """The seconds per update that the plan needs for its calls, and the composition of the rest."""
     measured, seconds = timeline.warm.seconds_per_update, timeline.warm.seconds_by_call()
     calls, host = list[Span](), list[Span]()
     for span in timeline.of_step(timeline.steps[-1]).spans:
@@ -229,16 +227,16 @@ def _simulated_lines(simulated: float, timeline: Timeline) -> list[str]:
 
 
 def _wait_lines(plan: ExecutionPlan, timeline: Timeline) -> list[str]:
-    """A table of how long devices waited in the last update but one, and for which calls; empty if the run has fewer
-    than three updates."""
+    """A table of the time that devices waited in the last update but one, by call; empty if the run has fewer than
+    three updates."""
     steps = timeline.steps
     if len(steps) < 3:
         return []
     start, end = (max(span.end for span in timeline.of_step(step).spans) for step in steps[-3:-1])
-    found = waits(timeline, plan.graph, start, end, plan.cluster.size)
-    if not found:
+    idle = waits(timeline, plan.graph, start, end, plan.cluster.size)
+    if not idle:
         return []
-    return ["### Waits", "", f"In update {steps[-2] + 1} {found[0].sentence}.", "", *markdown(waits_table(found)), ""]
+    return ["### Waits", "", f"In update {steps[-2] + 1} {idle[0].sentence}.", "", *markdown(waits_table(idle)), ""]
 
 
 def _completion_lines(completions: Completions) -> list[str]:

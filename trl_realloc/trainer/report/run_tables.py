@@ -1,6 +1,6 @@
 """The tables of a run's report: the rise of the reward, metrics at both ends, the time by call, reallocations.
 
-They are made of logs (`logged_updates`) and of the timeline. The report itself is in `run_report`. Imports no torch.
+Inputs are logs (`logged_updates`) and the timeline. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .estimate_part import means, means_of
 from .logged_updates import SCORES, LogRow
 
 
-WINDOW = 5  # logs at each end of a run that are compared
-SHARED = "shared_tokens/"  # begins the name of a metric: tokens of a call that samples shared
-CLEARLY = 3.0  # standard errors of the difference
+WINDOW = 5  # number of logs to compare at each end of a run
+SHARED = "shared_tokens/"  # prefix of a metric: tokens of a call that samples shared
+CLEARLY = 3.0  # minimum of a clear rise, in standard errors of the difference
 ENDS = {  # in the head of the report: name -> metrics of PPO, and of GRPO and RLOO
     "score": (SCORES,),
     "KL": ("objective/kl", "kl"),
@@ -33,8 +33,7 @@ ENDS = {  # in the head of the report: name -> metrics of PPO, and of GRPO and R
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """The mean score and its standard error over the first and over the last `window` logs. The error of one log is
-    NaN."""
+    """The mean score and its standard error over the first and the last `window` logs. The error of one log is NaN."""
 
     window: int
     first: float
@@ -53,14 +52,14 @@ class RewardSummary:
 
     @property
     def rose_clearly(self) -> bool:
-        """The rise is more than three standard errors of the difference. Errors of fewer than `WINDOW` updates are not
-        used: they are too uncertain themselves."""
+        """True if the rise is more than three standard errors of the difference. Errors of fewer than `WINDOW` updates
+        are not used, because they are too uncertain."""
         return self.window == WINDOW and self.rise > CLEARLY * math.hypot(self.first_error, self.last_error)
 
 
 def reward_summary(rows: Sequence[LogRow]) -> RewardSummary:
-    """The first against the last `WINDOW` logs, or the first against the second half of fewer. There are two or
-    more."""
+    """Compares the first with the last `WINDOW` logs, or the first with the second half if there are fewer. At least
+    two logs."""
     scores = [float(row[SCORES]) for row in rows]
     window = min(WINDOW, len(scores) // 2)
     return RewardSummary(window, *_mean(scores[:window]), *_mean(scores[-window:]))
@@ -71,7 +70,7 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def unit(rows: Sequence[LogRow]) -> str:
-    """The noun for a row: a log, where some have the means of several updates."""
+    """The noun for a row: a log, if some rows are means of several updates."""
     return "update" if rows[-1]["step"] - rows[0]["step"] < len(rows) else "log"
 
 
@@ -86,7 +85,7 @@ def reward_table(rows: Sequence[LogRow]) -> Table:
 
 
 def ends_table(rows: Sequence[LogRow]) -> Table:
-    """The means of a few metrics over the first and the last updates, of those that were logged."""
+    """The means of a few logged metrics over the first and the last updates."""
     window = reward_summary(rows).window
     table = Table("metric", f"first {window}", f"last {window}")
     for name, keys in ENDS.items():
@@ -102,12 +101,12 @@ def _is_number(value: object) -> bool:
 
 
 def warm_rows(rows: Sequence[LogRow]) -> Sequence[LogRow]:
-    """The updates without the first, as `Timeline.warm`. A row may have the means of several updates."""
+    """The updates without the first, like `Timeline.warm`. A row may be the mean of several updates."""
     return rows[1:] if len(rows) >= 3 else rows
 
 
 def has_times(rows: Sequence[LogRow]) -> bool:
-    """True if the updates have the times of their calls. Those of a trainer without a plan have none."""
+    """True if the updates have times of calls. Those of a trainer without a plan have none."""
     return bool(rows) and all("time/step" in row for row in rows)
 
 
@@ -115,7 +114,7 @@ def update_seconds(rows: Sequence[LogRow], timeline: Timeline | None = None) -> 
     """The mean seconds of an update (`Timeline.warm`).
 
     Args:
-        timeline: of the run, which has the times of every update; *optional*, defaults to those that were logged.
+        timeline: times of every update of the run; by default the logged times.
     """
     if timeline is not None:
         return timeline.warm.seconds_per_update
@@ -123,22 +122,22 @@ def update_seconds(rows: Sequence[LogRow], timeline: Timeline | None = None) -> 
 
 
 def call_times(rows: Sequence[LogRow], timeline: Timeline | None = None) -> dict[str, tuple[float, float]]:
-    """The mean seconds per update of each call, reward function and tool and of the training loop, and its share of the
-    update, over the same updates as `update_seconds`. Shares add up to more than 1 where calls overlap."""
+    """The mean seconds per update of each call, reward function and tool and of the training loop, with its share of
+    the update, over the same updates as `update_seconds`. Shares add up to more than 1 if calls overlap."""
     whole = update_seconds(rows, timeline)
     if timeline is not None:
         means = {name: seconds for name, seconds in timeline.warm.seconds_by_call().items() if MOVES not in name}
     else:
         warm = warm_rows(rows)
-        keys = dict.fromkeys(key for row in warm for key in row)  # a change of the plan brings new calls
+        keys = dict.fromkeys(key for row in warm for key in row)  # a plan change brings new calls
         names = [key for key in keys if key.startswith("time/") and key != "time/step"]
         means = {span_name(name.removeprefix("time/")): fmean(row.get(name, 0.0) for row in warm) for name in names}
-    ordered = sorted(means.items(), key=lambda each: is_host_work(each[0]) + (each[0] == LOOP))  # calls first
+    ordered = sorted(means.items(), key=lambda item: is_host_work(item[0]) + (item[0] == LOOP))  # calls first
     return {name: (seconds, seconds / whole if whole else 0.0) for name, seconds in ordered}
 
 
 def span_name(metric: str) -> str:
-    """The name of the spans whose seconds are logged as `time/<metric>` (`results.observed`)."""
+    """The name of the spans that are logged as `time/<metric>` (`results.observed`)."""
     kind, _, name = metric.partition("/")
     of_host = {"reward": REWARD_FUNCTION, "tool": TOOL}
     return (
@@ -147,7 +146,7 @@ def span_name(metric: str) -> str:
 
 
 def time_table(rows: Sequence[LogRow], timeline: Timeline | None = None) -> Table:
-    """The times of calls and of the update, as of `update_seconds`."""
+    """The times of the calls and of the update, over the updates of `update_seconds`."""
     updates = means_of([row["step"] for row in rows]) if timeline is None else means(timeline)
     table = Table("call", "seconds per update", "share", title=f"time by call, {updates}", title_justify="left")
     has_shared = any(key.startswith(SHARED) for row in rows for key in row)
@@ -167,10 +166,10 @@ def time_table(rows: Sequence[LogRow], timeline: Timeline | None = None) -> Tabl
 
 
 def realloc_table(timeline: Timeline) -> Table | None:
-    """The bytes that each reallocation sent between devices, summed over all devices, and its seconds; `None` if there
-    was none."""
+    """The bytes of each reallocation between devices, summed over devices, and its seconds; `None` if there was
+    none."""
     warm = timeline.warm
-    moved: dict[str, dict[int, int]] = defaultdict(dict)  # each device's span has the bytes of all
+    moved: dict[str, dict[int, int]] = defaultdict(dict)  # every device's span has the bytes of all devices
     for span in warm.spans:
         if MOVES in span.call:
             moved[span.call][span.step] = max(span.bytes, moved[span.call].get(span.step, 0))

@@ -1,7 +1,7 @@
-"""The part of a run's report on two calls that train together: what each stage ran in one mini-batch, and how long that
-took beside what its schedule promised.
+"""The part of a run's report on two calls that train together: the tasks of each stage in one mini-batch, and their
+measured and scheduled duration.
 
-The record is made in `runtime/fused/mini_batch`. Imports no torch.
+`runtime/fused/mini_batch` records them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ STAGES_FILE = "stages.json"
 
 
 def stages_of(folder: Path) -> tuple[ExecutionPlan, MiniBatchStages] | None:
-    """The plan of a run and the stages of its last mini-batch. `None` if the plan fuses no calls, or nothing was
+    """The plan of a run and the stages of its last mini-batch; `None` if the plan fuses no calls, or nothing was
     recorded.
 
     Raises:
-        PlanError: the file of the stages is damaged, or of another plan.
+        PlanError: the file of the stages is damaged, or belongs to another plan.
     """
     file, plan_file = folder / STAGES_FILE, folder / "plan.yaml"
     if not exists(file) or not exists(plan_file):
         return None
     try:
         plan = ExecutionPlan.load(plan_file)
-    except PlanError:  # the report shows any text in its place
+    except PlanError:  # the report shows the file's text instead
         return None
     if not plan.fused:
         return None
@@ -55,7 +55,7 @@ def makespans(ran: MiniBatchStages) -> str:
 
 
 def stage_lines(folder: Path, plan: ExecutionPlan, ran: MiniBatchStages) -> list[str]:
-    """Lines of the report. Writes the pictures `stages.png` and, of the schedule, `stages.expected.png`."""
+    """Report lines. Writes the pictures `stages.png` and, for the schedule, `stages.expected.png`."""
     table, names = measured_schedule_table(plan, ran), task_names(plan)
     seconds = max(timeline.seconds_per_step for timeline in (ran.measured, ran.expected) if timeline is not None)
     draw_timeline(ran.measured, folder / "stages.png", title="a mini-batch, measured", calls=names, seconds=seconds)

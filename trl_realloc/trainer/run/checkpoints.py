@@ -1,6 +1,6 @@
-"""`Checkpoints`: the checkpoints of a run, how they are saved, and how a run resumes from one.
+"""`Checkpoints`: saves the checkpoints of a run, and resumes a run from one.
 
-The files of a checkpoint are written and read in `checkpoint`.
+Checkpoint files are written and read in `checkpoint`.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ logger = logging.get_logger(__name__)
 
 
 class Checkpoints:
-    """Saves and resumes the run of a trainer.
+    """Saves and resumes a trainer's run.
 
-    A trainer calls `find` and `load` where it begins to train, `finish` where it ends, and `load_best` at last. Its
-    loop calls `save`, and after it the callbacks' `on_save`, unless the host leaves that to `finish`. With `async_save`
-    the callbacks are called when the checkpoint is complete, in all loops.
+    A trainer calls `find` and `load` when training begins, `finish` when it ends, and `load_best` last. Its loop calls
+    `save`, then the callbacks' `on_save`, unless the host leaves that to `finish`. With `async_save` the callbacks are
+    called when the checkpoint is complete, in all loops.
 
     Args:
-        placed: the plan that the run follows, with its host.
+        placed: the plan of the run, with its host.
 
     Attributes:
-        unfinished: the checkpoint that is being written; `None` if there is none.
+        unfinished: checkpoint that is still being written, or `None`.
     """
 
     def __init__(self, placed: PlacedPlan) -> None:
@@ -79,9 +79,9 @@ class Checkpoints:
         """Save the trained models and the tokenizer to a folder. Collective over the job.
 
         Raises:
-            SaveError: on every rank, if one could not write.
+            SaveError: a rank could not write. Raised on every rank.
         """
-        if not self.placed.placement.started:  # saving needs no generation engine, which a failure may have ended
+        if not self.placed.placement.started:  # a failure may have ended generation engines, which saving does not need
             self.placed.start()
         problems = self._problems()
         save_models(self.placed.placement, folder, self._save_beside_policy, problems)
@@ -96,11 +96,11 @@ class Checkpoints:
         torch.save(self.trainer.args, folder / "training_args.bin")
 
     def save(self) -> None:
-        """Save the files of Trainer's checkpoint and all trained models, atomically."""
+        """Save Trainer's checkpoint files and all trained models atomically."""
         args, name = self.trainer.args, f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
         final = Path(args.output_dir) / name
         self.trainer.store_flos()
-        self.finish()  # before another best one, which is not complete yet, takes the place of the best one
+        self.finish()  # the state must not name a new best checkpoint while an incomplete one is being written
         control = self.placed.placement.control
         self._run = self._run or new_run(control)
         if self.trainer.state.best_global_step:
@@ -123,10 +123,10 @@ class Checkpoints:
             self.finish()
 
     def finish(self, wait: bool = True) -> None:
-        """Complete the checkpoint that is being written, if there is one. Collective over the job.
+        """Complete the checkpoint that is being written, if any. Collective over the job.
 
         Args:
-            wait: for the ranks that are still writing. Otherwise nothing is done if there are any.
+            wait: whether to wait for ranks that are still writing. If false, nothing is done while any is.
         """
         unfinished, args = self.unfinished, self.trainer.args
         if unfinished is None or (
@@ -139,7 +139,7 @@ class Checkpoints:
         unfinished.finish(limit=args.save_total_limit, best=Path(best) if best else None)
         self.placed.alarm.checkpoint(unfinished.final)
         should_save, state = self.trainer.control.should_save, self.trainer.state
-        self.trainer.state = self._saved_state  # callbacks find the checkpoint's folder by `global_step`
+        self.trainer.state = self._saved_state  # callbacks derive the checkpoint's folder from `global_step`
         try:
             if args.push_to_hub:
                 self.trainer._push_from_checkpoint(str(unfinished.final))
@@ -149,10 +149,10 @@ class Checkpoints:
                 )
         finally:
             self.trainer.state = state
-        self.trainer.control.should_save = should_save  # `on_save` resets it, but it may ask for the next checkpoint
+        self.trainer.control.should_save = should_save  # `on_save` resets it, but it may request the next checkpoint
 
     def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
-        """Write this rank's part of a checkpoint. Returns what is still being written (`async_save`)."""
+        """Write this rank's part of a checkpoint. Returns the write that is still running (`async_save`), if any."""
         args = self.trainer.args
         self.host.write_state(folder, problems)
         background: StateWrite | None = None
@@ -191,7 +191,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def saving_good_state(self) -> Iterator[None]:
-        """Around an update. If its samples or scores are refused, which happens on every rank before any role is
+        """Context of an update. If its samples or scores are refused, which happens on every rank before any role is
         trained, the state before the update is saved, and the error is raised."""
         try:
             yield
@@ -205,13 +205,13 @@ class Checkpoints:
             raise
 
     def save_unsaved(self) -> None:
-        """Save the state between two updates, in a run that saves, unless the last checkpoint has it. Collective over
+        """In a run that saves, save the state between two updates, unless the last checkpoint has it. Collective over
         the job."""
         if self.trainer.args.save_strategy != "no" and self.trainer.state.global_step > self._saved_step:
             self.trainer._save_checkpoint(None, None)
 
     def exportable(self) -> list[Any]:
-        """The callbacks whose state is in a checkpoint, and the control."""
+        """The control and the callbacks whose state a checkpoint saves."""
         return [
             c
             for c in [*self.trainer.callback_handler.callbacks, self.trainer.control]
@@ -222,7 +222,7 @@ class Checkpoints:
 
     @property
     def _optimizer_name(self) -> str:
-        """The class of the roles' optimizers: that of the user's, or the one that the arguments name."""
+        """The class name of the roles' optimizers: the user's, or the one that the arguments name."""
         source = self.placed.setup.make_optimizer.args[0]  # the user's optimizer, or `args`
         if isinstance(source, torch.optim.Optimizer):
             return type(source).__name__
@@ -233,7 +233,7 @@ class Checkpoints:
 
     @cached_property
     def identity(self) -> Identity:
-        """The properties of this run that a checkpoint must share with one that it resumes from."""
+        """The properties of this run that must match those of a checkpoint it resumes from."""
         return self.host.identity(self._optimizer_name)
 
     def _current_run(self, shapes: Mapping[str, Shapes] | None = None, *, ignores_data: bool = False) -> CurrentRun:
@@ -241,10 +241,10 @@ class Checkpoints:
         return CurrentRun(self.identity, roles, shapes or {}, ignores_data, self.host.counters)
 
     def find(self, setting: ResumeSetting) -> Checkpoint | None:
-        """The checkpoint that `train` resumes from, if any. Called before any engine starts.
+        """The checkpoint that `train` resumes from, or `None`. Called before any engine starts.
 
         Args:
-            setting: the argument of `train`; `None` for that of the training arguments.
+            setting: argument of `train`; `None` for the setting of the training arguments.
 
         Raises:
             CheckpointError: see `find_checkpoint`.
@@ -284,21 +284,21 @@ class Checkpoints:
         self.host.go_on_with(under_way)
 
     def _agree_on_best(self) -> None:
-        """Keep the best checkpoint of the state on all ranks if any host has it, and forget it otherwise. Trainer
-        forgets it where the host lacks it; but all ranks load it together, and get its files from each other."""
+        """Keep the state's best checkpoint on all ranks if any host has it, and forget it otherwise. Trainer forgets it
+        on hosts without it, but all ranks load it together, and fetch its files from each other."""
         best: str | None = self.trainer.state.best_model_checkpoint
-        found = from_every_rank(
+        folders = from_every_rank(
             best if best is not None and Path(best).is_dir() else None, self.placed.placement.control
         )
-        self.trainer.state.best_model_checkpoint = next((folder for folder in found if folder is not None), None)
+        self.trainer.state.best_model_checkpoint = next((folder for folder in folders if folder is not None), None)
         if best is not None and self.trainer.state.best_model_checkpoint is None and not self.placed.rank:
             logger.warning(f"the best checkpoint so far, {best}, does not exist any more; the run goes on without it.")
 
     def load_best(self) -> None:
         """Load the trained models of the best checkpoint, if `load_best_model_at_end` is set."""
-        self.finish()  # the best one may still be being written
+        self.finish()  # the best checkpoint may still be incomplete
         if self.trainer.args.load_best_model_at_end and self.trainer.state.best_model_checkpoint is not None:
-            current_run = self._current_run(ignores_data=True)  # its weights alone are taken
+            current_run = self._current_run(ignores_data=True)  # only weights are loaded
             folder, rank = Path(self.trainer.state.best_model_checkpoint), self.placed.rank
             control = self.placed.placement.control
             checkpoint = find_checkpoint(str(folder), folder.parent, current_run, rank=rank, control=control)
@@ -306,19 +306,18 @@ class Checkpoints:
             self.load_models(checkpoint)
 
     def load_models(self, checkpoint: Checkpoint) -> None:
-        """Load the trained models with their optimizers' states."""
+        """Load the trained models and their optimizers' states."""
         files = partial(fetch, checkpoint, rank=self.placed.rank, control=self.placed.placement.control)
         load_training_state(self.placed.placement, checkpoint.folder, files)
         self.placed.placement.forget_copies()
         self.host.forget_step()
 
     def resume_hint(self) -> str:
-        """A sentence for the message of a failure: the checkpoint that the run can be resumed from, or the reason why
-        there is none."""
+        """A sentence for the message of a failure: the checkpoint to resume from, or why there is none."""
         folder = Path(self.trainer.args.output_dir)
         try:
             checkpoint = newest_whole(folder) if folder.is_dir() else None
-        except OSError as error:  # the run's own failure is what counts
+        except OSError as error:  # must not hide the run's failure
             return f"The checkpoints in {folder} cannot be read: {error}."
         if checkpoint is None:
             return (

@@ -1,7 +1,7 @@
-"""Builds the `Job` and the `EngineOptions` of a run from its training arguments and its plugin.
+"""Builds a run's `Job` and `EngineOptions` from its training arguments and its plugin.
 
-Planning and measuring (`profiling`) and the run itself (`runtime`) receive these two objects, and read nothing else
-from the training arguments.
+Planning, measuring (`profiling`) and the run (`runtime`) receive these two objects, and read nothing else from the
+training arguments.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ def make_job(
     workload: Workload,
     options: EngineOptions,
 ) -> Job:
-    """Returns the `Job` of one rank. The plan is not known yet.
+    """The `Job` of one rank, before a plan is known.
 
     Args:
-        graph: the run's calls.
-        workload: of one iteration. Real lengths of responses are known only after the first update.
-        options: of `engine_options`.
+        workload: workload of one iteration. Real response lengths are known only after the first update.
+        options: result of `engine_options`.
     """
-    # megatron does not scale losses, as fp16 needs (`plan_checks`)
+    # megatron lacks the loss scaling that fp16 needs (`plan_checks`)
     engines = ("zero",) if compute_dtype(args) is torch.float16 else ("zero", "megatron")
     return Job(
         cluster,
@@ -81,11 +80,11 @@ def ppo_job(
     context_length: int,
     pad_token_id: int,
 ) -> Job:
-    """Returns the `Job` of one rank of a run of PPO, in which every response has `response_length` tokens.
+    """The `Job` of one rank of a PPO run, in which every response has `response_length` tokens.
 
     Args:
-        prompt_tokens: mean length of the prompts in the data set, tokens.
-        context_length: the longest prompt plus `response_length`, tokens.
+        prompt_tokens: mean tokens of the prompts in the data set.
+        context_length: tokens of the longest prompt plus `response_length`.
     """
     settings = args.ppo_settings()
     workload = Workload(
@@ -116,16 +115,15 @@ def policy_job(
     context_length: int,
     pad_token_id: int,
 ) -> Job:
-    """Returns the `Job` of one rank of a run of GRPO or RLOO.
+    """The `Job` of one rank of a run of GRPO or RLOO.
 
     Args:
-        graph: the run's calls.
-        prompt_tokens: mean length of the prompts in the data set, tokens.
+        prompt_tokens: mean tokens of the prompts in the data set.
         usual_length: tokens of a long sample, for sizes that a longer one may exceed.
-        context_length: most tokens of a sample.
+        context_length: maximum tokens of a sample.
     """
     samples = args.per_device_train_batch_size
-    generated = samples * args.steps_per_generation  # that a process has TRL generate at once
+    generated = samples * args.steps_per_generation  # samples per generation of one process
     workload = Workload.of_groups(
         steps_per_generation=args.steps_per_generation,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -148,13 +146,13 @@ def policy_job(
 def engine_options(
     args: PPOConfig | PolicyConfig, plugin: ReallocationPlugin, *, context_length: int, pad_token_id: int
 ) -> EngineOptions:
-    """Returns the settings of the engines, with the optimizer that the training arguments describe.
+    """The settings of the engines, with the optimizer of the training arguments.
 
     The settings are the same for every plan. If the user passed an optimizer, the run uses that one instead
     (`RunSetup.engine_options`).
 
     Args:
-        context_length: most tokens of a sample.
+        context_length: maximum tokens of a sample.
     """
     is_ppo = isinstance(args, PPOConfig)
     return EngineOptions(
@@ -188,11 +186,8 @@ def sampling_temperature(args: PPOConfig) -> float:
 
 
 def compute_dtype(args: PPOConfig | PolicyConfig) -> torch.dtype | None:
-    """The dtype of mixed precision, or `None`, by the same rules as Accelerate.
-
-    If neither `bf16` nor `fp16` is set, `args.mixed_precision` has the value of `accelerate launch --mixed_precision`.
-    A DeepSpeed config takes precedence over both.
-    """
+    """The dtype of mixed precision, or `None`, by Accelerate's rules: without `bf16` and `fp16`, that of `accelerate
+    launch --mixed_precision` (`args.mixed_precision`). A DeepSpeed config takes precedence."""
     name = args.mixed_precision
     config = launched_deepspeed_config(args)
     if config is not None:
@@ -202,11 +197,11 @@ def compute_dtype(args: PPOConfig | PolicyConfig) -> torch.dtype | None:
 
 
 def launched_deepspeed_config(args: PPOConfig | PolicyConfig) -> Mapping[str, Any] | None:
-    """The DeepSpeed config that the job was launched with, if any."""
+    """The DeepSpeed config of the job's launch, if any."""
     plugin = args.deepspeed_plugin
     return None if plugin is None else plugin.deepspeed_config
 
 
 def recomputes(args: PPOConfig | PolicyConfig) -> bool:
-    """True if training recomputes the activations of every forward in its backward (activation checkpointing)."""
+    """True if training uses activation checkpointing: every backward recomputes the activations of its forward."""
     return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))

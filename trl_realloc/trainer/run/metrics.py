@@ -1,6 +1,7 @@
 """Collects the metrics of updates until they are logged, the spans of their calls, and the latest response lengths.
 
-The metrics of an algorithm itself are computed by `Algorithm.sample_metrics` and `update_metrics`."""
+`Algorithm.sample_metrics` and `update_metrics` compute an algorithm's metrics.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +14,38 @@ from ...plan.timeline import Span, Timeline, loop_spans
 from ...runtime.samples.results import Iteration, observed
 
 
-LENGTHS = 20_000  # number of latest responses whose lengths are kept
-SPANS = 100_000  # number of latest spans that are kept: 25 MB, some 2,000 updates of 8 ranks
+LENGTHS = 20_000  # maximum response lengths to keep
+SPANS = 100_000  # maximum spans to keep: 25 MB, some 2,000 updates of 8 ranks
 
 
 class RunMetrics:
     """Collects the metrics of the updates since the last log.
 
     Args:
-        spans: maximum number of spans to keep. Whole updates are dropped, but never the latest one.
+        spans: maximum number of spans to keep. Whole updates are dropped, but never the latest.
 
     Attributes:
-        stages: of two calls that train together, what each stage ran in the last mini-batch of the latest update.
-            Those of earlier updates are dropped: a mini-batch of many stages has thousands of tasks.
+        stages: tasks of each stage of two calls that train together, in the last mini-batch of the latest update.
+            Earlier ones are dropped: a mini-batch of many stages has thousands of tasks.
     """
 
     def __init__(self, spans: int = SPANS) -> None:
         self._most_spans, self._kept_spans = spans, 0
-        self._spans: deque[tuple[Span, ...]] = deque()  # of each update
+        self._spans: deque[tuple[Span, ...]] = deque()  # one entry per update
         self.stages: tuple[StageSpan, ...] = ()
         self.lengths: deque[int] = deque(maxlen=LENGTHS)
-        self._window: dict[str, tuple[float, int]] = {}  # of each metric the sum and the number of updates
-        self._losses = (0.0, 0)  # of this training: the sum of the losses, and the number of updates
+        self._window: dict[str, tuple[float, int]] = {}  # metric -> sum and number of updates
+        self._losses = (0.0, 0)  # sum of this training's losses, and number of updates
         self.begin(0)
 
     def begin(self, episode: int) -> None:
-        """Start a training at this episode. Drops metrics of an earlier training that failed."""
+        """Start a training at this episode. Drops the metrics of an earlier training that failed."""
         self._window.clear()
         self._losses = (0.0, 0)
         self._start_time, self._first_episode = time.time(), episode
 
     def episodes_per_second(self, episode: int) -> float:
-        """The speed of this training up to this episode."""
+        """The episodes per second of this training up to this episode."""
         return (episode - self._first_episode) / max(time.time() - self._start_time, 1e-9)
 
     def mean_loss(self) -> float:
@@ -54,18 +55,17 @@ class RunMetrics:
 
     @property
     def timeline(self) -> Timeline:
-        """The spans of the latest updates."""
         return Timeline(tuple(span for spans in self._spans for span in spans))
 
     def add(self, iteration: Iteration, start: float, end: float, vf_coef: float) -> None:
         """Add the metrics of an update.
 
         Args:
-            start, end: of the update, seconds since the epoch.
-            vf_coef: the weight of the update's value loss.
+            start, end: times of the update, seconds since the epoch.
+            vf_coef: weight of the update's value loss.
         """
         seconds, loop = end - start, tuple[Span, ...]()
-        if iteration.spans:  # ranks other than the first get none
+        if iteration.spans:  # empty on ranks other than the first
             loop = loop_spans(iteration.spans, start, end, iteration.spans[0].step)
             self._spans.append(iteration.spans + loop)
         self._kept_spans += len(iteration.spans) + len(loop)

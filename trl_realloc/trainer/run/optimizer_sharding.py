@@ -1,8 +1,7 @@
-"""Sharding that the optimizer of a run allows: known of the optimizers of torch and of Transformers' Adafactor. Others
-train in replicas alone.
+"""Sharding that a run's optimizer allows, known for the optimizers of torch and for Transformers' Adafactor. Other
+optimizers only train in replicas.
 
-Plans that an optimizer does not allow are refused in `checks.plan_checks`.
-Optimizers are made in `optimizers`.
+`checks.plan_checks` refuses plans that an optimizer does not allow.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 Make = Callable[[Sequence[Sequence[nn.Parameter]]], torch.optim.Optimizer]
 
-# Classes whose steps are the same by these splits with all their arguments. A subclass may step in another way, and
-# those of bitsandbytes quantise or clip as their arguments say.
+# Classes whose steps do not change with these splits, whatever their arguments. Subclasses may step differently;
+# bitsandbytes' quantise or clip, depending on their arguments.
 _KNOWN: Mapping[type[torch.optim.Optimizer], TrainingSplits] = {
     torch.optim.Adadelta: TrainingSplits(),
     torch.optim.Adam: TrainingSplits(),
@@ -45,7 +44,7 @@ _KNOWN: Mapping[type[torch.optim.Optimizer], TrainingSplits] = {
     torch.optim.RMSprop: TrainingSplits(),
     torch.optim.Rprop: TrainingSplits(),
     torch.optim.SGD: TrainingSplits(),
-    # DeepSpeed 0.19.8 makes it anew from its defaults, without its groups (stage_1_and_2.py:946)
+    # DeepSpeed 0.19.8 recreates it from its defaults, without its groups (stage_1_and_2.py:946)
     torch.optim.Adagrad: TrainingSplits(by_deepspeed=False),
     torch.optim.Adafactor: TrainingSplits(elements=False),
     torch.optim.Muon: TrainingSplits(elements=False),
@@ -54,10 +53,10 @@ _KNOWN: Mapping[type[torch.optim.Optimizer], TrainingSplits] = {
 
 
 class OptimizerSharding:
-    """The optimizer of a run, and how it may be sharded.
+    """The optimizer of a run, and the sharding it allows.
 
     Args:
-        optimizer: the user's optimizer, or `None` for the one that `args` name.
+        optimizer: the user's optimizer, or `None` for the one of `args`.
     """
 
     def __init__(self, args: PPOConfig | PolicyConfig, optimizer: torch.optim.Optimizer | None) -> None:
@@ -71,11 +70,11 @@ class OptimizerSharding:
 
     @cached_property
     def splits(self) -> TrainingSplits:
-        """The ways in which training calls may be split with this optimizer."""
+        """The splits of training calls that this optimizer allows."""
         return splits_of(self._make, self._groups, self._device)
 
     def splits_with(self, adapters: Mapping[str, PeftConfig]) -> TrainingSplits:
-        """The ways in which training calls may be split with this optimizer and these adapters of the policy.
+        """The splits of training calls that this optimizer and these adapters of the policy allow.
 
         Args:
             adapters: PEFT configs by name.
@@ -85,7 +84,7 @@ class OptimizerSharding:
 
 
 def can_be_sharded(make: Callable[[nn.Module], torch.optim.Optimizer], device: torch.device) -> bool:
-    """True if every plan may shard the optimizer that `make` makes for a role's module."""
+    """True if every plan may shard the optimizer that `make` creates for a role's module."""
 
     def make_of_groups(groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         return make(_Parameters([p for group in groups for p in group]))
@@ -94,25 +93,25 @@ def can_be_sharded(make: Callable[[nn.Module], torch.optim.Optimizer], device: t
 
 
 def splits_of(make: Make, groups: int, device: torch.device) -> TrainingSplits:
-    """The ways in which training calls may be split with an optimizer.
+    """The splits of training calls that an optimizer allows.
 
     Args:
-        make: makes it of the parameters of each of its groups.
+        make: creates the optimizer from the parameters of each of its groups.
     """
     try:
         optimizer = make([[nn.Parameter(torch.zeros(1, 1, device=device))] for _ in range(groups)])
-    except Exception:  # the user's may raise any error, such as one that a package is missing
+    except Exception:  # a user's optimizer may raise anything, for example ImportError
         return UNKNOWN_OPTIMIZER
     return UNKNOWN_OPTIMIZER if has_step_hooks(optimizer) else _KNOWN.get(type(optimizer), UNKNOWN_OPTIMIZER)
 
 
 def named_maker(args: PPOConfig | PolicyConfig) -> Make:
-    """The function that makes the optimizer that `args` name."""
+    """A function that creates the optimizer that `args` name."""
     return lambda groups: make_optimizer(args, _Parameters([p for group in groups for p in group]))
 
 
 def user_maker(optimizer: torch.optim.Optimizer) -> Make:
-    """The function that makes an optimizer with the class and the settings of the user's, group by group."""
+    """A function that creates an optimizer with the class and the settings of the user's, group by group."""
 
     def make(groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         settings = [

@@ -1,9 +1,8 @@
 """The roles' optimizers and learning rates. An optimizer is the one that the training arguments name, or a role's part
 of the user's.
 
-`run_setup` hands the function that makes them to the engines as `EngineOptions.make_optimizer`. Each engine calls it on
-its role's module. Schedulers are made by Transformers or by the user. How an optimizer can be sharded is in
-`optimizer_sharding`; what is refused, in `checks.optimizer_checks`.
+`run_setup` passes the function that creates them to the engines as `EngineOptions.make_optimizer`. Each engine calls it
+on its role's module. Schedulers come from Transformers or the user.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(args: PPOConfig | PolicyConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `args` name over a role's trainable parameters, with weight decay on the parameters on which
-    Trainer applies it."""
+    """The optimizer of `args` over a role's trainable parameters, with weight decay on the same parameters as in
+    Trainer."""
     from transformers.trainer_pt_utils import get_parameter_names
 
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, module)  # type: ignore[arg-type]
@@ -52,10 +51,10 @@ def make_optimizer(args: PPOConfig | PolicyConfig, module: nn.Module) -> torch.o
 
 
 def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer over the parameters of one module, from the user's optimizer over all trained models.
+    """An optimizer over one module's parameters, from the user's optimizer over all trained models.
 
-    It has the same class, settings and state of its parameters. The key `GROUP` of each of its groups is the number of
-    the user's group.
+    It has the same class and settings, and the state of these parameters. The key `GROUP` of each group is the number
+    of the user's group.
 
     Raises:
         ConfigError: the user's optimizer has none of the module's trainable parameters.
@@ -82,9 +81,9 @@ def part_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.
 def with_groups(
     optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]
 ) -> torch.optim.Optimizer:
-    """An optimizer with the class and the settings of another, over other parameter groups."""
-    # The constructor is not used: its arguments differ from `defaults` (for example in torch.optim.AdamW), and the
-    # other attributes must be kept. `step` is not copied, because a scheduler has wrapped that of the original.
+    """An optimizer with the class and settings of another, over other parameter groups."""
+    # Not by the constructor: its arguments differ from `defaults` (for example in torch.optim.AdamW), and the other
+    # attributes must stay. `step` is not copied, because a scheduler has wrapped the original's.
     kind = type(optimizer)
     copy: torch.optim.Optimizer = kind.__new__(kind)
     attributes = {name: value for name, value in vars(optimizer).items() if not callable(getattr(kind, name, None))}
@@ -94,14 +93,14 @@ def with_groups(
 
 
 def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer with the class, the settings and the groups of another, without its parameters and their state, for
-    checks."""
+    """An optimizer with the class, settings and groups of another, without parameters and state, for checks."""
     return with_groups(optimizer, [{**copied(group), "params": []} for group in optimizer.param_groups], {})
 
 
 def without_whole(make: partial[torch.optim.Optimizer]) -> partial[torch.optim.Optimizer]:
-    """The same function with the user's optimizer replaced by one without parameters. To be used when the engines have
-    made their optimizers: the user's would keep whole parameters, which the engines have replaced by their parts."""
+    """The same function with the user's optimizer replaced by one without parameters. Used once the engines have
+    created their optimizers: the user's would keep whole parameters in memory, which the engines have replaced by their
+    parts."""
     return partial(part_of, without_parameters(make.args[0])) if make.func is part_of else make
 
 
@@ -111,13 +110,13 @@ def follows_metrics(scheduler: LRScheduler) -> bool:
 
 
 def check_own_optimizer(optimizer: torch.optim.Optimizer, rates: LearningRates) -> None:
-    """Refuse an optimizer that was set on a trainer after it had been made. The engines would not step it.
+    """Refuse an optimizer that was set on a trainer after its construction. The engines would not step it.
 
     Args:
-        optimizer: the trainer's attribute.
+        optimizer: current attribute of the trainer.
 
     Raises:
-        ConfigError: it is another than the trainer has made.
+        ConfigError: it is not the one that the trainer created.
     """
     if optimizer is not rates.scheduled:
         raise ConfigError(
@@ -126,18 +125,18 @@ def check_own_optimizer(optimizer: torch.optim.Optimizer, rates: LearningRates) 
         )
 
 
-_NOT_SENT = ("params", "initial_lr")  # keys of a parameter group that are no settings for a role's optimizer
+_NOT_SENT = ("params", "initial_lr")  # keys of a parameter group that are not optimizer settings
 
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The learning rates that the roles' optimizers get before each update.
+    """The learning rates of the roles' optimizers, updated before each update.
 
     Args:
         scheduled: the optimizer whose parameter groups the scheduler changes. It is not stepped.
-        by_group: its groups are those of the user's optimizer. Otherwise there is one for each trained role.
+        by_group: whether its groups are those of the user's optimizer. Otherwise it has one group per trained role.
         roles: the trained roles, in the order of the groups.
-        first_settings: of each group of `scheduled`, before the training.
+        first_settings: settings of each group of `scheduled` before training.
     """
 
     scheduled: torch.optim.Optimizer
@@ -154,8 +153,8 @@ class LearningRates:
     ) -> LearningRates:
         """The rates of the user's optimizer and scheduler, or those of the training arguments.
 
-        Without a scheduler, an optimizer with the same groups and no model takes the place of the user's: the user's
-        would keep the whole parameters in memory, which the engines replace by their parts.
+        Without a scheduler, an optimizer with the same groups and no model replaces the user's, which would keep whole
+        parameters in memory.
         """
         if optimizer is not None and scheduler is not None:
             return LearningRates(optimizer, True, tuple(roles), _settings(optimizer))
@@ -171,11 +170,11 @@ class LearningRates:
         return LearningRates(optimizer_of_rates, optimizer is not None, tuple(roles), _settings(optimizer_of_rates))
 
     def role(self, role: Role) -> Rate:
-        """The learning rate of a role. With the user's optimizer it is the settings of all its groups, because a
-        scheduler or a callback may change others too. An engine takes over those that have changed.
+        """The learning rate of a role. With the user's optimizer, the settings of all its groups, because a scheduler
+        or a callback may change others too; an engine applies those that have changed.
 
         Raises:
-            ConfigError: another setting has changed, and the roles' optimizers are made from `args`.
+            ConfigError: another setting has changed, and the roles' optimizers come from `args`.
         """
         groups = self.scheduled.param_groups
         if not self.by_group:
@@ -187,23 +186,23 @@ class LearningRates:
 
     @property
     def first(self) -> float:
-        """The learning rate of the first group, which is logged."""
+        """The learning rate of the first group, for logs."""
         return float(self.scheduled.param_groups[0][RATE] or 0.0)
 
     @contextlib.contextmanager
     def unstepped(self, instead: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Inside, `step` of the scheduled optimizer does something else, because the engines step the roles'
-        optimizers. Without gradients the user's optimizer may still count a step in its groups, or fail.
+        """Context in which `step` of the scheduled optimizer calls `instead`, because the engines step the roles'
+        optimizers. Without gradients the user's optimizer might still count a step in its groups, or fail.
 
         Args:
-            instead: what it does.
+            instead: replacement of `step`.
         """
         optimizer: Any = self.scheduled
         previous = vars(optimizer).get("step")
 
         def step(*_: Any, **__: Any) -> None:
             instead()
-            optimizer._opt_called = True  # a scheduler warns if its optimizer has made no step
+            optimizer._opt_called = True  # otherwise a scheduler warns that its optimizer has not stepped
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that a scheduler does not wrap it
         optimizer.step = step
@@ -215,28 +214,27 @@ class LearningRates:
                 optimizer.step = previous
 
     def changed(self) -> list[dict[str, Any]]:
-        """Copies of the learning rate and of the settings of each group that have changed since the training began, for
-        a checkpoint. Settings of types that a checkpoint cannot hold are left out."""
+        """Copies of each group's learning rate and of its settings that have changed since training began, for a
+        checkpoint. Settings of types that a checkpoint cannot hold are left out."""
         return [
             {k: v for k, v in settings.items() if k == RATE or (_is_saved(v) and not is_same(v, first.get(k)))}
             for settings, first in zip(_settings(self.scheduled), self.first_settings, strict=True)
         ]
 
     def restore(self, changed: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Set each group to the first settings and what `changed` has returned, as saved in a checkpoint. Loading a
-        scheduler's state does not set them."""
+        """Set each group to the first settings, then to a saved result of `changed`. Loading a scheduler's state does
+        not set them."""
         groups = self.scheduled.param_groups
         for group, first, saved in zip(groups, self.first_settings, changed or [{}] * len(groups), strict=True):
             group.update({k: _placed_as(first.get(k), value) for k, value in copied({**first, **saved}).items()})
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """Copies of the settings of each parameter group."""
     return tuple(copied({k: v for k, v in g.items() if k not in _NOT_SENT}) for g in optimizer.param_groups)
 
 
 def _placed_as(first: Any, value: Any) -> Any:
-    """A setting on the device of the first one, if both are tensors."""
+    """`value` on the device of `first`, if both are tensors."""
     return value.to(first.device) if torch.is_tensor(first) and torch.is_tensor(value) else value
 
 

@@ -1,6 +1,6 @@
-"""`PlacedPlan`: the execution plan that a run follows, with the engines and the executor of its calls.
+"""`PlacedPlan`: the execution plan of a run, with the engines and the executor of its calls.
 
-The search for a faster plan is in `plan_change`, the recovery from a failure in `planned_run`.
+Searching for a faster plan is in `plan_change`, recovery from a failure in `planned_run`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """The side of a run that its trainer determines: where its models are shown, what its loop has under way, and what
-    a checkpoint has beyond those of other trainers.
+    """The trainer-specific side of a run: shows models, holds unfinished work of the loop, and adds to checkpoints.
 
     Attributes:
         trainer: a `transformers.Trainer`.
-        iteration: the word for an iteration of the plan in messages.
-        calls_on_save: the callbacks' `on_save` is called with each complete checkpoint, because the loop does not.
-        counters: whole numbers that the trainer's state has.
+        iteration: word for an iteration of the plan, in messages.
+        calls_on_save: whether the callbacks' `on_save` is called with each complete checkpoint, because the loop does
+            not.
+        counters: names of whole numbers in the trainer's state.
     """
 
     trainer: Trainer
@@ -51,33 +51,32 @@ class Host(Protocol):
         """Show this rank's modules of the trained roles as the trainer's model."""
 
     def follow(self, executor: Executor) -> None:
-        """Run the calls by a new executor, with no sample and no optimizer step under way. All ranks together."""
+        """Use a new executor for the calls, with no sample and no optimizer step in progress. All ranks together."""
 
     def stop_early(self) -> None:
-        """Stop what has been begun for later iterations."""
+        """Cancel work for later iterations."""
 
     def samples_under_way(self) -> DrawnSamples | None:
-        """The samples that have been drawn for later updates, on rank 0; `None` where there are none. All ranks
-        together."""
+        """The samples already generated for later updates, on rank 0; `None` if there are none. All ranks together."""
 
-    def go_on_with(self, drawn: DrawnSamples | None) -> None:
-        """Use samples that were under way; they are given on rank 0. All ranks together."""
+    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
+        """Continue with partial samples, passed on rank 0. All ranks together."""
 
     def forget_step(self) -> None:
-        """Forget what an optimizer step under way has collected: the weights are others."""
+        """Drop what an unfinished optimizer step has collected, because the weights have been replaced."""
 
     def identity(self, optimizer: str) -> Identity:
-        """The properties of the run that a checkpoint must share with one that it resumes from.
+        """The properties of the run that must match those of a checkpoint it resumes from.
 
         Args:
-            optimizer: the class of the roles' optimizers.
+            optimizer: class name of the roles' optimizers.
         """
 
     def about_checkpoint(self) -> dict[str, Any]:
-        """Further entries of a checkpoint's manifest."""
+        """Extra entries of a checkpoint's manifest."""
 
     def write_state(self, folder: Path, problems: WriteErrors) -> None:
-        """Write further files of a checkpoint."""
+        """Write extra files of a checkpoint."""
 
 
 H = TypeVar("H", bound=Host)
@@ -87,15 +86,14 @@ class PlacedPlan:
     """The setup of a run, with the process groups, the engines and the executor of its plan.
 
     Args:
-        host: the trainer's side.
-        setup: the run, checked and planned.
-        rank: this rank.
-        alarm: rings until the executor has one of its own.
+        host: trainer-specific side of the run.
+        setup: checked and planned run.
+        alarm: used until the executor has its own.
 
     Attributes:
-        placement: this rank's process groups and engines, from `place` on.
-        executor: runs the calls, from `place` on.
-        is_between_plans: the run's state is in no engine.
+        placement: this rank's process groups and engines; set by `place`.
+        executor: runs the calls; set by `place`.
+        is_between_plans: whether a plan change is in progress, so that no engine holds the run's state.
     """
 
     placement: Placement
@@ -107,11 +105,10 @@ class PlacedPlan:
 
     @property
     def plan(self) -> ExecutionPlan:
-        """The execution plan that the run follows."""
         return self.setup.plan
 
     def place(self) -> None:
-        """Make the process groups and the executor of the plan. `start` makes the engines."""
+        """Create the process groups and the executor of the plan. `start` creates the engines."""
         options, settings = self.setup.engine_options, self.setup.call_settings
         self.placement = Placement(self.setup.plan, self.rank, self.setup.roles, options)
         if needs_tokenizer(settings.sampling):
@@ -126,10 +123,10 @@ class PlacedPlan:
         self.host.follow(self.executor)
 
     def start(self) -> None:
-        """Load the models and start the engines, unless it has been done for this plan.
+        """Load the models and start the engines, unless this plan has started.
 
         Raises:
-            ConfigError: vLLM is to generate, and something has been put on the policy since the plan was chosen.
+            ConfigError: vLLM is to generate, and the policy object has been changed since the plan was chosen.
         """
         has_models = self.placement.started
         if not has_models:
@@ -153,12 +150,12 @@ class PlacedPlan:
             )
 
     def _module_of(self, role: Role, structure: PreTrainedModel) -> PreTrainedModel:
-        """This rank's module of a trained role; the structure without weights on a rank without a part of the role."""
+        """This rank's module of a trained role; a structure without weights if the rank holds no part of the role."""
         engine = self.placement.trained(role)
         return structure if engine is None else engine.head.model
 
     def let_go(self) -> None:
-        """Show structures without weights in place of the modules of the plan."""
+        """Replace the plan's modules by structures without weights."""
         models = {role: self.setup.structure(role) for role in self.setup.models_before_start}
         for role, structure in models.items():
             module = self.setup.models_before_start[role]
@@ -169,18 +166,19 @@ class PlacedPlan:
         self.setup = replace(self.setup, models_before_start=models)
 
     def end_together(self) -> None:
-        """Wait for all ranks. A process that exits closes connections from which others may still read."""
+        """Wait for all ranks. A process that exits closes connections that others may still read from."""
         self.executor.exchange.flush()
         wait_for_all(self.placement.control, self.placement.options.device)
 
     @property
     def can_go_on(self) -> bool:
-        """True if this process can continue after a failure: it is the job's only one, and it was not changing its
-        plan, so that it still has the run's models."""
+        """True if this process can continue after a failure: it is the job's only one, and was not changing its plan,
+        so it still has the run's models."""
         return self.placement.plan.cluster.size == 1 and not self.is_between_plans
 
     def recover(self) -> None:
-        """End the engines that cannot be used after a failure; those of the latest plan, if it has changed."""
+        """End the engines that a failure made unusable. If the plan has changed, these are the engines of the latest
+        plan."""
         if not self.can_go_on:
             self.placement.close()
         elif self.placement.started:

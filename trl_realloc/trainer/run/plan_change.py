@@ -1,6 +1,6 @@
-"""`PlanChange`: moves a run to another execution plan between two updates, when another plan is faster.
+"""`PlanChange`: moves a run to a faster execution plan between two updates.
 
-The search for a faster plan is in `profiling.replanning`, the state that is moved in `runtime.placement.run_state`.
+The search for a faster plan is in `profiling.replanning`, the moved state in `runtime.placement.run_state`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ logger = logging.get_logger(__name__)
 
 
 def can_change_plan(setup: RunSetup) -> bool:
-    """True if the run's state can be moved to another plan. It cannot with adapters, with a policy or a critic that is
-    frozen in part, with models that the user has changed, with an optimizer of the user's, or with one that cannot be
-    sharded."""
+    """True if the run's state can move to another plan. It cannot with adapters, with a partly frozen policy or critic,
+    with models that the user has changed, with the user's optimizer, or with one that cannot be sharded."""
     is_default = setup.make_optimizer.func is make_optimizer
     if setup.roles[Role.ACTOR].adapted or setup.is_fixed or not is_default:
         return False
@@ -44,18 +43,17 @@ def can_change_plan(setup: RunSetup) -> bool:
 
 
 class PlanChange:
-    """Compares the iterations of a run with the estimate of its plan, and moves the run to a plan that is faster.
+    """Compares the iterations of a run with its plan's estimate, and moves the run to a faster plan.
 
     Args:
-        placed: the plan that the run follows.
-        checkpoints: of the run.
-        plugin: with what the trainer's configuration sets.
+        placed: current plan of the run.
+        plugin: settings of the trainer's configuration.
 
     Attributes:
-        observer: of the run.
-        replanner: searches for a faster plan; `None` where the user chose the plan, or the run cannot leave it.
-        measuring: measures the machine during the run; `None` where that is not asked for.
-        start_seconds: what loading the models and starting the engines took.
+        observer: records the run's iterations.
+        replanner: searches for a faster plan; `None` if the user chose the plan, or the run cannot leave it.
+        measuring: measures the machine during the run; `None` if not requested.
+        start_seconds: seconds for loading the models and starting the engines.
     """
 
     def __init__(self, placed: PlacedPlan, checkpoints: Checkpoints, plugin: ReallocationPlugin) -> None:
@@ -70,14 +68,14 @@ class PlanChange:
     def note(
         self, spans: Sequence[Span], lengths: Sequence[int], seconds: float, left: int, iterations: int = 1
     ) -> None:
-        """Compare so many iterations with the estimate, and move to another plan where it is now faster. Collective
-        over the job.
+        """Compare these iterations with the estimate, and move to another plan if it is now faster. Collective over the
+        job.
 
         Args:
-            spans: of the iterations; on rank 0, which decides.
-            lengths: of their responses, tokens; on rank 0.
-            seconds: that they took.
-            left: the number of iterations that are left.
+            spans: spans of the iterations; on rank 0, which decides.
+            lengths: tokens of their responses; on rank 0.
+            seconds: duration of the iterations.
+            left: number of remaining iterations.
         """
         engines = self.placed.placement.generators.items()
         self.observer.note_decoding(
@@ -100,7 +98,7 @@ class PlanChange:
 
     def move_to(self, job_plan: JobPlan) -> None:
         """Close the engines and build those of another plan, with the same parameters, optimizer states and random
-        states. Engines that suit the other plan too are kept."""
+        states. Engines that fit both plans stay."""
         if not suits(self.placed.setup.plan, job_plan.plan, self.placed.setup.job.workload.episodes):
             self._save_and_rebuild(lambda: job_plan)
             return
@@ -109,15 +107,15 @@ class PlanChange:
         self._follow(job_plan)
 
     def _save_and_rebuild(self, next_plan: Callable[[], JobPlan]) -> None:
-        """`rebuild`, if it can be done, after a checkpoint of what has not been saved: a short run that measures may
-        fail in a collective and end the job, and a new engine may not start."""
+        """Save a checkpoint of unsaved state, then `rebuild`, if possible. The checkpoint protects the run: measuring
+        may fail in a collective and end the job, and a new engine may not start."""
         if self._can_rebuild():
             self.checkpoints.save_unsaved()
             self.rebuild(next_plan)
 
     def _can_rebuild(self) -> bool:
-        """True if the run's models can be made again for another plan. If not, the run keeps its plan to the end.
-        Collective over the job."""
+        """True if the run's models can be created again for another plan; otherwise the run keeps its plan. Collective
+        over the job."""
         of_ranks = from_every_rank(list(fixed_models(self.placed.placement)), self.placed.placement.control)
         if fixed := [name for of_rank in of_ranks for name in of_rank]:
             notice(f"the run keeps its plan: the model of {fixed[0]} cannot be made again from its config alone")
@@ -151,11 +149,7 @@ class PlanChange:
         self._follow(job_plan, is_other=is_other)
 
     def _follow(self, job_plan: JobPlan, *, is_other: bool = True) -> None:
-        """Watch the plan that the run has now, and say so.
-
-        Args:
-            is_other: whether it is not the plan that the run had.
-        """
+        """Observe the plan that the run has now, and log it."""
         if self.replanner is not None:
             self.replanner.follow(job_plan)
         self.observer.follow(job_plan)

@@ -1,6 +1,6 @@
-"""The execution plan that the user asked for, the cluster that it is for, and the engine that generates.
+"""The user's execution plan, its cluster, and the generation engine.
 
-Choosing a plan for `plan: auto` is in `profiling.auto_plan`; whether the models allow a plan is in `plan_checks`.
+`profiling.auto_plan` chooses a plan for `plan: auto`; `plan_checks` checks whether the models allow a plan.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The plan that the user asked for, with the cluster and the generation engine for it.
+    """The user's plan, with its cluster and generation engine.
 
     Args:
-        plan: `None` if the planner is to choose.
+        plan: the plan; `None` if the planner is to choose.
         engine: the generation engine, `vllm` or `transformers`, that a preset or the planner uses.
-        policy_config: the Transformers config of a policy that is given by name or path; `None` if a loaded policy is
-            given.
+        policy_config: the Transformers config of a policy passed by name or path; `None` for a loaded policy.
     """
 
     plan: ExecutionPlan | None
@@ -60,7 +59,7 @@ class PlanRequest:
 
     @property
     def by_vllm(self) -> bool:
-        """True if vLLM engines generate, also under a plan that the planner is to choose."""
+        """True if vLLM engines generate, also in a plan that the planner will choose."""
         return (self.engine if self.plan is None else self.plan["actor.generate"].engine) == "vllm"
 
 
@@ -71,17 +70,16 @@ def read_plan_request(
     model: PreTrainedModel | str,
     graph: DataflowGraph,
 ) -> PlanRequest:
-    """The execution plan of this job, unless the planner is to choose it (`auto`). All ranks together.
+    """The user's execution plan, unless the planner is to choose it (`auto`). All ranks together.
 
     Args:
         args: training arguments of any trainer.
         world: Accelerate's `PartialState`.
-        model: the policy as the user gave it.
-        graph: the run's calls.
+        model: policy as passed by the user.
 
     Raises:
         PlanError: there is no such plan, or it is for another number of processes or another algorithm.
-        ConfigError: vLLM is asked for and not installed, or cannot serve the policy.
+        ConfigError: vLLM was requested and is not installed, or cannot serve the policy.
         LaunchError, NetworkError: no engine runs on the device; or hosts cannot reach each other.
     """
     check_device(args.device)
@@ -112,12 +110,7 @@ def read_plan_request(
 
 
 def _why_not_vllm(model: PreTrainedModel | str, config: PretrainedConfig, device: torch.device) -> str | None:
-    """Why vLLM cannot generate with the policy, as a sentence without its end; `None` if it can.
-
-    Args:
-        model: loaded, or its name or path.
-        config: its Transformers config; `None` of an object that has none.
-    """
+    """Why vLLM cannot generate with the policy, as a sentence without its end; `None` if it can."""
     if device.type not in ("cpu", "cuda"):
         return f"vLLM engines run on CUDA GPUs and on the CPU, and the job's device is {device}"
     problem = why_not_this_model(model)
@@ -127,11 +120,7 @@ def _why_not_vllm(model: PreTrainedModel | str, config: PretrainedConfig, device
 
 
 def _warnings(args: TrainingArguments, *, by_vllm: bool) -> Iterator[str]:
-    """Sentences about settings that have no effect, or an effect that the user may not expect.
-
-    Args:
-        by_vllm: whether a call of the plan runs in vLLM engines.
-    """
+    """Sentences about settings that have no effect, or an unexpected one."""
     if not by_vllm and args.vllm_engine_kwargs:
         yield "vllm_engine_kwargs has no effect: no call of the plan runs in a vLLM engine."
     yield from unfollowed_settings(args, Then.LOG)
@@ -152,12 +141,11 @@ def _requested_plan(
     *,
     may_choose: bool,
 ) -> ExecutionPlan | None:
-    """The user's plan. `None` where the planner is to choose it.
+    """The user's plan, or `None` if the planner is to choose it.
 
     Args:
-        deepspeed: Accelerate's DeepSpeed plugin, or `None`; its ZeRO stage is that of the presets.
-        graph: of this run.
-        may_choose: false on a single CPU process, whose plans differ neither in devices nor in a memory that is known.
+        deepspeed: Accelerate's DeepSpeed plugin, or `None`; presets use its ZeRO stage.
+        may_choose: false on a single CPU process, where plans do not differ in devices, and memory limits are unknown.
 
     Raises:
         PlanError: there is no such plan, or it is for another number of processes or another algorithm.
@@ -173,19 +161,17 @@ def _requested_plan(
                 f"plan: {plugin.plan} needs two processes; this run has one, which runs every call ({resolved.name})"
             )
         return resolved
-    if stage or not may_choose:  # launching with ZeRO is a choice of the user's
+    if stage or not may_choose:  # a launch with ZeRO is the user's choice
         return resolve_plan("flatten", cluster, **options)
     return None
 
 
 def _with_settings(plan: ExecutionPlan, args: TrainingArguments, *, is_preset: bool) -> ExecutionPlan:
-    """The plan with what the training arguments say of it: its staleness, and engines that sleep.
-
-    Args:
-        is_preset: whether it is the preset `separate`, which uses all that the settings allow.
+    """The plan with the training arguments' staleness and sleeping engines. The preset `separate` (`is_preset`) uses
+    all that the settings allow.
 
     Raises:
-        ConfigError: the plan's staleness is above the bound, or its engines never rest.
+        ConfigError: the plan's staleness exceeds the bound, or its engines never rest.
     """
     plan = _with_staleness(plan, getattr(args, "max_staleness", 0), is_preset=is_preset)
     if not args.vllm_enable_sleep_mode:
@@ -199,14 +185,10 @@ def _with_settings(plan: ExecutionPlan, args: TrainingArguments, *, is_preset: b
 
 
 def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> ExecutionPlan:
-    """The plan, within the run's bound. The preset `separate` uses all of it.
-
-    Args:
-        most: `max_staleness`.
-        is_preset: whether it is the preset `separate`.
+    """The plan with a staleness within the bound `most`. The preset `separate` (`is_preset`) uses all of it.
 
     Raises:
-        ConfigError: the plan's staleness is above the bound.
+        ConfigError: the plan's staleness exceeds the bound.
     """
     if plan.staleness.versions > most:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """`PlannedRun`: a run under an execution plan. A trainer holds one.
 
-It is composed of the plan as it is placed (`placed_plan`), its checkpoints (`checkpoint`), and the change of the plan
-(`plan_change`). Its own part is what a failure ends. How other ranks learn of a failure is in `runtime.failures`.
+It combines the placed plan (`placed_plan`), its checkpoints (`checkpoint`), and plan changes (`plan_change`), and
+handles failures. How other ranks learn of a failure is in `runtime.failures`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ if TYPE_CHECKING:
 class PlannedRun(Generic[H]):
     """A run under an execution plan.
 
-    In a job of several processes a failure ends the job: other ranks may be in a collective with this one. A process
-    alone keeps its models and optimizer states, so that a user of a notebook can mend a reward function and train on.
-    What it had under way (a generation, samples that were drawn ahead, gradients) is dropped. vLLM engines end with it,
-    because they may be in the middle of anything, and start again when something is generated next.
+    In a job of several processes a failure ends the job: other ranks may be in a collective with this one. A single
+    process keeps its models and optimizer states, so that the user of a notebook can fix a reward function and train
+    on. Unfinished work (a generation, samples generated ahead, gradients) is dropped. vLLM engines are ended, because
+    their state is unknown, and start again with the next generation.
 
     Args:
-        host: the trainer's side.
-        setup: the run, checked and planned.
-        plugin: with what the trainer's configuration sets.
-        rank: this rank.
-        alarm: rings until the executor has one of its own.
+        host: trainer-specific side of the run.
+        setup: checked and planned run.
+        plugin: settings of the trainer's configuration.
+        alarm: used until the executor has its own.
 
     Attributes:
-        placed: the plan with its engines and executor.
+        placed: plan with its engines and executor.
         checkpoints: saves and resumes the run.
-        change: the change of the plan, from `place` on.
+        change: changes the plan; set by `place`.
     """
 
     change: PlanChange
@@ -57,12 +56,12 @@ class PlannedRun(Generic[H]):
         self.checkpoints = Checkpoints(self.placed)
 
     def place(self) -> None:
-        """Make the process groups and the executor of the plan, and observe it from now on. All ranks together."""
+        """Create the plan's process groups and executor, and observe it from now on. All ranks together."""
         self.placed.place()
         self.change = PlanChange(self.placed, self.checkpoints, self.plugin)
 
     def start(self) -> None:
-        """Load the models and start the engines for a training, unless it has been done."""
+        """Load the models and start the engines for a training, unless they have started."""
         begin = time.time()
         self.placed.start()
         self.change.start_seconds = time.time() - begin
@@ -71,11 +70,11 @@ class PlannedRun(Generic[H]):
         """Save the trained models and the tokenizer. Collective over the job.
 
         Args:
-            folder: by default the `output_dir` of the training arguments.
-            pushes: to the hub too, where the arguments ask for it.
+            folder: target folder; by default the `output_dir` of the training arguments.
+            pushes: whether to push to the Hub too, if the arguments request it.
 
         Raises:
-            SaveError: on every rank, if one could not write.
+            SaveError: a rank could not write. Raised on every rank.
         """
         trainer = self.host.trainer
         with self.failing_together():
@@ -84,9 +83,9 @@ class PlannedRun(Generic[H]):
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
     def follow_callbacks(self) -> None:
-        """From now on the message of a failure in a callback names its event, and that of one in the training loop does
-        not name the last call of the plan. `on_save` waits until the checkpoint is complete (`async_save`). The ranks
-        agree on a checkpoint at SIGTERM (`enable_jit_checkpoint`)."""
+        """Wrap the callback handler: the message of a failure in a callback names its event, and that of a failure in
+        the training loop does not name the plan's last call. `on_save` waits until the checkpoint is complete
+        (`async_save`). The ranks agree on a checkpoint at SIGTERM (`enable_jit_checkpoint`)."""
         trainer = self.host.trainer
         call_event = trainer.callback_handler.call_event
 
@@ -110,10 +109,10 @@ class PlannedRun(Generic[H]):
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Around what all ranks do together. On a failure it tells the other ranks and ends engines.
+        """Context of work that all ranks do together. On a failure it notifies the other ranks and ends engines.
 
         Raises:
-            EngineError: the run has failed while it changed its plan, so that this process has lost its state.
+            EngineError: the run failed during a plan change, so this process has lost its state.
         """
         placed, trainer = self.placed, self.host.trainer
         if placed.is_between_plans:

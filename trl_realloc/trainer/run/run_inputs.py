@@ -1,4 +1,4 @@
-"""`RunInputs`: what the plan and the engines of a run are made from, checked. How they are made is in `run_setup`."""
+"""`RunInputs`: checked inputs of a run, from which `run_setup` creates the plan and the engines."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run, whose models have been checked. Some roles may be missing.
+    """The inputs of a run with checked models. Some roles may be missing.
 
     Args:
-        plugin: with what the training arguments set.
-        rank: this rank.
-        given: by the user, with whole parameters and paths as text.
-        graph: the run's calls.
+        plugin: settings of the training arguments.
+        given: arguments of the user, with whole parameters and paths as text.
         rewards: the reward models and functions of the plan.
         configs: the Transformers config of every model of every role.
-        adapter_names: of the adapter that is trained and of the reference's; `None` for those of a policy with one.
-        copies_adapter: the reference is a copy of the adapter that the policy came with, beside it, as TRL's GRPO has.
+        adapter_names: names of the trained adapter and of the reference's; `None` for a policy with only one.
+        copies_adapter: whether the reference is a copy of the policy's original adapter, stored beside it as in TRL's
+            GRPO.
     """
 
     args: PPOConfig | PolicyConfig
@@ -51,24 +50,23 @@ class RunInputs:
 
     @property
     def own_reference(self) -> bool:
-        """True if the user gave a reference model."""
+        """True if the user passed a reference model."""
         return self.given.ref_model is not None
 
     def changes(self) -> dict[Role, str]:
-        """What the user has put on the model objects of a role (`model_changes`), in words; without the roles whose
-        models have nothing."""
-        given = self.given
+        """The user's changes to a role's model objects (`model_changes`), in words; without roles that have none."""
+        inputs = self.given
         models: dict[Role, Sequence[object]] = {
-            Role.ACTOR: [given.model],
-            Role.REFERENCE: [given.ref_model if self.own_reference else given.model],
-            Role.CRITIC: [given.value_model],
-            Role.REWARD: given.reward_models,
+            Role.ACTOR: [inputs.model],
+            Role.REFERENCE: [inputs.ref_model if self.own_reference else inputs.model],
+            Role.CRITIC: [inputs.value_model],
+            Role.REWARD: inputs.reward_models,
         }
-        found = {role: [c for model in models[role] for c in model_changes(model)] for role in self.graph.roles}
-        return {role: described(changes) for role, changes in found.items() if changes}
+        changes_of = {role: [c for model in models[role] for c in model_changes(model)] for role in self.graph.roles}
+        return {role: described(changes) for role, changes in changes_of.items() if changes}
 
     def job_models(self) -> JobModels:
-        """The models as the planner reads them. None is loaded."""
+        """The models in the planner's form. None is loaded."""
         return JobModels.of_run(
             self.configs,
             self.graph,

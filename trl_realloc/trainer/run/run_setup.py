@@ -1,7 +1,7 @@
-"""`RunSetup`: a run that is checked and planned, and the last steps to it, which are the same for every trainer.
+"""`RunSetup`: a checked and planned run, and the last steps to it, which all trainers share.
 
-The steps before are in `ppo_setup`, and in `policy_setup` for GRPO and RLOO. Engines are built later, by
-`runtime.placement.placement`.
+Earlier steps are in `ppo_setup`, and in `policy_setup` for GRPO and RLOO. `runtime.placement.placement` builds the
+engines later.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run that is checked and planned. It holds no engine.
+    """A checked and planned run. It holds no engine.
 
     Args:
-        models_before_start: by trained role, the model as this rank has it before its engine is built: the loaded
-            model, or the structure without weights of a model that is given by path or has no part on this rank. After
-            the start it is the engine's module.
-        rates: the learning rate of each trained role, which the scheduler changes. The optimizers themselves are made
-            by the engines.
-        make_optimizer: a `functools.partial` from a role's module to its optimizer: its part of the user's, or, without
-            one, the optimizer that the training arguments name.
-        job_plan: the plan with its estimate.
-        job: the planner's input.
-        train_dataset: of PPO tokenized, of other trainers as the user gave it.
-        is_fixed: a model that the user gave is more than its config and its weights: some parameters of a trained one
-            are not trained, or it has changes (`model_changes`).
+        models_before_start: this rank's model of each trained role before its engine is built: the loaded model, or a
+            structure without weights if the model is passed by path or has no part on this rank. After the start it is
+            the engine's module.
+        rates: learning rate of each trained role, which the scheduler changes. The engines create the optimizers.
+        make_optimizer: `functools.partial` from a role's module to its optimizer: a part of the user's optimizer, or
+            else the optimizer that the training arguments name.
+        job_plan: plan with its estimate.
+        job: input of the planner.
+        train_dataset: training data; tokenized for PPO, as passed by the user for other trainers.
+        is_fixed: whether a user's model is more than its config and weights: it is trained in part, or has changes
+            (`model_changes`).
     """
 
     plan: ExecutionPlan
@@ -73,13 +72,13 @@ class RunSetup:
 
     @property
     def engine_options(self) -> EngineOptions:
-        """The engine options of the job for this plan, with the optimizer of this run."""
+        """The job's engine options for this plan, with this run's optimizer."""
         options = self.job.options.for_plan(self.plan, self.job.workload.episodes)
         return replace(options, make_optimizer=self.make_optimizer)
 
     def started(self, models: Mapping[Role, Any]) -> Self:
-        """The setup after the engines have started, without references to the models that the user passed, nor to the
-        parameters in the user's optimizer.
+        """The setup after the start of the engines, without references to the user's models and to the parameters in
+        the user's optimizer.
 
         Args:
             models: this rank's modules of the trained roles.
@@ -94,14 +93,14 @@ class RunSetup:
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """Refuses the plans that a run cannot have. It is kept for the whole run, so it holds no model of the user's.
+    """Refuses plans that a run cannot have. It lives as long as the run, so it holds no user model.
 
     Args:
         configs: the Transformers config of every model of every role.
-        adapters: the PEFT configs of the policy's adapters, by their names.
-        sharding: how the optimizer may be sharded.
-        changes: as of `RunInputs`.
-        own_reference, copies_adapter: as of `RunInputs`.
+        adapters: PEFT configs of the policy's adapters, by name.
+        sharding: sharding that the optimizer allows.
+        changes: see `RunInputs`.
+        own_reference, copies_adapter: see `RunInputs`.
     """
 
     args: PPOConfig | PolicyConfig
@@ -140,18 +139,18 @@ class PlanCheck:
 
 
 def plan_check(run: RunInputs) -> PlanCheck:
-    """The check of the run's plans. The plan that the user asked for is checked at once, and so is a policy with
-    adapters that vLLM engines are to generate with.
+    """The check of the run's plans. At once checks the user's plan, and a policy with adapters that vLLM engines are to
+    generate with.
 
     Raises:
         ConfigError, PlanError, ValueError: names what is not allowed.
     """
-    given, request = run.given, run.request
-    settings = None if given.optimizer is None else without_parameters(given.optimizer)
+    inputs, request = run.given, run.request
+    settings = None if inputs.optimizer is None else without_parameters(inputs.optimizer)
     check = PlanCheck(
         run.args,
         run.configs,
-        adapter_configs(given.model, given.peft_config),
+        adapter_configs(inputs.model, inputs.peft_config),
         OptimizerSharding(run.args, settings),
         request.processes,
         run.changes(),
@@ -161,24 +160,24 @@ def plan_check(run: RunInputs) -> PlanCheck:
     if request.plan is not None:
         check(request.plan)
     if request.by_vllm:
-        check_generated(run.args, given.model, run.configs[Role.ACTOR][0], given.peft_config)
+        check_generated(run.args, inputs.model, run.configs[Role.ACTOR][0], inputs.peft_config)
     return check
 
 
 def plan_run(
     run: RunInputs, check: PlanCheck, job: Job, call_settings: CallSettings, algorithm: Any, train_dataset: Any
 ) -> RunSetup:
-    """Choose the plan, and make the policy. No weights are read, unless the policy can only be loaded whole. All ranks
-    together.
+    """Choose the plan, and create the policy. No weights are read, unless the policy can only be loaded whole. All
+    ranks together.
 
     Args:
-        check: of the run's plans.
-        job: the run as the planner sees it.
+        check: checks the run's plans.
+        job: input of the planner.
 
     Raises:
         ConfigError, ModelError, PlanError: see `plan_job` and `build_roles`.
     """
-    given, request = run.given, run.request
+    inputs, request = run.given, run.request
     engines = tuple(engine for engine in job.engines if engine != "megatron" or not check.changes)
     job = replace(job, check=check, engines=engines, splits=check.sharding.splits_with(check.adapters))
     if request.plan is not None:
@@ -188,7 +187,7 @@ def plan_run(
     plan = job_plan.plan
     announce(request.processes, plan, run.rank)
     policy, roles = build_roles(run, plan)
-    models = {Role.ACTOR: policy, Role.CRITIC: given.value_model}
+    models = {Role.ACTOR: policy, Role.CRITIC: inputs.value_model}
     trained = {role: models[role] for role in plan.graph.trained_roles}
     return RunSetup(
         plan=plan,
@@ -199,14 +198,14 @@ def plan_run(
             role: model if _is_here(model, role, plan, run.rank) else structure(roles, role)
             for role, model in trained.items()
         },
-        rates=LearningRates.of(run.args, given.optimizer, given.scheduler, tuple(trained)),
+        rates=LearningRates.of(run.args, inputs.optimizer, inputs.scheduler, tuple(trained)),
         make_optimizer=(
-            partial(make_optimizer, run.args) if given.optimizer is None else partial(part_of, given.optimizer)
+            partial(make_optimizer, run.args) if inputs.optimizer is None else partial(part_of, inputs.optimizer)
         ),
         job_plan=job_plan,
         job=job,
         train_dataset=train_dataset,
-        is_fixed=bool(check.changes) or frozen_in_part(given.model, given.value_model),
+        is_fixed=bool(check.changes) or frozen_in_part(inputs.model, inputs.value_model),
     )
 
 
@@ -224,7 +223,7 @@ def structure(roles: Roles, role: Role) -> Any:
 
 
 def frozen_in_part(*models: Any) -> bool:
-    """True if some parameters of the given models are not trained. Models given by name are trained whole. Call this on
-    the models as the user gave them, so that all ranks get the same answer: later a rank keeps only its parts."""
-    given = [model for model in models if isinstance(model, nn.Module)]
-    return any(not parameter.requires_grad for model in given for parameter in model.parameters())
+    """True if some parameters of the models are not trained. Models passed by name are trained whole. Call this on the
+    user's models, so that all ranks get the same answer: later a rank keeps only its parts."""
+    loaded = [model for model in models if isinstance(model, nn.Module)]
+    return any(not parameter.requires_grad for model in loaded for parameter in model.parameters())
