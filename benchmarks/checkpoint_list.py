@@ -84,7 +84,7 @@ def ours(plans: list[SavePlan], seconds: Seconds, folder: Path) -> None:
             division = Division.of(chunks)
         with seconds.of("trl_realloc", "what each rank writes"):
             kept = through_pickle(list(division.kept))
-        lengths = [np.full(len(of_rank), 1, dtype=np.int64) for of_rank in kept]
+        lengths = [np.full(len(rank_values), 1, dtype=np.int64) for rank_values in kept]
         with seconds.of("trl_realloc", "where it was written"):
             results = division.results(through_pickle(lengths), [file_of(rank) for rank in range(len(plans))])
         with seconds.of("trl_realloc", "writing the list"):
@@ -94,9 +94,9 @@ def ours(plans: list[SavePlan], seconds: Seconds, folder: Path) -> None:
 def dcps(plans: list[SavePlan], seconds: Seconds, folder: Path, results: Callable[[], Any]) -> None:
     planner, writer = Saving({}), FileSystemWriter(folder)
     with seconds.of("DCP", "what the ranks have"):
-        of_ranks = through_pickle(plans)
+        per_rank = through_pickle(plans)
     with seconds.of("DCP", "dividing it"):
-        divided, metadata = planner.create_global_plan(of_ranks)
+        divided, metadata = planner.create_global_plan(per_rank)
     with seconds.of("DCP", "what each rank writes"):
         through_pickle(writer.prepare_global_plan(divided))
     found = results()
@@ -129,7 +129,7 @@ def main() -> None:
 
         def results() -> Any:
             division = Division.of([Chunks.of(plan) for plan in plans])
-            lengths = [np.ones(len(of_rank), dtype=np.int64) for of_rank in division.kept]
+            lengths = [np.ones(len(rank_values), dtype=np.int64) for rank_values in division.kept]
             return division.results(lengths, [file_of(rank) for rank in range(len(plans))])
 
         dcps(plans, seconds, folder, results)

@@ -28,7 +28,7 @@ from rich.table import Table
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import AUTO, PRESETS
 from trl_realloc.plan.timeline import Timeline
-from trl_realloc.planner.cost.estimate_factors import Corrections, layout_name
+from trl_realloc.planner.cost.estimate_factors import CalibrationFactors, layout_name
 from trl_realloc.planner.cost.profile import Profile
 
 
@@ -122,7 +122,7 @@ def child(pair: str, plan: str, folder: Path, updates: int, engine: str | None) 
 def _forget(cache: Path) -> None:
     """Remove from the profiles what earlier runs have taught: estimates are from measurements made before any run."""
     for path in cache.glob("profile-*.json"):
-        replace(Profile.load(path), corrections=Corrections()).save(path)
+        replace(Profile.load(path), calibration=CalibrationFactors()).save(path)
 
 
 def measure(pair: str, plan: str, processes: int, given: argparse.Namespace, cache: Path) -> dict[str, Any]:

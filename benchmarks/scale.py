@@ -60,7 +60,7 @@ from trl_realloc.runtime.calls.call_runner import CallRunner  # noqa: E402
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step  # noqa: E402
 from trl_realloc.runtime.executor import Executor  # noqa: E402
 from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
-from trl_realloc.runtime.messages import combined  # noqa: E402
+from trl_realloc.runtime.messages import all_reduce  # noqa: E402
 from trl_realloc.runtime.samples.exchange import Exchange  # noqa: E402
 from trl_realloc.runtime.samples.shares import Share  # noqa: E402
 
@@ -232,7 +232,7 @@ def update(plan: ExecutionPlan) -> Mailboxes:
             ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})
             if rank in ranks:  # on the versions, and on the outcome
                 for _ in range(2):
-                    combined(boxes.of(rank), ranks, rank, 0, max, 10 * tag)
+                    all_reduce(boxes.of(rank), ranks, rank, 0, max, 10 * tag)
 
     threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(plan.cluster.size)]
     for thread in threads:

@@ -191,7 +191,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
     weights, n = naive_weights(batch, mode, *clips), sum(lengths)
     new = batch.ragged("logprobs").values + 0.3 * drawn(lengths, torch.Generator().manual_seed(seed + 1)).values
     total, gradient, _ = loss_of(rules, batch, new)
-    expected, slopes = 0.0, []
+    expected, grads = 0.0, []
     rows = zip(batch.ragged("logprobs").like(new).rows(), batch.ragged("advantages").rows(), strict=True)
     for row, (logprobs, advantages) in enumerate(rows):
         proximal, reference = batch.ragged("proximal_logprobs")[row], batch.ragged("ref_logprobs")[row]
@@ -199,12 +199,12 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
             ratio, w = math.exp(logprob - float(proximal[t])), weights[row][t]
             plain, clipped = a * ratio, a * min(max(ratio, 0.8), 1.2)
             expected -= w * min(plain, clipped) / n
-            slopes.append(-w * plain / n if plain <= clipped else 0.0)  # of a clipped token it is 0
+            grads.append(-w * plain / n if plain <= clipped else 0.0)  # of a clipped token it is 0
             difference = float(reference[t]) - float(proximal[t])  # the reward's KL is that of the proximal policy
             kl = -difference if estimator == "k1" else math.expm1(difference) - difference
             assert float(batch.ragged("kl")[row][t]) == pytest.approx(kl, rel=1e-5, abs=1e-6)
     assert total == pytest.approx(expected, rel=1e-7, abs=1e-8)  # the divisor is of float32
-    assert gradient.tolist() == pytest.approx(slopes, rel=1e-7, abs=1e-8)
+    assert gradient.tolist() == pytest.approx(grads, rel=1e-7, abs=1e-8)
 
 
 @fast

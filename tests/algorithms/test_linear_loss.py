@@ -1,4 +1,5 @@
-"""A loss given by its slopes: its gradient is that of the loss the slopes are of, and samples without slopes may go."""
+"""A loss given by its token gradients: its gradient is that of the loss the token gradients are of, and samples without
+token gradients may go."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_slopes
+from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_grads
 from trl_realloc.algorithms.nonfinite import problem_of
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 
@@ -19,16 +20,16 @@ LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=8)
 LOSS = LinearLoss()
 
 
-def rollouts(lengths: list[int], slopes: Tensor, entropy_slopes: Tensor | None = None) -> Rollouts:
+def rollouts(lengths: list[int], grads: Tensor, entropy_grads: Tensor | None = None) -> Rollouts:
     sizes = torch.tensor(lengths)
     responses = Ragged(torch.ones(int(sizes.sum()), dtype=torch.long), sizes)
     samples = Rollouts(
         index=torch.arange(len(lengths)) + 10,
         prompts=Ragged(torch.ones(3 * len(lengths), dtype=torch.long), torch.full((len(lengths),), 3)),
         responses=responses,
-        logprob_slopes=responses.like(slopes),
+        logprob_grads=responses.like(grads),
     )
-    return samples if entropy_slopes is None else samples.plus(entropy_slopes=responses.like(entropy_slopes))
+    return samples if entropy_grads is None else samples.plus(entropy_grads=responses.like(entropy_grads))
 
 
 def leaves(samples: Rollouts) -> dict[str, Ragged]:
@@ -42,13 +43,13 @@ def leaves(samples: Rollouts) -> dict[str, Ragged]:
 
 
 def test_its_gradient_is_the_slopes_and_its_statistics_are_each_samples_part() -> None:
-    slopes, entropy_slopes = torch.arange(6.0) - 2, torch.linspace(1, 2, 6)
-    samples = rollouts([3, 0, 2, 1], slopes, entropy_slopes)
+    grads, entropy_grads = torch.arange(6.0) - 2, torch.linspace(1, 2, 6)
+    samples = rollouts([3, 0, 2, 1], grads, entropy_grads)
     outputs = leaves(samples)
     value, statistics = LOSS(outputs, samples)
     value.backward()
-    assert torch.equal(outputs["logprobs"].values.grad, slopes.double())
-    assert torch.equal(outputs["entropy"].values.grad, entropy_slopes.double())
+    assert torch.equal(outputs["logprobs"].values.grad, grads.double())
+    assert torch.equal(outputs["entropy"].values.grad, entropy_grads.double())
     assert set(statistics) == {"linear_loss"} and not statistics["linear_loss"].requires_grad
     torch.testing.assert_close(statistics["linear_loss"].sum(), value.detach())
     assert float(statistics["linear_loss"][1]) == 0.0
@@ -72,13 +73,13 @@ def test_a_token_without_a_slope_may_have_any_logprob() -> None:
 
 def test_slopes_that_are_not_one_per_response_token_are_refused_with_their_sample() -> None:
     samples = rollouts([2, 1], torch.ones(3))
-    moved = samples.plus(logprob_slopes=Ragged(torch.ones(3), torch.tensor([2, 1])))
+    moved = samples.plus(logprob_grads=Ragged(torch.ones(3), torch.tensor([2, 1])))
     outputs = {"logprobs": Ragged(torch.zeros(3), torch.tensor([1, 2]))}
-    with pytest.raises(ValueError, match="sample 10 of the batch has 2 logprob_slopes and 1 response tokens"):
+    with pytest.raises(ValueError, match="sample 10 of the batch has 2 logprob_grads and 1 response tokens"):
         LOSS(outputs, moved)
 
 
-@pytest.mark.parametrize("column", ["logprob_slopes", "entropy_slopes"])
+@pytest.mark.parametrize("column", ["logprob_grads", "entropy_grads"])
 @pytest.mark.parametrize("number", [math.nan, math.inf, 1e16])
 def test_slopes_that_are_not_finite_are_refused_with_their_sample(column: str, number: float) -> None:
     samples = rollouts([2, 1], torch.ones(3), torch.ones(3))
@@ -95,12 +96,12 @@ def test_exactly_the_samples_without_a_slope_go_and_the_gradient_stays(
     generator, count = torch.Generator().manual_seed(seed), sum(lengths)
 
     def drawn() -> Tensor:
-        """Slopes of which most are 0, or -0."""
+        """Token gradients of which most are 0, or -0."""
         return torch.randn(count, generator=generator) * (torch.rand(count, generator=generator) < 0.3)
 
     samples = rollouts(lengths, drawn(), drawn() if has_entropy else None)
-    columns = ["logprob_slopes", "entropy_slopes"] if has_entropy else ["logprob_slopes"]
-    kept = without_zero_slopes(samples)
+    columns = ["logprob_grads", "entropy_grads"] if has_entropy else ["logprob_grads"]
+    kept = without_zero_grads(samples)
     wanted = [
         int(index)
         for row, index in enumerate(samples.tensor("index"))
@@ -125,4 +126,4 @@ def test_exactly_the_samples_without_a_slope_go_and_the_gradient_stays(
 
 
 def test_no_samples_stay_no_samples() -> None:
-    assert len(without_zero_slopes(rollouts([2], torch.ones(2)).select([]))) == 0
+    assert len(without_zero_grads(rollouts([2], torch.ones(2)).select([]))) == 0

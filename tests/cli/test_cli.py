@@ -275,8 +275,8 @@ def test_fused_training_is_chosen_for_gpus_only_where_the_recipe_allows_it(
     recipe = tmp_path / "ppo.yaml"
     recipe.write_text(f"{RECIPE.read_text().replace('runs/demo/assets', str(RECIPE.parent))}\n{setting}\n")
     decision = choose_for_recipe(read_recipe(recipe), "h100:8", None, None, None, 0.2)
-    rung = decision.rung(FUSED)
-    assert rung.plans and bool(rung.refusal) != allowed
+    option = decision.option(FUSED)
+    assert option.plans and bool(option.refusal) != allowed
 
 
 def test_planning_a_recipe_leaves_torch_out(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_digest_sees_every_row_of_a_large_tensor() -> None:
 
 
 def test_memory_can_be_freed_after_its_digest_was_taken() -> None:
-    """As `residency.DroppedCopy` does between the uses of a copy."""
+    """As `cpu_offload.DroppedCopy` does between the uses of a copy."""
     tensor = torch.randn(8, 8)
     assert digest(tensor) == digest(tensor.clone())
     tensor.untyped_storage().resize_(0)

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 from accelerate import PartialState
 
-from trl_realloc.runtime.launch.hosts import cluster_of, meet
+from trl_realloc.runtime.launch.hosts import all_processes, cluster_of
 
 
 def main() -> None:
-    processes = meet()
+    processes = all_processes()
     state = PartialState(cpu=True, backend="gloo")
     cluster = cluster_of(processes)
     known = {

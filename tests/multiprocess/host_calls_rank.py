@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from host_driven import GRAPH, drive, start
+from trainer_driven import GRAPH, drive, start
 
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import resolve_plan

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.presets import flatten, separate
-from trl_realloc.runtime.messages import GlooMessages, combined
-from trl_realloc.runtime.process_groups import make_groups, make_reallocation_groups, meet
+from trl_realloc.runtime.messages import GlooMessages, all_reduce
+from trl_realloc.runtime.process_groups import barrier, make_groups, make_reallocation_groups
 from trl_realloc.trainer.policy.planned_rewards import followed_by
 
 
@@ -32,7 +32,7 @@ def gathered_rewards(rank: int, control: Any, judge: Callable[..., Any]) -> list
     def length(**given: Any) -> list[float]:
         return [2.0]
 
-    rewards = followed_by([length, judge], "update 1", lambda said: None, lambda: meet(control))
+    rewards = followed_by([length, judge], "update 1", lambda said: None, lambda: barrier(control))
     answers = [reward(prompts=[rank]) for reward in rewards]
     own = torch.tensor([asyncio.run(answer)[0] if asyncio.iscoroutine(answer) else answer[0] for answer in answers])
     of_all = [torch.zeros(2), torch.zeros(2)]
@@ -47,7 +47,7 @@ def main() -> None:
     groups, control = make_groups(flatten(Cluster(1, 2)), rank, limit)
     apart = separate(Cluster(1, 2))
     edges = make_reallocation_groups(apart, rank, limit)
-    meet(control)  # the ranks may have begun at different times
+    barrier(control)  # the ranks may have begun at different times
     messages, received = GlooMessages(control), dict[str, Any]()
 
     def late() -> None:
@@ -69,11 +69,11 @@ def main() -> None:
     late()
     edge = next(iter(edges.values()))
     of_edge = GlooMessages(edge.control)
-    received["version"] = combined(of_edge, edge.ranks, rank, rank, max, TAG)
+    received["version"] = all_reduce(of_edge, edge.ranks, rank, rank, max, TAG)
     of_edge.flush()
     received["rewards"] = gathered_rewards(rank, control, judge)
     (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(received))
-    meet(control)
+    barrier(control)
     dist.destroy_process_group()
 
 

@@ -53,7 +53,7 @@ def failing(executor: Executor) -> str:
     try:
         executor.run(prompts(), 0, {Role.ACTOR: 0.1})
     except JobFailed as error:
-        said = f"{error.is_unharmed} {error}"
+        said = f"{error.is_recoverable} {error}"
     executor.settings = type(settings)(**{**vars(settings), "functions": [function]})
     metrics = executor.run(prompts(), 0, {Role.ACTOR: 0.1}).metrics
     executor.exchange.flush()

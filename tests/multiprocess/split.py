@@ -93,8 +93,8 @@ def head_of(case: Mapping[str, Any], head: str) -> RoleHead:
     model = model_of(case, head)
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    support = Support(*case["support"]) if "support" in case else None
-    return PolicyHead(model, 0.7, support) if head == "policy" else ValueHead(model)
+    sampling_mask = Support(*case["support"]) if "support" in case else None
+    return PolicyHead(model, 0.7, sampling_mask) if head == "policy" else ValueHead(model)
 
 
 def adagrad(module: nn.Module) -> torch.optim.Optimizer:

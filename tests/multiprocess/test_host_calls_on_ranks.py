@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_driven import GRAPH, PROMPTS, drive, start
+from trainer_driven import GRAPH, PROMPTS, drive, start
 
 from trl_realloc import Cluster
 from trl_realloc.plan.presets import flatten

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from trl_realloc.algorithms import ppo
 from trl_realloc.algorithms.corrections import MODES, Correction
-from trl_realloc.algorithms.linear_loss import LOGPROB_SLOPES, LinearLoss
+from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS, LinearLoss
 from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import Support
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
-from trl_realloc.trainer.grpo_trainer import drawn_logps
+from trl_realloc.trainer.grpo_trainer import sampling_logps
 from trl_realloc.trainer.policy.loss_and_logprobs import Rows
 
 
@@ -38,27 +38,27 @@ def randn(draw: random.Random, *shape: int, scale: float = 1.0, dtype: torch.dty
     return scale * torch.randn(*shape, generator=generator, dtype=dtype)
 
 
-def kept(x: Tensor, support: Support | None) -> Tensor:
+def kept(x: Tensor, sampling_mask: Support | None) -> Tensor:
     """(rows, vocabulary) bool: the tokens that the rules keep, one row after the other."""
     rows = []
     for row in x.tolist():
-        support = support or Support()
+        sampling_mask = sampling_mask or Support()
         order = sorted(range(len(row)), key=lambda token: -row[token])
-        order = [token for token in order if math.exp(row[token] - row[order[0]]) >= support.min_p]
-        order = order[: support.top_k or None]
+        order = [token for token in order if math.exp(row[token] - row[order[0]]) >= sampling_mask.min_p]
+        order = order[: sampling_mask.top_k or None]
         total, before, nucleus = sum(math.exp(row[token]) for token in order), 0.0, set[int]()
         for token in order:
-            if before < support.top_p * total:
+            if before < sampling_mask.top_p * total:
                 nucleus.add(token)
             before += math.exp(row[token])
         rows.append([token in nucleus for token in range(len(row))])
     return torch.tensor(rows)
 
 
-def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, support: Support | None) -> Tensor:
+def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, sampling_mask: Support | None) -> Tensor:
     """(tokens,) over the tokens that are kept, and the target."""
     x = logits.double() / temperature
-    inside = kept(x.detach(), support).scatter(1, targets[:, None], True)
+    inside = kept(x.detach(), sampling_mask).scatter(1, targets[:, None], True)
     return x.masked_fill(~inside, -math.inf).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
@@ -206,10 +206,10 @@ class Batch:
         self.mask = torch.tensor([[1] * n + [0] * (LIMIT - n) for n in self.lengths])
         self.ids = torch.tensor([[draw.randrange(VOCABULARY) for _ in range(LIMIT)] for _ in range(self.rows)])
         self.temperature = draw.choice([1.0, 0.6])
-        self.support = draw.choice([None, Support(top_p=0.8), Support(top_k=4), Support(0.9, 6, 0.05)])
+        self.sampling_mask = draw.choice([None, Support(top_p=0.8), Support(top_k=4), Support(0.9, 6, 0.05)])
         self.logits = randn(draw, int(self.mask.sum()), VOCABULARY, scale=1.5)
         self.targets = self.ids[self.mask.bool()]
-        now = self.dense(logprobs_of(self.logits, self.targets, self.temperature, self.support))
+        now = self.dense(logprobs_of(self.logits, self.targets, self.temperature, self.sampling_mask))
         self.old, self.engine, self.reference = (
             (now + randn(draw, self.rows, LIMIT, scale=scale)) * self.mask for scale in (0.15, 0.2, 0.3)
         )
@@ -222,7 +222,7 @@ class Batch:
     def by_slopes(self, loss_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """A loss of log-probabilities, and its gradient by the logits as an engine computes it."""
         leaf = self.logits.clone().requires_grad_()
-        logprobs, entropies = TokenLogprobs.apply(leaf * 1, self.targets, self.temperature, self.support)
+        logprobs, entropies = TokenLogprobs.apply(leaf * 1, self.targets, self.temperature, self.sampling_mask)
         values = self.dense(logprobs.detach()).requires_grad_()
         loss = loss_of(values)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -230,7 +230,7 @@ class Batch:
         rows = Rows.of(torch.cat([prompts, self.ids], 1), torch.cat([prompts, self.mask], 1), LIMIT)
         assert values.grad is not None
         column = rows.samples.ragged("responses")
-        samples = rows.samples.plus(**{LOGPROB_SLOPES: rows.unpadded(values.grad)})
+        samples = rows.samples.plus(**{LOGPROB_GRADS: rows.unpadded(values.grad)})
         value, _ = LinearLoss()({"logprobs": column.like(logprobs), "entropy": column.like(entropies)}, samples)
         value.backward()
         assert leaf.grad is not None
@@ -239,7 +239,7 @@ class Batch:
     def exactly(self, loss_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The same by autograd through dense softmaxes."""
         leaf = self.logits.clone().requires_grad_()
-        loss = loss_of(self.dense(logprobs_of(leaf, self.targets, self.temperature, self.support)))
+        loss = loss_of(self.dense(logprobs_of(leaf, self.targets, self.temperature, self.sampling_mask)))
         loss.backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         return loss.detach(), leaf.grad
@@ -374,7 +374,7 @@ def test_rloo(seed: int) -> None:
     old = (batch.old * batch.mask).sum(1)
     if corrects:  # to the policy that drew the completions
         told = [row[:n] for row, n in zip(batch.engine, batch.lengths, strict=True)]
-        old = drawn_logps(told, batch.mask, old)
+        old = sampling_logps(told, batch.mask, old)
     inputs = batch.inputs(old_logps=old)
     loss_of = loss_by_trl(trl.RLOOTrainer, inputs, epsilon_low=low, epsilon_high=high)
 

@@ -30,7 +30,7 @@ from recorded_rollouts import (
 )
 
 import trl_realloc
-from trl_realloc.algorithms import host_loss
+from trl_realloc.algorithms import trainer_loss
 from trl_realloc.trainer.policy import loss_and_logprobs
 
 
@@ -321,13 +321,13 @@ def test_samples_without_a_gradient_are_left_out_and_it_changes_nothing(
         return add(given, loss)
 
     def training(given: Any, rate: Any) -> Any:
-        counts.append(len(host_loss.without_zero_slopes(given)))
+        counts.append(len(trainer_loss.without_zero_grads(given)))
         return train(given, rate)
 
     made.calls.add_gradients, made.calls.train = adding, training
     made.train()
     assert any(1 < count < 8 for count in counts)
-    monkeypatch.setattr(host_loss, "without_zero_slopes", lambda given: given)
+    monkeypatch.setattr(trainer_loss, "without_zero_grads", lambda given: given)
     monkeypatch.setattr(loss_and_logprobs, "moving_rows", lambda *given: torch.ones(4, dtype=torch.bool))
     check_equal(result(made), run(trl_realloc, tmp_path / "with", base=base), tolerance=1e-7)
 

@@ -25,7 +25,7 @@ from trl_realloc.planner.search.ahead_problem import AheadProblem, Split, splits
 from trl_realloc.planner.search.choose import choose
 from trl_realloc.planner.search.decision import Decision
 from trl_realloc.planner.search.fastest import SearchResult
-from trl_realloc.planner.search.ladder import STALENESS, Ways, saving
+from trl_realloc.planner.search.ladder import STALENESS, AllowedOptions, saving
 from trl_realloc.planner.search.overlap_worth import OverlapWorth
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.planner.search.space import Space
@@ -42,29 +42,29 @@ def costs(workload: Workload = BALANCED, nodes: int = 2) -> Pricing:
 
 
 def test_generation_and_training_of_equal_weight_are_separated() -> None:
-    decision = choose(Space.of_run(MODELS, costs(), graph=GRAPH), Ways(max_staleness=2), time_limit_s=1.5)
+    decision = choose(Space.of_run(MODELS, costs(), graph=GRAPH), AllowedOptions(max_staleness=2), time_limit_s=1.5)
     best = decision.best
-    rung = decision.rung(STALENESS)
-    assert rung.fastest is best
+    option = decision.option(STALENESS)
+    assert option.fastest is best
     assert best.staleness.versions in (1, 2)
-    whole = rung.whole
-    assert best.seconds * 1.02 < whole.seconds and not whole.staleness.versions
-    assert f"staleness {best.staleness.versions} saves {1 - best.seconds / whole.seconds:.0%}" in decision.summary
+    baseline = option.baseline
+    assert best.seconds * 1.02 < baseline.seconds and not baseline.staleness.versions
+    assert f"staleness {best.staleness.versions} saves {1 - best.seconds / baseline.seconds:.0%}" in decision.summary
     plan = best.plan
     ahead = devices_ahead(plan.graph, plan.assignments)
     assert not any(ahead.intersection(plan.mesh(name).devices) for name in ("actor.train", "critic.train"))
     assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
     again = estimate_plan(plan, MODELS, costs())
     assert (again.seconds, again.estimate.mean_age) == (best.seconds, best.estimate.mean_age)
-    assert whole.name in [other.name for other in decision.alternatives if other.plan is whole]
+    assert baseline.name in [other.name for other in decision.alternatives if other.plan is baseline]
     assert all(other.reason for other in decision.alternatives)
-    seconds = [plan.seconds for plan in rung.plans.values()]
+    seconds = [plan.seconds for plan in option.plans.values()]
     assert all(more <= 1.01 * less for less, more in pairwise(seconds))
 
 
 def test_without_max_staleness_the_decision_is_as_before() -> None:
     plain = choose(Space.of_run(MODELS, costs(), graph=GRAPH), time_limit_s=0.5)
-    assert plain.rung(STALENESS) is None
+    assert plain.option(STALENESS) is None
     assert not plain.best.staleness.versions
     assert not any(other.plan.staleness.versions for other in plain.alternatives if other.plan)
 
@@ -81,21 +81,23 @@ def test_where_no_plan_can_have_a_staleness_the_summary_says_why(
     engine: str, changes: dict[str, Any], said: str
 ) -> None:
     space = Space.of_run(MODELS, costs(), graph=GRAPH, generation_engine=engine)
-    decision = choose(space, Ways(max_staleness=2, **changes), time_limit_s=0.5)
+    decision = choose(space, AllowedOptions(max_staleness=2, **changes), time_limit_s=0.5)
     assert not decision.best.staleness.versions
     assert said in decision.summary
 
 
 def test_one_device_is_not_divided() -> None:
     prices = replace(pricing(1, 1, work(episodes=8)), memory=None)
-    decision = choose(Space.of_run(specs(1, 1, GRAPH), prices, graph=GRAPH), Ways(max_staleness=4), time_limit_s=1.0)
+    decision = choose(
+        Space.of_run(specs(1, 1, GRAPH), prices, graph=GRAPH), AllowedOptions(max_staleness=4), time_limit_s=1.0
+    )
     assert not decision.best.staleness.versions
     assert "the only device cannot generate while it trains" in decision.summary
 
 
 def test_engines_that_the_user_lets_sleep_do_not_run_ahead() -> None:
     space = Space.of_run(MODELS, replace(costs(), vllm_sleeps=True), graph=GRAPH)
-    decision = choose(space, Ways(max_staleness=1), time_limit_s=0.5)
+    decision = choose(space, AllowedOptions(max_staleness=1), time_limit_s=0.5)
     assert not decision.best.staleness.versions
     assert "vllm_enable_sleep_mode" in decision.summary
 
@@ -104,8 +106,8 @@ def test_a_division_that_has_no_memory_for_the_models_is_not_chosen() -> None:
     models = specs(13, 13, GRAPH)
     prices = replace(pricing(1, 8, BALANCED), vllm_share=0.5, memory=DeviceMemory(84e9))
     limit_s = patience(1.0)  # in less the search finds no plan that fits
-    whole = choose(Space.of_run(models, prices, graph=GRAPH), time_limit_s=limit_s).best
-    choice = choose_staleness(replace(whole.space, pricing=prices), whole, 1, time_limit_s=limit_s)
+    baseline = choose(Space.of_run(models, prices, graph=GRAPH), time_limit_s=limit_s).best
+    choice = choose_staleness(replace(baseline.space, pricing=prices), baseline, 1, time_limit_s=limit_s)
     for plan in choice.plans.values():
         assert plan.fits
     assert choice.plans or "memory" in choice.sentence
@@ -114,7 +116,7 @@ def test_a_division_that_has_no_memory_for_the_models_is_not_chosen() -> None:
 def test_a_graph_without_generation_has_none() -> None:
     graph = DPO
     models = {call.name: MODELS["actor.train"] for call in graph.calls}
-    decision = choose(Space.of_run(models, costs(), graph=graph), Ways(max_staleness=1), time_limit_s=0.5)
+    decision = choose(Space.of_run(models, costs(), graph=graph), AllowedOptions(max_staleness=1), time_limit_s=0.5)
     assert "no call generates" in decision.summary
 
 
@@ -133,7 +135,7 @@ def test_a_chosen_plan_that_saves_nothing_is_not_said_to_save() -> None:
     prices = replace(costs(nodes=1), memory=None)
     plan = estimate_plan(separate(prices.cluster, graph=GRAPH), MODELS, prices, exact=False)
     decision = Decision(plan, (), SearchResult((), (), 0, 0.0, exhaustive=True))
-    worth = OverlapWorth(decision, Ways(), GRAPH, MODELS, corrects=False)
+    worth = OverlapWorth(decision, AllowedOptions(), GRAPH, MODELS, corrects=False)
     vars(worth)["apart"] = replace(plan, estimate=replace(plan.estimate, seconds=1.001 * plan.seconds))
     assert worth.rows[0].verdict == "as fast as the chosen plan"
     assert "saves" not in worth.sentences[-1]

@@ -139,7 +139,7 @@ def test_the_bound_holds_and_calls_wait_for_data_and_devices(
 
 def test_what_is_handed_over_between_two_iterations_takes_time() -> None:
     prices = costs(work(episodes=64, response_tokens=(64,), epochs=1))
-    slow = replace(prices, corrections=replace(prices.corrections, handover=0.05))
+    slow = replace(prices, calibration=replace(prices.calibration, dispatch=0.05))
     for plan in (halves(prices.cluster), critic_at_home(prices.cluster)):
         spans = priced(plan, 2, slow).ahead().spans
         for step in (1, 2, 3):

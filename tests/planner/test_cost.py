@@ -71,7 +71,7 @@ def test_an_offloaded_role_is_brought_back_over_the_host_link() -> None:
 
 
 def test_samples_in_and_out_take_their_time() -> None:
-    assert price("reward.forward", on(8, "zero")).parts["handover"] == DEVICES["h100"].call
+    assert price("reward.forward", on(8, "zero")).parts["dispatch"] == DEVICES["h100"].call
 
 
 def test_decoding_slows_as_the_cache_grows() -> None:
@@ -210,7 +210,7 @@ def test_tensor_parallelism_splits_a_layers_activations_but_for_those_as_wide_as
     logits = [4 * 1000.0 * work().mean_response / work().mean_length / tp for tp in (1, 8)]
     layers = [of - of_logits for of, of_logits in zip(of_layer, logits, strict=True)]
     kept = layer_activations(llama(7, "score"))
-    assert kept.whole == 16 * 4096 + 8 and layers[1] / layers[0] == pytest.approx(kept.of(8) / kept.of(1))
+    assert kept.baseline == 16 * 4096 + 8 and layers[1] / layers[0] == pytest.approx(kept.of(8) / kept.of(1))
 
 
 def test_layer_inputs_that_are_kept_for_recomputation_have_the_parameters_dtype() -> None:
@@ -334,11 +334,11 @@ def test_logits_that_cannot_be_computed_in_slices_are_priced_whole() -> None:
     for call, each in (("actor.train", 8), ("reference.forward", 4)):
         spec, assignment, graph_call = llama(7), on(8, "zero", dp=8), ppo_graph().call(call)
         sliced = rows.price(graph_call, [spec], assignment).transient
-        whole = rows.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient
+        baseline = rows.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient
         logits = each * (1 << 15) * 1024 / (1024 + 128) * 32000
-        assert whole > sliced and whole > logits
+        assert baseline > sliced and baseline > logits
         few = replace(rows, default_cap=1 << 10)
-        assert few.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient < whole
+        assert few.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient < baseline
 
 
 def test_a_model_known_by_its_shapes_has_logits_and_a_critic_has_none() -> None:

@@ -41,7 +41,7 @@ from trl_realloc.planner.fused.pipelines import FusedPipelines, Pipeline
 from trl_realloc.planner.search.choose import choose
 from trl_realloc.planner.search.fused_choice import choose_fused, pair_of
 from trl_realloc.planner.search.fused_cost import fused_prices
-from trl_realloc.planner.search.ladder import FUSED, Rung, Ways
+from trl_realloc.planner.search.ladder import FUSED, AllowedOptions, Option
 from trl_realloc.planner.search.overlap_worth import OverlapWorth
 from trl_realloc.planner.search.priced_plan import PricedPlan
 from trl_realloc.planner.search.problem import Problem, estimate_plan
@@ -80,9 +80,9 @@ def fused_plan(prices: Pricing, **homes: Assignment) -> PricedPlan:
     return estimate_plan(replace(pipelined(prices, **homes), fused=PAIR), MODELS, prices)
 
 
-def chosen(prices: Pricing, whole: ExecutionPlan, deadline: float = math.inf, latest: float = math.inf) -> Rung:
-    space = Space(prices.cluster, whole.graph, MODELS, prices)
-    return choose_fused(space, space.candidates(), [estimate_plan(whole, MODELS, prices)], deadline, latest)
+def chosen(prices: Pricing, baseline: ExecutionPlan, deadline: float = math.inf, latest: float = math.inf) -> Option:
+    space = Space(prices.cluster, baseline.graph, MODELS, prices)
+    return choose_fused(space, space.candidates(), [estimate_plan(baseline, MODELS, prices)], deadline, latest)
 
 
 def overlaps(timeline: Timeline) -> list[str]:
@@ -125,7 +125,7 @@ def test_fused_calls_take_the_makespan_of_their_schedule_and_what_is_outside(hom
     pipelines, schedule = plan.fused_cost.found
     assert check(pipelines, schedule).makespan == pytest.approx(plan.fused_cost.makespan, rel=1e-12)
     updates = prices.workload.updates
-    outside = sum(plan.costs[n].parts.get(p, 0.0) for n in PAIR for p in ("data", "optimizer", "handover"))
+    outside = sum(plan.costs[n].parts.get(p, 0.0) for n in PAIR for p in ("data", "optimizer", "dispatch"))
     assert plan.fused_cost.cost.seconds == pytest.approx(updates * plan.fused_cost.makespan + outside, rel=1e-9)
     assert pipelines.stages == 4
 
@@ -166,7 +166,7 @@ def test_pipelines_with_few_micro_batches_are_fused() -> None:
     choice = chosen(prices, pipelined(prices))
     fused = choice.fastest
     assert [*choice.plans.values()] == [fused]
-    saved = 1 - fused.seconds / choice.whole.seconds
+    saved = 1 - fused.seconds / choice.baseline.seconds
     assert saved > 0.1
     assert choice.sentence == f"fused training saves {saved:.0%} of an iteration"
     plan = fused.plan
@@ -187,23 +187,23 @@ def test_pipelines_are_looked_at_that_neither_call_has_by_itself() -> None:
 
 def test_the_chosen_plan_is_fused_and_the_explanation_says_what_that_saves() -> None:
     prices = slow_links(5e10, 0.001, episodes=64, prompt_tokens=900, response_tokens=(124,), mini_batches=16)
-    decision = choose(Space.of_run(MODELS, prices), Ways(barrier=True), time_limit_s=1.0)
-    rung = decision.rung(FUSED)
-    fused, whole = rung.plans[FUSED], rung.whole
-    assert decision.best.fused == fused.fused == PAIR and not whole.fused
+    decision = choose(Space.of_run(MODELS, prices), AllowedOptions(barrier=True), time_limit_s=1.0)
+    option = decision.option(FUSED)
+    fused, baseline = option.plans[FUSED], option.baseline
+    assert decision.best.fused == fused.fused == PAIR and not baseline.fused
     assert decision.best.calls == fused.calls  # streams may be added
-    assert fused.seconds * 1.001 < whole.seconds
-    saves = f"saves {1 - fused.seconds / whole.seconds:.0%} of an iteration"
+    assert fused.seconds * 1.001 < baseline.seconds
+    saves = f"saves {1 - fused.seconds / baseline.seconds:.0%} of an iteration"
     assert saves in decision.summary
-    assert any(other.plan is whole and saves in other.reason for other in decision.alternatives)
+    assert any(other.plan is baseline and saves in other.reason for other in decision.alternatives)
     assert all(other.reason for other in decision.alternatives)
     assert not overlaps(fused.timeline)
     assert {joined(PAIR)} == {call for call in fused.timeline.calls if call.endswith(".train")}
     graph = ppo_graph(proximal=True)
-    worth = OverlapWorth(decision, Ways(), graph, specs(7, 7, graph), time_limit_s=0.5)
+    worth = OverlapWorth(decision, AllowedOptions(), graph, specs(7, 7, graph), time_limit_s=0.5)
     row = next(row for row in worth.rows if row.name == FUSED)
     assert row.plan is fused and row.verdict
-    assert not worth.apart.fused and worth.whole is whole
+    assert not worth.apart.fused and worth.baseline is baseline
     assert any(line.startswith("Fused training ") and saves in line for line in worth.sentences)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(overlap_table(worth))
@@ -213,14 +213,14 @@ def test_the_chosen_plan_is_fused_and_the_explanation_says_what_that_saves() -> 
 def test_calls_that_train_faster_apart_are_not_fused_and_the_summary_says_so() -> None:
     decision = choose(Space.of_run(MODELS, pricing(1, 8)), time_limit_s=1.0)
     assert not decision.best.fused
-    assert not decision.rung(FUSED).is_chosen
+    assert not decision.option(FUSED).is_chosen
     assert "fused training costs at least" in decision.summary
 
 
 def test_what_is_within_the_error_of_the_estimates_is_not_chosen() -> None:
     prices = replace(FEW, memory=None)
     gain = chosen(prices, pipelined(prices))
-    error = gain.whole.seconds / gain.plans[FUSED].seconds - 1
+    error = gain.baseline.seconds / gain.plans[FUSED].seconds - 1
     for less, is_chosen in ((0.99, True), (1.01, False)):
         rough = replace(prices, rates=replace(prices.rates, error=less * error))  # type: ignore[type-var]
         choice = chosen(rough, pipelined(rough))
@@ -234,11 +234,11 @@ def test_a_fused_plan_that_does_not_fit_in_memory_is_not_found() -> None:
     prices = replace(prices, default_cap=1024)
     alone, fused = estimate_plan(pipelined(prices), MODELS, prices), fused_plan(prices)
     pair = [candidate for name, candidate in alone.calls.items() if name in PAIR]
-    whole = sum(c.cost.static for c in pair) + max(c.cost.transient for c in pair)
+    baseline = sum(c.cost.static for c in pair) + max(c.cost.transient for c in pair)
     assert fused.fused_cost is not None
     both = sum(c.cost.static for c in pair) + fused.fused_cost.cost.transient
-    assert both > 1.01 * whole
-    small = DeviceMemory((whole + both) / 2, headroom=0.0)
+    assert both > 1.01 * baseline
+    small = DeviceMemory((baseline + both) / 2, headroom=0.0)
     tight = replace(prices, memory=small)
     space = Space(tight.cluster, alone.space.graph, MODELS, tight)
     lists = {name: [candidate] for name, candidate in alone.calls.items()}
@@ -258,25 +258,25 @@ def test_a_fused_plan_that_does_not_fit_in_memory_is_not_found() -> None:
 )
 def test_where_nothing_can_be_fused_a_sentence_says_why(changes: dict[str, Any], said: str) -> None:
     prices = slow_links()
-    whole = estimate_plan(pipelined(prices), MODELS, prices)
-    space = replace(Space(prices.cluster, whole.space.graph, MODELS, prices), **changes)
-    choice = choose_fused(space, {}, [whole], math.inf)
-    assert choice.fastest is whole and said in choice.sentence
+    baseline = estimate_plan(pipelined(prices), MODELS, prices)
+    space = replace(Space(prices.cluster, baseline.space.graph, MODELS, prices), **changes)
+    choice = choose_fused(space, {}, [baseline], math.inf)
+    assert choice.fastest is baseline and said in choice.sentence
 
 
 def test_without_time_no_schedule_is_searched_and_no_training_is_fused() -> None:
     prices = replace(FEW, memory=None)
     assert chosen(prices, pipelined(prices)).fastest.fused
     late = chosen(prices, pipelined(prices), latest=-math.inf)
-    assert late.fastest is late.whole and "no time was left to search its schedules" in late.sentence
+    assert late.fastest is late.baseline and "no time was left to search its schedules" in late.sentence
 
 
 def test_where_fused_training_is_not_allowed_what_it_saves_is_said_and_it_is_not_chosen() -> None:
     prices = slow_links(5e10, 0.001, episodes=64, prompt_tokens=900, response_tokens=(124,), mini_batches=16)
-    refused = choose(Space.of_run(MODELS, prices), Ways(barrier=True, fused_training=False), time_limit_s=5.0)
-    assert not refused.best.fused and refused.best.seconds > refused.rung(FUSED).plans[FUSED].seconds
+    refused = choose(Space.of_run(MODELS, prices), AllowedOptions(barrier=True, fused_training=False), time_limit_s=5.0)
+    assert not refused.best.fused and refused.best.seconds > refused.option(FUSED).plans[FUSED].seconds
     assert "saves" in refused.summary and "fused_training: true" in refused.summary
-    worth = OverlapWorth(refused, Ways(), refused.best.space.graph, MODELS, time_limit_s=1.0)
+    worth = OverlapWorth(refused, AllowedOptions(), refused.best.space.graph, MODELS, time_limit_s=1.0)
     verdict = next(row.verdict for row in worth.rows if row.name == FUSED)
     assert "fused_training: true" in verdict and "slower" not in verdict
 
@@ -311,13 +311,13 @@ def test_training_beside_a_staleness_is_fused_on_the_devices_that_train() -> Non
     homes = {name: split("0-1", pp=2) for name in (*PAIR, "critic.forward")}
     base = separate(prices.cluster)
     plan = replace(base, assignments={**base.assignments, **homes}, staleness=Staleness(1))
-    whole = estimate_plan(plan, MODELS, replace(prices, memory=None))
+    baseline = estimate_plan(plan, MODELS, replace(prices, memory=None))
     space = replace(space, pricing=replace(prices, memory=None))
-    (fused,) = choose_fused(space, space.candidates(), [whole], math.inf).plans.values()
+    (fused,) = choose_fused(space, space.candidates(), [baseline], math.inf).plans.values()
     assert fused.staleness == Staleness(1)
     assert str(fused.plan.mesh("actor.train")) == "0-1"
     assert fused.plan.mesh("actor.generate") == plan.mesh("actor.generate")
-    assert fused.seconds <= whole.seconds
+    assert fused.seconds <= baseline.seconds
     assert ExecutionPlan.from_yaml(fused.plan.to_yaml()) == fused.plan
 
 

@@ -20,7 +20,7 @@ from trl_realloc.plan.presets import PRESETS
 from trl_realloc.planner.cost.workload import Workload
 from trl_realloc.planner.iteration.simulate import Overlap
 from trl_realloc.planner.search.choose import choose
-from trl_realloc.planner.search.ladder import STALENESS, STREAMING, Ways
+from trl_realloc.planner.search.ladder import STALENESS, STREAMING, AllowedOptions
 from trl_realloc.planner.search.overlap_worth import OverlapWorth
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.planner.search.space import Space
@@ -65,9 +65,9 @@ def test_a_workload_of_groups_counts_what_samples_of_a_prompt_compute(parts: int
     work = replace(groups(parts, 1, episodes=256), completions=8)
     prompt, response = round(work.prompt_tokens), work.response_tokens[0]
     keys = [bytes([at // 8]) * prompt + bytes([at // 8, at % 8]) * (response // 2) for at in range(256)]
-    whole, draw, tokens, squared = PrefixTree.of(keys, [prompt] * 256, 1), Random(0), list[int](), list[float]()
+    baseline, draw, tokens, squared = PrefixTree.of(keys, [prompt] * 256, 1), Random(0), list[int](), list[float]()
     for _ in range(50):
-        tree = whole.select(draw.sample(range(256), 256 // parts))
+        tree = baseline.select(draw.sample(range(256), 256 // parts))
         tokens.append(tree.tokens)
         squared.append(sum(n * n for n in tree.lengths) - sum(n * n for n in tree.shared))
     shared = work.sharing(256 / parts, 1 << 20, mini_batches=parts)
@@ -101,24 +101,26 @@ def test_scoring_and_training_are_priced_by_the_tokens_that_are_computed(call: s
 def test_adapters_of_a_model_that_cannot_be_trained_whole_fit_on_one_device() -> None:
     """7B take 121 GB with their gradients, masters and moments, of which adapters have half a percent."""
     graph = grpo_graph(reference=False, reward_models=False)
-    whole = {name: [replace(spec, bytes_per_element=2) for spec in of] for name, of in specs(7, 7, graph).items()}
-    lora = {**whole, "actor.train": [replace(spec, trained_share=0.005) for spec in whole["actor.train"]]}
+    baseline = {name: [replace(spec, bytes_per_element=2) for spec in of] for name, of in specs(7, 7, graph).items()}
+    lora = {**baseline, "actor.train": [replace(spec, trained_share=0.005) for spec in baseline["actor.train"]]}
     prices = pricing(1, 1, groups(1, 1))
     with pytest.raises(PlanError, match="actor.train fits on no mesh"):
-        choose(Space.of_run(whole, prices, graph=graph), time_limit_s=0.5)
+        choose(Space.of_run(baseline, prices, graph=graph), time_limit_s=0.5)
     best = choose(Space.of_run(lora, prices, graph=graph), time_limit_s=0.5).best
     (spec,) = lora["actor.train"]
     cost = best.costs["actor.train"]
     assert cost.static + cost.gradients == pytest.approx(spec.elements * (2 + 0.005 * 16))
-    slower = prices.price(graph.call("actor.train"), whole["actor.train"], best.plan["actor.train"])
+    slower = prices.price(graph.call("actor.train"), baseline["actor.train"], best.plan["actor.train"])
     assert cost.parts["compute"] < 0.8 * slower.parts["compute"]
 
 
 @forms
 def test_generation_may_run_ahead_of_another_librarys_loop_and_nothing_else(graph: DataflowGraph) -> None:
     prices = pricing(1, 4, groups(1, 1))
-    decision = choose(Space.of_run(specs(1, 1, graph), prices, graph=graph), Ways(max_staleness=2), time_limit_s=2.0)
-    plans = decision.rung(STALENESS).plans
+    decision = choose(
+        Space.of_run(specs(1, 1, graph), prices, graph=graph), AllowedOptions(max_staleness=2), time_limit_s=2.0
+    )
+    plans = decision.option(STALENESS).plans
     assert [plan.staleness.versions for plan in plans.values()] == [1, 2]
     for versions, stale in enumerate(plans.values(), 1):
         assert 0 < stale.estimate.mean_age <= stale.estimate.oldest <= versions
@@ -139,15 +141,15 @@ def test_without_a_staleness_the_next_generation_waits_for_the_end_of_another_li
 def test_runs_whose_completions_take_turns_do_not_stream() -> None:
     graph = FORMS[0]
     space = Space.of_run(specs(7, 7, graph), pricing(1, 4, groups(1, 1)), graph=graph)
-    decision = choose(space, Ways(streams=False), time_limit_s=1.0)
-    assert decision.rung(STREAMING) is None and decision.best.plan.streams is None
+    decision = choose(space, AllowedOptions(streams=False), time_limit_s=1.0)
+    assert decision.option(STREAMING) is None and decision.best.plan.streams is None
 
 
 def test_what_a_staleness_is_worth_is_said_in_generations_and_not_without_a_correction() -> None:
     graph, prices = FORMS[-1], pricing(1, 4, groups(1, 1))
     decision = choose(Space.of_run(specs(1, 1, graph), prices, graph=graph), time_limit_s=1.0)
     for corrects in (True, False):
-        worth = OverlapWorth(decision, Ways(), graph, specs(1, 1, graph), corrects, time_limit_s=1.0)
+        worth = OverlapWorth(decision, AllowedOptions(), graph, specs(1, 1, graph), corrects, time_limit_s=1.0)
         said = " ".join((*worth.sentences, *(row.name for row in worth.rows)))
         assert "cannot begin early, because TRL's loop asks for it" in said
         assert "the next generation begins early" not in said

@@ -26,7 +26,7 @@ from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
 from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.cost.analytic_rates import AnalyticRates
-from trl_realloc.planner.cost.estimate_factors import Corrections, layout_name
+from trl_realloc.planner.cost.estimate_factors import CalibrationFactors, layout_name
 from trl_realloc.planner.cost.hardware import DEVICES
 from trl_realloc.planner.cost.measured_rates import MeasuredRates
 from trl_realloc.planner.cost.pricing import Pricing
@@ -44,9 +44,9 @@ LENGTHS = tuple(range(20, 120))
 Slower = Callable[[str], float]
 
 
-def pricing(corrections: Corrections | None = None, processors: float | None = None) -> Pricing:
+def pricing(calibration: CalibrationFactors | None = None, processors: float | None = None) -> Pricing:
     rates = MeasuredRates(made_up(processors))
-    return Pricing(CLUSTER, work(episodes=64), rates, corrections=corrections or Corrections())
+    return Pricing(CLUSTER, work(episodes=64), rates, calibration=calibration or CalibrationFactors())
 
 
 def plan(name: str) -> ExecutionPlan:
@@ -58,19 +58,19 @@ class Machine:
 
     Args:
         slower: by the name of a call or of a reallocation, how many times longer it takes.
-        handover: seconds between calls, of each call.
+        dispatch: seconds between calls, of each call.
     """
 
     def __init__(
-        self, slower: Slower, *, handover: float = 0.01, processors: float | None = None, seed: int = 0
+        self, slower: Slower, *, dispatch: float = 0.01, processors: float | None = None, seed: int = 0
     ) -> None:
-        self.slower, self.handover, self.processors = slower, handover, processors
+        self.slower, self.dispatch, self.processors = slower, dispatch, processors
         self.draw = random.Random(seed)
 
     def pricing(self, factor: float = 1.0) -> Pricing:
         calls = {name: factor * self.slower(name) for name in SPECS}
         moves = {name: factor * self.slower(f"move to {name}") for name in SPECS}
-        return pricing(Corrections(calls, moves=moves, handover=factor * self.handover), self.processors)
+        return pricing(CalibrationFactors(calls, moves=moves, dispatch=factor * self.dispatch), self.processors)
 
     def update(self, of: ExecutionPlan, lengths: tuple[int, ...] = LENGTHS, factor: float = 1.0) -> MeasuredUpdate:
         factor *= self.draw.uniform(0.98, 1.02)
@@ -80,20 +80,22 @@ class Machine:
         return MeasuredUpdate.of(told if of.streams else estimate.timeline.spans, lengths)
 
 
-def learned(machine: Machine, of: ExecutionPlan, before: Corrections | None = None, updates: int = 9) -> Corrections:
+def learned(
+    machine: Machine, of: ExecutionPlan, before: CalibrationFactors | None = None, updates: int = 9
+) -> CalibrationFactors:
     evidence = PlanEvidence(of, SPECS, pricing(before, machine.processors))
     evidence.add(machine.update(of, factor=20.0))  # kernels are compiled
     for _ in range(updates):
         evidence.add(machine.update(of))
-    return evidence.corrections()
+    return evidence.calibration()
 
 
 def errors(
-    machine: Machine, of: ExecutionPlan, corrections: Corrections, lengths: tuple[int, ...]
+    machine: Machine, of: ExecutionPlan, calibration: CalibrationFactors, lengths: tuple[int, ...]
 ) -> Mapping[str, float]:
     """By call and for the iteration, estimate over truth minus 1."""
     estimates = []
-    for costs in (pricing(corrections, machine.processors), machine.pricing()):
+    for costs in (pricing(calibration, machine.processors), machine.pricing()):
         made = estimate_plan(of, SPECS, replace(costs, workload=costs.workload.of_lengths(lengths)))
         estimates.append({**made.timeline.by_call(), "iteration": made.timeline.seconds_per_step})
     return {name: estimates[0][name] / true - 1 for name, true in estimates[1].items()}
@@ -104,8 +106,8 @@ def errors(
 def test_a_machine_that_is_three_times_slower_than_it_was_measured_ends_with_estimates_within_ten_percent(
     name: str, processors: float | None
 ) -> None:
-    machine = Machine(lambda _: 3.0, handover=0.03, processors=processors)
-    before = errors(machine, plan(name), Corrections(), LENGTHS)
+    machine = Machine(lambda _: 3.0, dispatch=0.03, processors=processors)
+    before = errors(machine, plan(name), CalibrationFactors(), LENGTHS)
     assert before["iteration"] == pytest.approx(-2 / 3, abs=0.02)
     after = errors(machine, plan(name), learned(machine, plan(name)), LENGTHS)
     assert {call: error for call, error in after.items() if abs(error) > 0.1} == {}
@@ -114,7 +116,7 @@ def test_a_machine_that_is_three_times_slower_than_it_was_measured_ends_with_est
 @pytest.mark.parametrize("processors", [None, 2.0])
 def test_each_call_and_each_reallocation_is_corrected_by_its_own_factor(processors: float | None) -> None:
     slower = {"actor.train": 4.0, "critic.train": 0.5, "reward.forward": 2.0, "move to actor.generate": 50.0}
-    machine = Machine(lambda name: slower.get(name, 1.0), handover=0.2, processors=processors)
+    machine = Machine(lambda name: slower.get(name, 1.0), dispatch=0.2, processors=processors)
     split = plan("separate")
     after = errors(machine, split, learned(machine, split), LENGTHS)
     assert {call: error for call, error in after.items() if abs(error) > 0.1} == {}
@@ -134,7 +136,7 @@ def test_updates_that_something_else_slowed_down_do_not_count(factors: dict[str,
     evidence = PlanEvidence(flat, SPECS, pricing())
     for factor in (20.0, 1.0, 1.0, 10.0, 1.0, 1.0, 10.0, 1.0, 1.0):
         evidence.add(machine.update(flat, factor=factor))
-    after = errors(machine, flat, evidence.corrections(), LENGTHS)
+    after = errors(machine, flat, evidence.calibration(), LENGTHS)
     assert max(map(abs, after.values())) < 0.1
 
 
@@ -143,9 +145,9 @@ def test_the_first_updates_and_too_few_of_them_correct_nothing() -> None:
     evidence = PlanEvidence(plan("flatten"), SPECS, pricing())
     for _ in range(WARM_UP + LEAST - 1):
         evidence.add(machine.update(plan("flatten")))
-        assert evidence.corrections() == Corrections()
+        assert evidence.calibration() == CalibrationFactors()
     evidence.add(machine.update(plan("flatten")))
-    assert evidence.corrections().calls["actor.train"] == pytest.approx(3.0, rel=0.05)
+    assert evidence.calibration().calls["actor.train"] == pytest.approx(3.0, rel=0.05)
 
 
 def test_what_is_learned_of_a_layout_is_kept_apart_and_a_slower_machine_slows_them_all() -> None:
@@ -174,9 +176,9 @@ def test_reward_functions_which_have_no_estimate_get_the_seconds_that_they_took(
             *(s for s in estimate.timeline.spans if s.call != "reward.forward"),
         ]
         evidence.add(MeasuredUpdate.of(spans, LENGTHS))
-    corrections = evidence.corrections()
-    assert corrections.functions == {"reward.forward": 4 * 7.0}, "of the whole batch, of which a replica has a quarter"
-    call, prices = ppo_graph().call("reward.forward"), replace(costs, corrections=corrections)
+    calibration = evidence.calibration()
+    assert calibration.functions == {"reward.forward": 4 * 7.0}, "of the whole batch, of which a replica has a quarter"
+    call, prices = ppo_graph().call("reward.forward"), replace(costs, calibration=calibration)
     for preset, seconds in (("flatten", 7.0), ("interleave", 14.0), ("separate", 14.0)):
         assert prices.price(call, (), plan(preset)["reward.forward"]).parts["functions"] == seconds
 
@@ -186,7 +188,7 @@ def test_reward_functions_take_as_long_with_streams_as_their_devices_have_sample
     prices = StreamPrices.of(
         replace(plan(preset), streams=Streams()),
         {**SPECS, "reward.forward": ()},
-        pricing(Corrections(functions={"reward.forward": 28.0}, handover=0.0)),
+        pricing(CalibrationFactors(functions={"reward.forward": 28.0}, dispatch=0.0)),
     )
     share = 64 // plan(preset)["reward.forward"].strategy.dp
     assert prices.score("reward.forward", [[100] * share], loads=False) == pytest.approx(expected)
@@ -209,7 +211,7 @@ def test_calls_of_which_none_waits_for_another_hand_nothing_over() -> None:
     evidence = PlanEvidence(only, SPECS, pricing())
     for _ in range(WARM_UP + LEAST):
         evidence.add(MeasuredUpdate({"reference.forward": 5.0}, 6.0, LENGTHS))
-    assert evidence.corrections().handover == 0.0
+    assert evidence.calibration().dispatch == 0.0
 
 
 def test_what_another_librarys_loop_does_between_calls_is_no_handover() -> None:
@@ -221,16 +223,16 @@ def test_what_another_librarys_loop_does_between_calls_is_no_handover() -> None:
     update = MeasuredUpdate.of(estimate_plan(flat, specs, pricing()).timeline.spans, LENGTHS)
     for _ in range(WARM_UP + LEAST):
         evidence.add(replace(update, seconds=update.seconds + 10.0))
-    corrections = evidence.corrections()
-    assert corrections.handover is None
-    assert corrections.calls.keys() == specs.keys()
+    calibration = evidence.calibration()
+    assert calibration.dispatch is None
+    assert calibration.calls.keys() == specs.keys()
 
 
 def test_corrections_are_kept_in_the_profile_and_a_file_with_wrong_ones_is_refused(tmp_path: Path) -> None:
-    profile = replace(made_up(), corrections=learned(Machine(lambda _: 3.0), plan("separate")))
+    profile = replace(made_up(), calibration=learned(Machine(lambda _: 3.0), plan("separate")))
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
-    for wrong in ({"calls": {"actor.train": 0.0}}, {"handover": -1.0}, {"handovers": 1.0}):
+    for wrong in ({"calls": {"actor.train": 0.0}}, {"dispatch": -1.0}, {"handovers": 1.0}):
         made_up().save(tmp_path / "wrong.json")
         saved: dict[str, Any] = json.loads((tmp_path / "wrong.json").read_text())
         saved["corrections"] = {**saved["corrections"], **wrong}
@@ -240,9 +242,9 @@ def test_corrections_are_kept_in_the_profile_and_a_file_with_wrong_ones_is_refus
 
 
 def test_the_corrections_are_said_in_a_line() -> None:
-    corrections = Corrections({"actor.train": 3.021, "critic.train": 1.01}, moves={"actor.generate": 0.5})
-    assert corrections.described() == "actor.train x 3.02, reallocation to actor.generate x 0.5"
-    assert Corrections().described() == ""
+    calibration = CalibrationFactors({"actor.train": 3.021, "critic.train": 1.01}, moves={"actor.generate": 0.5})
+    assert calibration.described() == "actor.train x 3.02, reallocation to actor.generate x 0.5"
+    assert CalibrationFactors().described() == ""
 
 
 def test_layouts_are_named_by_all_that_their_seconds_depend_on() -> None:
@@ -258,11 +260,11 @@ def test_a_run_that_streams_corrects_each_call_by_its_own_factor(
     """Also where its devices slow each other down. What is learned holds for the plan without streams."""
     slower = {"actor.generate": 3.0, "reference.forward": 4.0, "reward.forward": 0.5, "actor.train": 2.0}
     slower |= {"move to actor.generate": 20.0}
-    machine = Machine(lambda name: slower.get(name, 1.0), handover=0.0, processors=processors)
+    machine = Machine(lambda name: slower.get(name, 1.0), dispatch=0.0, processors=processors)
     streaming = replace(plan("separate"), streams=Streams(migration=migration))
-    corrections = learned(machine, streaming, Corrections(handover=0.0))
+    calibration = learned(machine, streaming, CalibrationFactors(dispatch=0.0))
     for of in (streaming, plan("separate")):
-        after = errors(machine, of, corrections, LENGTHS)
+        after = errors(machine, of, calibration, LENGTHS)
         assert {call: error for call, error in after.items() if abs(error) > 0.1} == {}
 
 
@@ -270,47 +272,47 @@ def test_a_run_that_streams_through_groups_is_not_taken_for_faster_than_it_is(mo
     """Of a replica on several devices the first one tells what it did."""
     rates = AnalyticRates(DEVICES["h100"])
 
-    def by_specification(corrections: Corrections | None = None, processors: float | None = None) -> Pricing:
-        return Pricing(CLUSTER, work(episodes=64), rates, corrections=corrections or Corrections())
+    def by_specification(calibration: CalibrationFactors | None = None, processors: float | None = None) -> Pricing:
+        return Pricing(CLUSTER, work(episodes=64), rates, calibration=calibration or CalibrationFactors())
 
     monkeypatch.setitem(globals(), "pricing", by_specification)
-    whole, slower = plan("flatten"), {"actor.generate": 3.0, "critic.train": 2.0}
+    baseline, slower = plan("flatten"), {"actor.generate": 3.0, "critic.train": 2.0}
     pairs, mesh = ParallelStrategy(2, 2), plan("flatten").mesh("actor.train")
     split = {name: Assignment(mesh, pairs, "megatron") for name in ("reference.forward", "critic.train")}
     split["critic.forward"] = split["critic.train"]
     split["actor.generate"] = Assignment(mesh, pairs, "vllm")
-    streaming = replace(whole, assignments={**whole.assignments, **split}, streams=Streams())
-    machine = Machine(lambda name: slower.get(name, 1.0), handover=0.0)
-    corrections = learned(machine, streaming, Corrections(handover=0.0))
+    streaming = replace(baseline, assignments={**baseline.assignments, **split}, streams=Streams())
+    machine = Machine(lambda name: slower.get(name, 1.0), dispatch=0.0)
+    calibration = learned(machine, streaming, CalibrationFactors(dispatch=0.0))
     for name in ("actor.generate", "reference.forward", "critic.train"):
-        assert corrections.factor(whole.graph.call(name), streaming[name]) == pytest.approx(
+        assert calibration.factor(baseline.graph.call(name), streaming[name]) == pytest.approx(
             slower.get(name, 1.0), rel=0.1
         ), name
 
 
 def test_reward_functions_of_a_run_that_streams_get_the_seconds_that_they_took() -> None:
     specs = {**SPECS, "reward.forward": ()}
-    costs = pricing(Corrections(functions={"reward.forward": 7.0}, handover=0.0))
+    costs = pricing(CalibrationFactors(functions={"reward.forward": 7.0}, dispatch=0.0))
     streaming = replace(plan("flatten"), streams=Streams())
-    evidence = PlanEvidence(streaming, specs, pricing(Corrections(handover=0.0)))
+    evidence = PlanEvidence(streaming, specs, pricing(CalibrationFactors(dispatch=0.0)))
     workload = costs.workload.of_lengths(LENGTHS)
     spans = estimate_plan(streaming, specs, replace(costs, workload=workload)).timeline.spans
     for _ in range(WARM_UP + LEAST):
         evidence.add(MeasuredUpdate.of(spans, LENGTHS))
-    assert evidence.corrections().functions == {"reward.forward": pytest.approx(7.0, rel=0.01)}
+    assert evidence.calibration().functions == {"reward.forward": pytest.approx(7.0, rel=0.01)}
 
 
 def test_a_run_that_streams_keeps_the_handover() -> None:
-    machine, before = Machine(lambda _: 3.0, handover=0.0), Corrections({"actor.train": 1.5}, handover=0.02)
+    machine, before = Machine(lambda _: 3.0, dispatch=0.0), CalibrationFactors({"actor.train": 1.5}, dispatch=0.02)
     streaming = replace(plan("flatten"), streams=Streams())
     after = learned(machine, streaming, before)
-    assert after.handover == 0.02
+    assert after.dispatch == 0.02
     assert after.calls["actor.train"] == pytest.approx(3.0, rel=0.05)
 
 
 def test_a_run_that_generates_ahead_corrects_nothing() -> None:
     """Its generation's spans are as long as several iterations, and scoring stops the engines."""
-    machine, before = Machine(lambda _: 3.0), Corrections({"actor.train": 1.5})
+    machine, before = Machine(lambda _: 3.0), CalibrationFactors({"actor.train": 1.5})
     ahead = replace(plan("separate"), staleness=Staleness(2))
     assert learned(machine, ahead, before) == before
     assert learned(machine, plan("separate"), before) != before
@@ -328,9 +330,9 @@ def test_of_an_iteration_with_several_optimizer_steps_the_seconds_of_each_call_a
         Span("actor.train -> actor.generate", 1, 10.0, 13.0, 1),
     ]
     expected = {"actor.generate": 4.0, "actor.train": 5.0, "actor.train -> actor.generate": 2.0}
-    whole = MeasuredUpdate.of(spans, LENGTHS)
-    assert whole.spans == expected
-    assert whole.seconds == 6.0 + 4.0, "without what is between the steps, such as an evaluation"
+    baseline = MeasuredUpdate.of(spans, LENGTHS)
+    assert baseline.spans == expected
+    assert baseline.seconds == 6.0 + 4.0, "without what is between the steps, such as an evaluation"
     half = MeasuredUpdate.of(spans, LENGTHS, iterations=2)
     assert half.spans == {name: seconds / 2 for name, seconds in expected.items()}
     assert half.seconds == 5.0

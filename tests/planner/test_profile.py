@@ -17,7 +17,7 @@ from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.planner.cost.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost.call_cost import CallCost
-from trl_realloc.planner.cost.estimate_factors import Corrections
+from trl_realloc.planner.cost.estimate_factors import CalibrationFactors
 from trl_realloc.planner.cost.hardware import DEVICES, Sharing
 from trl_realloc.planner.cost.measured_rates import MeasuredRates, fit_unit_costs
 from trl_realloc.planner.cost.pricing import Pricing
@@ -63,10 +63,10 @@ def made_up(processors: float | None = None, devices: int = 4, **changes: object
 def test_what_was_measured_is_what_is_priced(processors: float | None) -> None:
     """Shared processors or not: what one device takes alone comes out."""
     rates = MeasuredRates(made_up(processors))
-    whole = ACTOR.layers * rates.layer(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1)
-    assert whole == pytest.approx(FORWARD * 3000, rel=1e-6)
+    baseline = ACTOR.layers * rates.layer(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1)
+    assert baseline == pytest.approx(FORWARD * 3000, rel=1e-6)
     back = ACTOR.layers * rates.layer_backward(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1, backward=True)
-    assert whole + back == pytest.approx(TRAIN * 3000, rel=1e-6)
+    assert baseline + back == pytest.approx(TRAIN * 3000, rel=1e-6)
     assert rates.optimizer(ACTOR.elements, 4) == pytest.approx(STEP, rel=0.05)
     assert rates.step == pytest.approx(DECODE, rel=1e-6)
     sample = ACTOR.layers * rates.decode(ACTOR, 10, 50, 1)[0] + rates.decode_head(ACTOR, 10, 1)
@@ -131,8 +131,8 @@ def test_a_tensor_parallel_part_computes_at_least_its_share_of_a_layer() -> None
         split = tuple(replace(row, tp=2, seconds=factor * row.seconds) for row in rows)
         rates = MeasuredRates(replace(profile, observations=(*profile.observations, *split)))
         for of_layer in (rates.layer, rates.layer_backward):
-            whole, part = (of_layer(ACTOR, 1000, 1e5, tp) for tp in (1, 2))
-            assert part == pytest.approx(whole / 2) if factor < 1 else part > whole
+            baseline, part = (of_layer(ACTOR, 1000, 1e5, tp) for tp in (1, 2))
+            assert part == pytest.approx(baseline / 2) if factor < 1 else part > baseline
 
 
 def test_layouts_among_which_a_search_chooses_take_longer_than_estimated_until_a_run_has_shown_them() -> None:
@@ -145,9 +145,9 @@ def test_layouts_among_which_a_search_chooses_take_longer_than_estimated_until_a
     split = tuple(replace(row, tp=2, seconds=1.1 * row.seconds) for row in rows)
     rates = MeasuredRates(replace(profile, observations=(*profile.observations, *split)))
     models = {call: [CRITIC if call.startswith(("critic", "reward")) else ACTOR] for call in ppo_graph().order}
-    learned = Corrections({"critic.train": 1.0}, {"critic.train": {"zero dp4": 1.0}})
-    for corrections in (Corrections(), learned):
-        prices = Pricing(Cluster(1, 4), work(episodes=64, response_tokens=(64,)), rates, corrections=corrections)
+    learned = CalibrationFactors({"critic.train": 1.0}, {"critic.train": {"zero dp4": 1.0}})
+    for calibration in (CalibrationFactors(), learned):
+        prices = Pricing(Cluster(1, 4), work(episodes=64, response_tokens=(64,)), rates, calibration=calibration)
         space = Space(prices.cluster, ppo_graph(), models, prices, zero_stages=(0,))
         longer = {
             str(each.assignment.strategy): each.seconds
@@ -155,11 +155,11 @@ def test_layouts_among_which_a_search_chooses_take_longer_than_estimated_until_a
             for each in space.candidates()["critic.train"]
             if each.assignment.mesh.size == 4
         }
-        assert longer["dp4"] > 1 if corrections is not learned else longer["dp4"] == 1
-        assert all(factor > 1 or corrections is learned for factor in longer.values())
+        assert longer["dp4"] > 1 if calibration is not learned else longer["dp4"] == 1
+        assert all(factor > 1 or calibration is learned for factor in longer.values())
     on_gpus = MeasuredRates(replace(rates.profile, is_accelerator=True))
     for unbiased in (AnalyticRates(DEVICES["h100"]), on_gpus):
-        known = replace(prices, rates=unbiased, corrections=Corrections())
+        known = replace(prices, rates=unbiased, calibration=CalibrationFactors())
         for each in replace(space, pricing=known).candidates()["critic.train"]:
             assert each.cost == known.price(space.graph.call("critic.train"), [CRITIC], each.assignment)
 

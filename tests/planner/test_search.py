@@ -28,7 +28,7 @@ from trl_realloc.planner.search import fastest as searching
 from trl_realloc.planner.search.choose import choose
 from trl_realloc.planner.search.decision import why_slower
 from trl_realloc.planner.search.fastest import _Climb, partitions, search
-from trl_realloc.planner.search.ladder import Ways
+from trl_realloc.planner.search.ladder import AllowedOptions
 from trl_realloc.planner.search.priced_plan import PricedPlan
 from trl_realloc.planner.search.problem import Problem
 from trl_realloc.planner.search.space import MAX_CANDIDATES, Candidate, Space, State, _spread, meshes_of, undominated
@@ -131,7 +131,7 @@ def test_a_choice_without_time_prices_one_plan_that_the_search_has_found(monkeyp
     for share in (math.inf, 0.0):
         monkeypatch.setattr(choosing, "PRICED_SHARE", share)
         priced.clear()
-        found = choose(space, Ways(fuses=False, streams=False), time_limit_s=0.2).search.states
+        found = choose(space, AllowedOptions(fuses=False, streams=False), time_limit_s=0.2).search.states
         assert priced.count("searched") == (len(found) if share else 1) and len(found) > 1
 
 

@@ -17,7 +17,7 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.planner.cost.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost.device_memory import gpu_memory
-from trl_realloc.planner.cost.estimate_factors import Corrections
+from trl_realloc.planner.cost.estimate_factors import CalibrationFactors
 from trl_realloc.planner.cost.hardware import DEVICES
 from trl_realloc.planner.cost.measured_rates import ACCELERATOR_ERROR, CPU_ERROR, MeasuredRates
 from trl_realloc.planner.cost.pricing import Pricing
@@ -83,7 +83,7 @@ def test_what_was_measured_on_cpus_is_not_assumed_of_an_accelerator() -> None:
 
 def test_corrections_turn_a_specification_into_the_machine_at_hand() -> None:
     pricing = Pricing(Cluster(1, 8), work(), rates_of(unmeasured("a CPU")))
-    slow = replace(pricing, corrections=Corrections(dict.fromkeys(specs(), 40.0), handover=0.0))
+    slow = replace(pricing, calibration=CalibrationFactors(dict.fromkeys(specs(), 40.0), dispatch=0.0))
     one, other = (choose(Space.of_run(specs(), each), time_limit_s=1.0).best for each in (pricing, slow))
     assert other.calls["actor.train"].cost.seconds > 20 * one.calls["actor.train"].cost.seconds
 

@@ -18,7 +18,7 @@ from trl_realloc.planner.cost.workload import Workload
 from trl_realloc.planner.iteration.stream import engine_samples
 from trl_realloc.planner.iteration.stream_cost import MAX_OF_ENGINES, MAX_SAMPLES_OF_BATCH, StreamPrices
 from trl_realloc.planner.search.choose import choose
-from trl_realloc.planner.search.ladder import STREAMING, Ways
+from trl_realloc.planner.search.ladder import STREAMING, AllowedOptions
 from trl_realloc.planner.search.priced_plan import PricedPlan
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.planner.search.show import plan_cost_table
@@ -40,10 +40,10 @@ def priced(workload: Workload = LONG_TAIL) -> PricedPlan:
 
 
 def test_a_long_tail_moves_and_the_plan_says_so() -> None:
-    rung = streams_of(priced())
-    best = rung.fastest
-    assert list(rung.plans.values())[1:] == [best] and best.seconds * 1.02 < rung.whole.seconds
-    assert "moved to" in rung.sentence
+    option = streams_of(priced())
+    best = option.fastest
+    assert list(option.plans.values())[1:] == [best] and best.seconds * 1.02 < option.baseline.seconds
+    assert "moved to" in option.sentence
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(plan_cost_table(best))
     assert best.streams is not None and best.streams.migration is not None
@@ -54,10 +54,10 @@ def test_a_long_tail_moves_and_the_plan_says_so() -> None:
 
 
 def test_the_sweep_comes_close_to_all_thresholds_and_numbers_of_engines() -> None:
-    whole = priced()
-    _, moved = streams_of(whole).plans.values()
+    baseline = priced()
+    _, moved = streams_of(baseline).plans.values()
     every = [
-        whole.with_streams(Streams(migration=Migration(threshold, engines))).seconds
+        baseline.with_streams(Streams(migration=Migration(threshold, engines))).seconds
         for threshold, engines in product(THRESHOLDS[::2], range(1, 8))
     ]
     assert moved.seconds <= 1.01 * min(every)
@@ -65,16 +65,16 @@ def test_the_sweep_comes_close_to_all_thresholds_and_numbers_of_engines() -> Non
 
 def test_streams_that_gain_nothing_are_left_out() -> None:
     """Equal lengths: all engines end at once."""
-    rung = streams_of(priced(replace(LONG_TAIL, response_tokens=(64,))))
-    assert rung.fastest is rung.whole
-    assert rung.whole.plan.streams is None
+    option = streams_of(priced(replace(LONG_TAIL, response_tokens=(64,))))
+    assert option.fastest is option.baseline
+    assert option.baseline.plan.streams is None
 
 
 def test_streams_of_a_batch_of_thousands_are_worth_what_those_of_a_smaller_one_are() -> None:
     shares = []
     for episodes in (MAX_SAMPLES_OF_BATCH, 8 * MAX_SAMPLES_OF_BATCH):
-        whole = priced(replace(LONG_TAIL, episodes=episodes))
-        shares.append(whole.with_streams(Streams()).seconds / whole.seconds)
+        baseline = priced(replace(LONG_TAIL, episodes=episodes))
+        shares.append(baseline.with_streams(Streams()).seconds / baseline.seconds)
     assert shares[1] == pytest.approx(shares[0], rel=0.02)
 
 
@@ -87,34 +87,34 @@ def test_no_more_samples_of_a_batch_are_simulated_for_a_thousand_engines(episode
 
 def test_streams_are_chosen_on_hundreds_of_devices() -> None:
     prices = replace(pricing(64, 8, replace(LONG_TAIL, episodes=5120)), memory=None)
-    decision = choose(Space.of_run(MODELS, prices), Ways(fuses=False), time_limit_s=1.0)
-    rung = decision.rung(STREAMING)
-    assert rung.plans and decision.best is rung.fastest
+    decision = choose(Space.of_run(MODELS, prices), AllowedOptions(fuses=False), time_limit_s=1.0)
+    option = decision.option(STREAMING)
+    assert option.plans and decision.best is option.fastest
 
 
 def test_no_migration_is_tried_after_the_deadline() -> None:
-    whole = priced()
-    streamed = replace(whole, streams=Streams()).plan.streamed
-    assert MigrationSweep(whole, streamed).best() is not None
-    assert MigrationSweep(whole, streamed, deadline=0.0).best() is None
+    baseline = priced()
+    streamed = replace(baseline, streams=Streams()).plan.streamed
+    assert MigrationSweep(baseline, streamed).best() is not None
+    assert MigrationSweep(baseline, streamed, deadline=0.0).best() is None
 
 
 def test_nothing_is_simulated_after_the_deadline_and_the_choice_says_so() -> None:
-    rung = streams_of(priced(), deadline=0.0)
-    assert not rung.plans and rung.fastest is rung.whole
-    assert "no time was left" in rung.sentence
+    option = streams_of(priced(), deadline=0.0)
+    assert not option.plans and option.fastest is option.baseline
+    assert "no time was left" in option.sentence
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_the_decision_says_what_streams_are_worth(engine: str) -> None:
     decision = choose(Space.of_run(MODELS, costs(), generation_engine=engine), time_limit_s=1.0)
-    rung = decision.rung(STREAMING)
-    assert rung.sentence in decision.summary
-    assert engine == "vllm" or list(rung.plans) in ([], [STREAMING]), "only a vLLM engine can give its samples away"
+    option = decision.option(STREAMING)
+    assert option.sentence in decision.summary
+    assert engine == "vllm" or list(option.plans) in ([], [STREAMING]), "only a vLLM engine can give its samples away"
     if decision.best.streams is not None:
-        whole = next(other.plan for other in decision.alternatives if other.plan is rung.whole)
-        assert whole is not None and whole.streams is None
-        assert whole.seconds > decision.best.seconds
+        baseline = next(other.plan for other in decision.alternatives if other.plan is option.baseline)
+        assert baseline is not None and baseline.streams is None
+        assert baseline.seconds > decision.best.seconds
 
 
 def test_an_engine_has_room_for_all_samples_that_migration_may_give_it() -> None:
@@ -130,5 +130,5 @@ def test_an_engine_has_room_for_all_samples_that_migration_may_give_it() -> None
 def test_a_deterministic_run_gets_streams_whose_bits_do_not_depend_on_the_clock() -> None:
     (plan,) = streams_of(priced(), deterministic=True).plans.values()
     assert plan.streams == Streams(deterministic=True)
-    best = choose(Space.of_run(MODELS, costs()), Ways(deterministic=True), time_limit_s=1.0).best
+    best = choose(Space.of_run(MODELS, costs()), AllowedOptions(deterministic=True), time_limit_s=1.0).best
     assert best.streams in (None, Streams(deterministic=True))

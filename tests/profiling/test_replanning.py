@@ -14,7 +14,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.planner.cost.estimate_factors import Corrections
+from trl_realloc.planner.cost.estimate_factors import CalibrationFactors
 from trl_realloc.profiling import replanning
 from trl_realloc.profiling.auto_plan import JobPlan
 from trl_realloc.profiling.replanning import Replanner, suits
@@ -118,7 +118,7 @@ class Known:
     """Of a profile what is compared."""
 
     table: str
-    corrections: Corrections = field(default_factory=Corrections)
+    calibration: CalibrationFactors = field(default_factory=CalibrationFactors)
 
 
 def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
@@ -151,10 +151,10 @@ def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
 
 def test_corrections_that_change_a_little_with_each_update_are_no_other_profile() -> None:
     plan = planned("flatten", 5.0).plan
-    profile: Any = Known("measured", Corrections({"actor.train": 2.0}, handover=0.1))
-    near: Any = Known("measured", Corrections({"actor.train": 2.01}, handover=0.1004))
-    far: Any = Known("measured", Corrections({"actor.train": 2.1}, handover=0.1))
-    other: Any = Known("another", near.corrections)
+    profile: Any = Known("measured", CalibrationFactors({"actor.train": 2.0}, dispatch=0.1))
+    near: Any = Known("measured", CalibrationFactors({"actor.train": 2.01}, dispatch=0.1004))
+    far: Any = Known("measured", CalibrationFactors({"actor.train": 2.1}, dispatch=0.1))
+    other: Any = Known("another", near.calibration)
     assert replanning.is_near(profile, near, plan, 0.01)
     assert not replanning.is_near(profile, far, plan, 0.01)
     assert not replanning.is_near(profile, other, plan, 0.01)

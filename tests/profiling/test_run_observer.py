@@ -20,7 +20,7 @@ from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.timeline import Span, Timeline
-from trl_realloc.planner.cost.estimate_factors import Corrections
+from trl_realloc.planner.cost.estimate_factors import CalibrationFactors
 from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 from trl_realloc.planner.search.ladder import STALENESS
 from trl_realloc.planner.search.problem import estimate_plan
@@ -30,7 +30,7 @@ from trl_realloc.profiling.auto_plan import JobPlan, known_estimate
 from trl_realloc.profiling.job import Job
 from trl_realloc.profiling.job_models import JobModels
 from trl_realloc.profiling.late_measuring import LateMeasuring
-from trl_realloc.profiling.profile_cache import cache_path, keep_corrections, known_profile, starting_profile
+from trl_realloc.profiling.profile_cache import cache_path, keep_calibration, known_profile, starting_profile
 from trl_realloc.profiling.replanning import Replanner, suits
 from trl_realloc.profiling.run_observer import RunObserver
 from trl_realloc.trainer.run.job_builder import ppo_job
@@ -80,7 +80,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 def three_times_slower(job: Job, job_plan: JobPlan) -> tuple[Span, ...]:
     """An update that takes three times as long as was measured."""
     assert job_plan.profile is not None
-    costs = replace(job.pricing(job_plan.profile), corrections=Corrections(dict.fromkeys(SPECS, 3.0)))
+    costs = replace(job.pricing(job_plan.profile), calibration=CalibrationFactors(dict.fromkeys(SPECS, 3.0)))
     costs = replace(costs, workload=costs.workload.of_lengths(LENGTHS))
     return estimate_plan(job_plan.plan, job.models.specs, costs).timeline.spans
 
@@ -110,8 +110,8 @@ def test_the_first_decode_steps_on_a_gpu_correct_the_estimate_of_generation(job:
     cache_path(job).unlink()
     plan = flatten(CLUSTER, generation_engine="vllm")
     device = Profile("NVIDIA H100", {}, 2, None, False, (), is_accelerator=True)
-    old = Corrections({"actor.generate": 3.0, "actor.train": 2.0})
-    made = JobPlan(plan, estimate_plan(plan, SPECS, job.pricing(device)), profile=replace(device, corrections=old))
+    old = CalibrationFactors({"actor.generate": 3.0, "actor.train": 2.0})
+    made = JobPlan(plan, estimate_plan(plan, SPECS, job.pricing(device)), profile=replace(device, calibration=old))
     observer = RunObserver(job, made)
     before = observer.end(LENGTHS)
     slow, fast = {"actor.generate": [(8.0, 20.0, 12e-3)]}, {"actor.generate": [(8.0, 20.0, 1e-3)]}
@@ -121,14 +121,14 @@ def test_the_first_decode_steps_on_a_gpu_correct_the_estimate_of_generation(job:
     observer.note_decoding(fast)  # the first ones count
     after, profile = observer.end(LENGTHS), observer.job_plan.profile
     assert before is not None and after is not None and profile is not None and profile.decode_host is not None
-    assert profile.corrections.calls == {"actor.train": 2.0}, "the factor of the estimate without it"
+    assert profile.calibration.calls == {"actor.train": 2.0}, "the factor of the estimate without it"
     assert Profile.load(cache_path(job)).decode_host == profile.decode_host
     longest = max(LENGTHS)
     generated = {name: each.calls["actor.generate"].cost.seconds for name, each in (("old", before), ("new", after))}
-    handover = job.pricing(device).rates.call
-    of_default = (generated["old"] - handover) / 3
+    dispatch = job.pricing(device).rates.call
+    of_default = (generated["old"] - dispatch) / 3
     step = profile.decode_host.step - job.pricing(device).rates.step
-    assert generated["new"] == pytest.approx(of_default + handover + longest * step, rel=1e-6)
+    assert generated["new"] == pytest.approx(of_default + dispatch + longest * step, rel=1e-6)
     assert observer.when_chosen(LENGTHS) == before
 
 
@@ -149,14 +149,14 @@ def test_without_deepspeed_no_zero_stage_is_proposed(tmp_path: Path, monkeypatch
     assert allowed == [(0, 1, 2, 3), (0,)]
 
 
-SLOW = Corrections({"actor.train": 2.0}, functions={"reward.forward": 100.0}, handover=50.0)
+SLOW = CalibrationFactors({"actor.train": 2.0}, functions={"reward.forward": 100.0}, dispatch=50.0)
 
 
 def test_seconds_of_reward_functions_and_of_handing_over_stay_in_their_run(job: Job) -> None:
-    keep_corrections(replace(measured(job), corrections=SLOW), job)
+    keep_calibration(replace(measured(job), calibration=SLOW), job)
     kept = known_profile(job)
     assert kept is not None
-    assert kept.corrections == Corrections({"actor.train": 2.0})
+    assert kept.calibration == CalibrationFactors({"actor.train": 2.0})
 
 
 def test_slow_reward_functions_do_not_make_measuring_dearer(
@@ -168,8 +168,8 @@ def test_slow_reward_functions_do_not_make_measuring_dearer(
     monkeypatch.setattr(late_measuring, "short_runs", lambda job, most: runs)
     monkeypatch.setattr(late_measuring, "plans_of", lambda *_: [flatten(CLUSTER, generation_engine="transformers")])
     expected = []
-    for corrections in (Corrections({"actor.train": 2.0}), SLOW):
-        profile = replace(measured(job), corrections=corrections)
+    for calibration in (CalibrationFactors({"actor.train": 2.0}), SLOW):
+        profile = replace(measured(job), calibration=calibration)
         observer: Any = SimpleNamespace(job_plan=SimpleNamespace(profile=profile, refused=None))
         expected.append(LateMeasuring(judged, observer).cost(1.0))
     assert expected[0] == expected[1]
@@ -264,7 +264,7 @@ def test_a_run_that_generates_ahead_learns_nothing_and_may_change_its_plan(
     assert stale.max_staleness == 2 and stale.graph == graph
     stale, profile = replace(stale, engine="vllm"), measured(stale)
     decision = stale.choose(profile, time_limit_s=0.5)
-    _, chosen = decision.rung(STALENESS).plans.values()
+    _, chosen = decision.option(STALENESS).plans.values()
     job_plan = JobPlan(chosen.plan, chosen, decision, profile)
     observer = RunObserver(stale, job_plan)
     for _ in range(8):

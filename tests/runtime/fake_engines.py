@@ -229,10 +229,10 @@ class FakeScoring:
         self.forwards: list[tuple[int, ...]] = []
 
     def forward(self, samples: Rollouts, micro_batch_tokens: int) -> Mapping[str, Any]:
-        self._meet()
+        self._barrier()
         self.forwards.append(tuple(samples.tensor("index").tolist()))
         self.clock.sleep(self.seconds(samples.lengths.tolist()))
-        self._meet()
+        self._barrier()
         if not len(samples):
             return {}
         responses = samples.ragged("responses")
@@ -241,7 +241,7 @@ class FakeScoring:
             return {"values": Ragged(places(lengths).float() % 5, lengths)}
         return {"logprobs": responses.like(responses.values.float() / 100)}
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if self.barrier is not None:
             self.barrier.wait(30)
 

@@ -1,4 +1,5 @@
-"""Runs whose only trained role is the actor: GRPO's graph in any form, on tiny models, with a training by slopes."""
+"""Runs whose only trained role is the actor: GRPO's graph in any form, on tiny models, with a training by token
+gradients."""
 
 from __future__ import annotations
 

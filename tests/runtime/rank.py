@@ -55,7 +55,7 @@ def main() -> None:
     watchdog = WatchdogClient(rank, size, store, 5.0)
     alarm = Alarm(watchdog)
     alarm.checkpoint("runs/checkpoint-7")
-    alarm.at(f"actor.train of update {rank}")
+    alarm.set_activity(f"actor.train of update {rank}")
     if rank:
         wait_for_connection(watchdog._process.pid)
     meet(store, "begin", size)
@@ -64,9 +64,9 @@ def main() -> None:
         for message in ("first", "second"):
             try:
                 if rank == 0:
-                    with alarm.covers():
+                    with alarm.guard():
                         raise RuntimeError(message)
-                with alarm.covers():
+                with alarm.guard():
                     while True:
                         alarm.check()
                         time.sleep(0.05)
@@ -80,7 +80,7 @@ def main() -> None:
     if what == "raise, without new threads":
         what, threading.Thread.start = "raise", refused  # type: ignore[method-assign]
     if what == "raise" and rank == 1:
-        with alarm.covers():
+        with alarm.guard():
             raise RuntimeError("no memory")
     if what == "die" and rank == 1:
         folder = tempfile.mkdtemp(dir=Path(place).parent)

@@ -17,7 +17,7 @@ from test_streams import batch_of
 from trl_realloc.engines.base import Sampling
 from trl_realloc.runtime.calls.generate_and_score import EVALUATION_STEP
 from trl_realloc.runtime.failures.alarm import JobFailed
-from trl_realloc.runtime.samples.drawn_samples import DrawnSamples
+from trl_realloc.runtime.samples.partial_rollouts import PartialRollouts
 from trl_realloc.runtime.samples.results import IN_FLIGHT_S, POLICY_VERSIONS
 
 
@@ -101,7 +101,7 @@ def test_a_resumed_run_draws_no_token_again(other: str) -> None:
     job.train(batches, last=2)
     saved, _ = job.together(lambda e: e.samples_under_way(2))
     assert saved[1:] == [None] * 3
-    drawn = DrawnSamples.from_tensors(saved[0].to_tensors())
+    drawn = PartialRollouts.from_tensors(saved[0].to_tensors())
     assert drawn == saved[0]
     unfinished = [d for of_batch in drawn.samples.values() for d in of_batch.values() if d.stopped is None]
     assert len(drawn) > len(unfinished) > 0
@@ -129,10 +129,10 @@ def test_samples_that_another_plan_would_train_too_late_are_drawn_anew() -> None
     oldest = {n: {drawn.update_of[v] for d in of.values() for v in d.versions} for n, of in drawn.samples.items()}
     assert oldest[2] == {0}
     sampling = Sampling(LIMIT, 1.0)
-    assert set(drawn.of_batch(2, batches[2], 2, sampling)) == {0, 1}
-    assert not drawn.of_batch(2, batches[2], 1, sampling)
-    assert not drawn.of_batch(2, batch, 2, sampling), "the prompts are others"
-    assert not drawn.of_batch(2, batches[2], 2, Sampling(LIMIT // 2, 1.0)), "the limit is another"
+    assert set(drawn.for_batch(2, batches[2], 2, sampling)) == {0, 1}
+    assert not drawn.for_batch(2, batches[2], 1, sampling)
+    assert not drawn.for_batch(2, batch, 2, sampling), "the prompts are others"
+    assert not drawn.for_batch(2, batches[2], 2, Sampling(LIMIT // 2, 1.0)), "the limit is another"
 
 
 def test_samples_that_end_between_two_iterations_are_kept() -> None:
@@ -186,7 +186,7 @@ def test_a_reward_that_fails_ends_the_iteration_that_would_train_on_it() -> None
     made, errors = job.train([batch_of(SAMPLES, seed) for seed in range(4)])
     assert len(made) == 2, "what was scored before is trained"
     assert len(errors) == 4
-    assert all(isinstance(error, JobFailed) and error.is_unharmed for error in errors)
+    assert all(isinstance(error, JobFailed) and error.is_recoverable for error in errors)
     assert "no such judge" in str(errors[0])
     causes = [error.__cause__ for error in errors if error.__cause__ is not None]
     assert causes and all("no such judge" in str(cause) for cause in causes)

@@ -179,12 +179,12 @@ def test_ranks_look_for_rank_0_by_the_address_that_its_groups_have_too(
 
 
 def test_a_failure_under_a_changed_plan_is_one_of_the_new_runtime() -> None:
-    rung: list[tuple[str, int]] = []
+    option: list[tuple[str, int]] = []
     watchdog: Any = SimpleNamespace(
         rank=0,
         activity="actor.train",
-        report_error=lambda sentence, generation, network: rung.append(("error", generation)),
-        acknowledge=lambda generation: rung.append(("known", generation)),
+        report_error=lambda sentence, generation, network: option.append(("error", generation)),
+        acknowledge=lambda generation: option.append(("known", generation)),
         leave=lambda *args: None,
     )
     closed: list[str] = []
@@ -198,7 +198,7 @@ def test_a_failure_under_a_changed_plan_is_one_of_the_new_runtime() -> None:
         run.placed.placement = SimpleNamespace(plan=plan, close=lambda: closed.append("new"))
         raise ValueError("no memory")
     generation = run.placed.alarm.generation
-    assert rung == [("error", generation), ("known", generation)] and closed == ["new"]
+    assert option == [("error", generation), ("known", generation)] and closed == ["new"]
 
 
 def test_strangers_do_not_end_the_watchdog_of_rank_0() -> None:

@@ -11,8 +11,8 @@ import torch
 from mailboxes import Mailboxes
 
 from trl_realloc import Cluster
-from trl_realloc.algorithms.host_loss import HostLoss
 from trl_realloc.algorithms.rollout import Rollouts
+from trl_realloc.algorithms.trainer_loss import TrainerLoss
 from trl_realloc.engines.base import Completion, Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import flatten
@@ -47,7 +47,7 @@ def test_a_rank_meets_the_others_on_the_host_before_a_call_with_collectives(has_
         resident=lambda call: contextlib.nullcontext(),
         shares_tokens=lambda call: False,
         take_shared_tokens=lambda call: 0,
-        group=lambda call: SimpleNamespace(meet=lambda: events.append("meet")),
+        group=lambda call: SimpleNamespace(host_barrier=lambda: events.append("barrier")),
     )
 
     class Computing(CallRunner):
@@ -55,8 +55,8 @@ def test_a_rank_meets_the_others_on_the_host_before_a_call_with_collectives(has_
             events.append("compute")
             return Rollouts(index=torch.zeros(1))
 
-    runner = Computing(placement, HostLoss(GRAPH), CallSettings(Sampling(4, 1.0), 0, None, None, [], {}), Alarm())
+    runner = Computing(placement, TrainerLoss(GRAPH), CallSettings(Sampling(4, 1.0), 0, None, None, [], {}), Alarm())
     exchange = Exchange(plan, 1, messages=Mailboxes().of(1))
     iteration = runner.begin(Step(0, 4, {}), exchange)
     assert runner.run(iteration, GRAPH.call("actor.forward"), Share(Rollouts(index=torch.zeros(1))))
-    assert events == ["refresh", *["meet"] * has_collectives, "compute"]
+    assert events == ["refresh", *["barrier"] * has_collectives, "compute"]

@@ -95,7 +95,7 @@ def _meeting(places: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> l
         place = dict(places[rank])
         local.listens = place.pop("listens")
         try:
-            return hosts._meet(store, rank, len(places), place)
+            return hosts._all_processes(store, rank, len(places), place)
         except NetworkError as error:
             return str(error)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mailboxes import Mailbox, Mailboxes
 
-from trl_realloc.runtime.messages import combined, spread
+from trl_realloc.runtime.messages import all_reduce, broadcast
 
 
 def on_every_rank(ranks: Sequence[int], work: Callable[[int, Mailbox], Any]) -> tuple[list[Any], Mailboxes]:
@@ -28,7 +28,7 @@ def on_every_rank(ranks: Sequence[int], work: Callable[[int, Mailbox], Any]) -> 
 
 @pytest.mark.parametrize("ranks", [range(1), range(2), range(3, 10), (5, 2, 9, 1), range(33)])
 def test_the_first_ranks_value_reaches_all_and_a_rank_sends_two_messages_at_most(ranks: Sequence[int]) -> None:
-    results, boxes = on_every_rank(ranks, lambda rank, box: spread(box, ranks, rank, {"from": rank}, 7))
+    results, boxes = on_every_rank(ranks, lambda rank, box: broadcast(box, ranks, rank, {"from": rank}, 7))
     assert results == [{"from": ranks[0]}] * len(ranks)
     assert max(boxes.sent.values(), default=0) <= 2 and boxes.sent.total() == len(ranks) - 1
 
@@ -36,7 +36,7 @@ def test_the_first_ranks_value_reaches_all_and_a_rank_sends_two_messages_at_most
 @pytest.mark.parametrize("ranks", [range(1), range(2), range(3, 10), (5, 2, 9, 1), range(33)])
 def test_a_combination_is_of_every_rank_once_and_a_rank_sends_three_messages_at_most(ranks: Sequence[int]) -> None:
     results, boxes = on_every_rank(
-        ranks, lambda rank, box: combined(box, ranks, rank, [rank], lambda a, b: sorted(a + b), 7)
+        ranks, lambda rank, box: all_reduce(box, ranks, rank, [rank], lambda a, b: sorted(a + b), 7)
     )
     assert results == [sorted(ranks)] * len(ranks)
     assert max(boxes.sent.values(), default=0) <= 3 and boxes.sent.total() == 2 * (len(ranks) - 1)
@@ -44,8 +44,8 @@ def test_a_combination_is_of_every_rank_once_and_a_rank_sends_three_messages_at_
 
 def test_two_collectives_in_a_row_do_not_mix() -> None:
     def work(rank: int, box: Mailbox) -> tuple[int, int]:
-        first = combined(box, range(7), rank, rank, max, 3)
-        return first, combined(box, range(7), rank, -rank, min, 3)
+        first = all_reduce(box, range(7), rank, rank, max, 3)
+        return first, all_reduce(box, range(7), rank, -rank, min, 3)
 
     results, _ = on_every_rank(range(7), work)
     assert results == [(6, -6)] * 7

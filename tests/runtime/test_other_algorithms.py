@@ -12,9 +12,9 @@ from custom_algorithm import one_device_plan
 from remax import GRAPH, GREEDY, call_by_call, learned, place, prompts, whole_run
 
 from trl_realloc import Cluster, ExecutionPlan, PlanError
-from trl_realloc.algorithms.host_loss import HostLoss
 from trl_realloc.algorithms.linear_loss import LINEAR_LOSS
 from trl_realloc.algorithms.nonfinite import NonFiniteError
+from trl_realloc.algorithms.trainer_loss import TrainerLoss
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.runtime.calls.generate_and_score import Step
@@ -48,18 +48,18 @@ def test_a_role_is_trained_by_the_slopes_of_a_loss_that_is_computed_outside() ->
     samples = call_by_call(direct)
     call_by_call(by_slopes)
     scores, baselines = samples.tensor("scores").clone(), samples.tensor("baselines")
-    scores[1] = baselines[1]  # a sample without slopes, which is left out
+    scores[1] = baselines[1]  # a sample without token gradients, which is left out
     samples = samples.only(n for n in samples if n != "grad_norm").plus(scores=scores)
     direct.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
     expected = direct.perform("actor.train", samples)
-    by_slopes.algorithm = HostLoss(GRAPH)
+    by_slopes.algorithm = TrainerLoss(GRAPH)
     by_slopes.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
     responses = samples.ragged("responses")
     given = responses.like(responses.spread((baselines - scores) / len(samples)))
     broken = given.like(torch.where(given.row_of == 3, torch.nan, given.values))
     with pytest.raises(NonFiniteError, match="the loss's derivative by a log-probability of sample 3 of the .* is nan"):
-        by_slopes.perform("actor.train", samples.plus(logprob_slopes=broken))
-    steps = by_slopes.perform("actor.train", samples.plus(logprob_slopes=given))
+        by_slopes.perform("actor.train", samples.plus(logprob_grads=broken))
+    steps = by_slopes.perform("actor.train", samples.plus(logprob_grads=given))
     after, other = learned(direct), learned(by_slopes)
     assert all(torch.allclose(after[name], other[name], rtol=1e-6, atol=1e-6) for name in after)
     assert set(steps) == {"index", "update", LINEAR_LOSS, "grad_norm"}

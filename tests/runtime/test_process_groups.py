@@ -89,10 +89,10 @@ def test_no_group_is_a_part_of_a_default_group_that_is_bound_to_a_device(monkeyp
             patched.setattr(dist, "broadcast_object_list", lambda *args, **kwargs: None)
             from_first_rank(0, 1.0)
             plan, limit = separate(Cluster(1, 4), zero_stage=2), timedelta(seconds=1)
-            for of_rank in (0, 3):
-                make_groups(plan, of_rank, limit)
-                make_reallocation_groups(plan, of_rank, limit)
-                make_split_groups(FUSED, of_rank, limit)
+            for rank_values in (0, 3):
+                make_groups(plan, rank_values, limit)
+                make_reallocation_groups(plan, rank_values, limit)
+                make_split_groups(FUSED, rank_values, limit)
         assert len(seen) > 10 and not any(seen)
         assert world.bound_device_id == torch.device("cuda", 0)
     finally:

@@ -16,7 +16,7 @@ from trl_realloc.plan.batching import balance
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.samples.shares import AnsweredPrompts, Share, deal, shares_of_samples, shares_of_training
+from trl_realloc.runtime.samples.shares import PrefixAffinity, Share, deal, shares_of_samples, shares_of_training
 
 
 GRAPH = ppo_graph()
@@ -174,7 +174,7 @@ def test_the_next_turn_goes_to_the_engine_of_the_turn_before_as_far_as_that_has_
     """The next turn of some of the prompts begins with the whole prompt of the turn before; other prompts are new."""
     going_on = data.draw(st.lists(st.sampled_from(prompts), max_size=20))
     later = [*([*prompt, 9, at] for at, prompt in enumerate(going_on)), [8], [7, 7]]
-    answered, (first, second) = AnsweredPrompts(), (Ragged.of(of, torch.long) for of in (prompts, later))
+    answered, (first, second) = PrefixAffinity(), (Ragged.of(of, torch.long) for of in (prompts, later))
     assert answered.homes(first) == [None] * len(prompts)
     dealt = deal(first, engines)
     answered.remember(first, dealt)

@@ -113,7 +113,7 @@ def test_no_rank_of_a_tensor_group_goes_on_before_its_engine_sleeps(
                 raise EngineError(problem)
             slept.set()
 
-    def from_every_rank(value: Any, rank: int) -> list[Any]:
+    def all_gather_object(value: Any, rank: int) -> list[Any]:
         """Of two ranks that are threads; `rank` is in place of the process group."""
         values[rank] = value
         meeting.wait(30)
@@ -134,7 +134,7 @@ def test_no_rank_of_a_tensor_group_goes_on_before_its_engine_sleeps(
             return slept.is_set(), str(error)
         return slept.is_set(), None
 
-    monkeypatch.setattr(engine_builder, "from_every_rank", from_every_rank)
+    monkeypatch.setattr(engine_builder, "all_gather_object", all_gather_object)
     monkeypatch.setattr(engine_builder, "release_cached_memory", lambda _: None)
     monkeypatch.setattr(engine_builder, "start_vllm", lambda _plan, _call, rank, *_: Slow() if rank == 0 else None)
     with ThreadPoolExecutor(2) as pool:

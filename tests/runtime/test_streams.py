@@ -296,7 +296,7 @@ def test_a_failing_reward_function_ends_the_iteration_unharmed() -> None:
 
     out = run(replace(PLANS["split"], streams=Streams()), [5] * 12, reward=reward)
     assert len(out.errors) == 4
-    assert all(isinstance(error, JobFailed) and error.is_unharmed for error in out.errors)
+    assert all(isinstance(error, JobFailed) and error.is_recoverable for error in out.errors)
     assert "no such judge" in str(out.errors[0])
 
 

@@ -43,7 +43,7 @@ from trl_realloc.plan.execution_plan import ExecutionPlan  # noqa: E402
 from trl_realloc.plan.presets import flatten, with_sleeping_engines  # noqa: E402
 from trl_realloc.profiling.machine import copies, hardware  # noqa: E402
 from trl_realloc.runtime.failures.alarm import JobFailed  # noqa: E402
-from trl_realloc.runtime.parameters.residency import DroppedCopy, Residency, move_to_host  # noqa: E402
+from trl_realloc.runtime.parameters.cpu_offload import CPUOffload, DroppedCopy, move_to_host  # noqa: E402
 from trl_realloc.runtime.placement import engine_builder  # noqa: E402
 from trl_realloc.runtime.placement.placement import Placement  # noqa: E402
 
@@ -429,7 +429,7 @@ def test_offloaded_parameters_leave_the_device_and_return_on_one_stream_beside_t
     expected, micro = here(samples)["logprobs"].values, samples.to(SIM)
     size = sum(p.nbytes for p in head.parameters())
     before = allocated()
-    hook = Residency.attach(head, SIM)
+    hook = CPUOffload.attach(head, SIM)
     assert before - allocated() >= size
     assert all(p.device == CPU and p.is_pinned() for p in head.parameters())
     hook.prefetch()
@@ -451,7 +451,7 @@ def test_offloaded_parameters_leave_the_device_and_return_on_one_stream_beside_t
 @of_standin
 def test_nothing_is_moved_early_where_it_does_not_fit_beside_the_call_before() -> None:
     module = nn.Linear(256, 256, bias=False).requires_grad_(False).to(SIM)
-    hook = Residency.attach(module, SIM)
+    hook = CPUOffload.attach(module, SIM)
     data = torch.ones(1, 256, device=SIM)
     module(data)
     hook.release()

@@ -46,7 +46,7 @@ from trl_realloc.realloc.layout import Layout, whole  # noqa: E402
 from trl_realloc.realloc.schedule import make_schedule  # noqa: E402
 from trl_realloc.realloc.transfer import Transfer, TransferOptions  # noqa: E402
 from trl_realloc.runtime.fused.orders import FusedOrders  # noqa: E402
-from trl_realloc.runtime.process_groups import from_every_rank, from_first_rank  # noqa: E402
+from trl_realloc.runtime.process_groups import all_gather_object, from_first_rank  # noqa: E402
 
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_the_group_takes_tensors_of_the_device_alone() -> None:
 def test_decisions_and_objects_go_over_the_host() -> None:
     assert group_device() == SIM and group_device(HOST) == CPU
     assert from_first_rank({"rank": RANK}, 60.0) == {"rank": 0}
-    assert from_every_rank(RANK, HOST) == [0, 1]
+    assert all_gather_object(RANK, HOST) == [0, 1]
 
 
 def test_links_between_devices_are_measured() -> None:
@@ -101,13 +101,13 @@ LOSSES: Mapping[str, Any] = {"policy": PolicyLoss(0.2), "value": ValueLoss(0.2, 
 
 
 def split_groups(tp: int, pp: int) -> SplitGroups:
-    of_rank = {"mesh": MeshGroup((0, 1), RANK, dist.group.WORLD, SIM)}
+    rank_values = {"mesh": MeshGroup((0, 1), RANK, dist.group.WORLD, SIM)}
     for kind, all_members in split_ranks((0, 1), tp, pp).items():
         for members in all_members:
             group = dist.new_group(list(members)) if len(members) > 1 else None
             if RANK in members:
-                of_rank[kind] = MeshGroup(members, RANK, group, SIM)
-    return SplitGroups(**of_rank)
+                rank_values[kind] = MeshGroup(members, RANK, group, SIM)
+    return SplitGroups(**rank_values)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -26,8 +26,8 @@ Cuts = list[tuple[int, int]]
 @st.composite
 def states(draw: st.DrawFn) -> list[Entries]:
     """Of each rank: every tensor is cut into a grid, and each cell is on one rank or on several."""
-    of_ranks: list[Entries] = [{} for _ in range(draw(st.integers(1, 4)))]
-    ranks = st.sets(st.integers(0, len(of_ranks) - 1), min_size=1)
+    per_rank: list[Entries] = [{} for _ in range(draw(st.integers(1, 4)))]
+    ranks = st.sets(st.integers(0, len(per_rank) - 1), min_size=1)
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
@@ -39,21 +39,21 @@ def states(draw: st.DrawFn) -> list[Entries]:
             for rank in draw(ranks):
                 cell = torch.zeros([stop - start for start, stop in box], dtype=dtype)
                 name = f"policy/{number}/master"
-                if name not in of_ranks[rank]:
-                    of_ranks[rank][name] = StateTensor(TensorSpec(shape, dtype), [])
-                of_ranks[rank][name].cells.append((box, cell))
+                if name not in per_rank[rank]:
+                    per_rank[rank][name] = StateTensor(TensorSpec(shape, dtype), [])
+                per_rank[rank][name].cells.append((box, cell))
         for rank in draw(ranks):
-            of_ranks[rank][f"policy/{number}/scalars"] = {"step": 1}
-    return of_ranks
+            per_rank[rank][f"policy/{number}/scalars"] = {"step": 1}
+    return per_rank
 
 
-def plans_of(of_ranks: list[Entries]) -> list[SavePlan]:
-    return [Saving(entries).create_local_plan() for entries in of_ranks]
+def plans_of(per_rank: list[Entries]) -> list[SavePlan]:
+    return [Saving(entries).create_local_plan() for entries in per_rank]
 
 
 @given(states())
-def test_each_chunk_is_written_once_and_the_list_is_that_of_dcp(of_ranks: list[Entries]) -> None:
-    plans = plans_of(of_ranks)
+def test_each_chunk_is_written_once_and_the_list_is_that_of_dcp(per_rank: list[Entries]) -> None:
+    plans = plans_of(per_rank)
     division = Division.of([Chunks.of(plan) for plan in plans])
     written = [[plan.items[at].index for at in kept.tolist()] for plan, kept in zip(plans, division.kept, strict=True)]
     every = {item.index for plan in plans for item in plan.items}

@@ -604,11 +604,11 @@ def test_an_abandoned_optimizer_step_leaves_nothing_to_the_next_training(tmp_pat
         policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer(), callbacks=[stop]
     )
     made.train()
-    assert made.state.global_step == 0 and len(made.run.host.loss.window) == 1
+    assert made.state.global_step == 0 and len(made.run.adapter.loss.step_buffer) == 1
     made.remove_callback(stop)
     made.train()
     made.close()
-    assert made.state.global_step == 2 and len(made.run.host.loss.window) == 0
+    assert made.state.global_step == 2 and len(made.run.adapter.loss.step_buffer) == 0
 
 
 def test_prompts_of_an_evaluation_and_of_tools_have_room(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`LossInEngine`: from any rows of TRL's micro-batches, the slopes of these rows in TRL's loss of all rows."""
+"""`LossInEngine`: from any rows of TRL's micro-batches, the token gradients of these rows in TRL's loss of all rows."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def batch(draw: torch.Generator, kind: str, *, tells_old: bool, per_token: bool,
     return inputs
 
 
-def slopes(trainer: Any, inputs: dict[str, Any], logprobs: Tensor, entropies: Tensor) -> list[Tensor]:
+def grads(trainer: Any, inputs: dict[str, Any], logprobs: Tensor, entropies: Tensor) -> list[Tensor]:
     """Of TRL's loss of all rows, as Trainer differentiates it."""
     leaves = [logprobs.clone().requires_grad_(), entropies.clone().requires_grad_(has_entropy_term(trainer))]
     vars(trainer)["_get_per_token_logps_and_entropies"] = lambda *_, **__: (*leaves, None)
@@ -87,7 +87,7 @@ def slopes(trainer: Any, inputs: dict[str, Any], logprobs: Tensor, entropies: Te
 def check(trainer: Any, micro_batches: Sequence[dict[str, Any]], seed: int) -> None:
     draw, shuffled = torch.Generator().manual_seed(seed), random.Random(seed)
     columns = [(-4.0 + 0.3 * torch.randn(2, ROWS, WIDTH, generator=draw)).unbind() for _ in micro_batches]
-    expected = [slopes(trainer, *given) for given in zip(micro_batches, *zip(*columns, strict=True), strict=True)]
+    expected = [grads(trainer, *given) for given in zip(micro_batches, *zip(*columns, strict=True), strict=True)]
     masks = [inputs["completion_mask"].bool() for inputs in micro_batches]
     rows = [mask.any(1).nonzero()[:, 0].tolist() for mask in masks]
     sent = [MicroBatch.of(inputs, own, is_sent=True) for inputs, own in zip(micro_batches, rows, strict=True)]
@@ -103,7 +103,7 @@ def check(trainer: Any, micro_batches: Sequence[dict[str, Any]], seed: int) -> N
         samples = Rollouts(index=torch.tensor(numbers), prompts=logprobs, responses=logprobs)
         value, made = loss({"logprobs": logprobs, "entropy": entropies}, samples)
         gradients = torch.autograd.grad(value, leaves, allow_unused=True)
-        names = ("logprob_slopes", "entropy_slopes")[: 1 + has_entropy_term(trainer)]
+        names = ("logprob_grads", "entropy_grads")[: 1 + has_entropy_term(trainer)]
         for which, name in enumerate(names):
             wanted = torch.cat([expected[at][which][row][masks[at][row]] for at, row in own])
             assert torch.equal(made[name], wanted), "what differs would be trained a second time"

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from trl_realloc import RLOOConfig, RLOOTrainer
 from trl_realloc.engines.base import Sampling
-from trl_realloc.runtime.host_calls import HostCalls
-from trl_realloc.trainer.policy.forced_tokens import ForcedTokens
+from trl_realloc.runtime.call_server import CallServer
 from trl_realloc.trainer.policy.mismatch import EngineMismatch
-from trl_realloc.trainer.policy.planned_generation import HostGeneration, Scores
+from trl_realloc.trainer.policy.planned_generation import EngineGeneration, Scores
+from trl_realloc.trainer.policy.single_candidates import SingleCandidates
 from trl_realloc.trainer.run.mismatch_gate import MismatchError
 
 
@@ -101,7 +101,7 @@ def trainer_of(**changes: Any) -> Any:
         state=SimpleNamespace(global_step=4),
         model=SimpleNamespace(training=True),
         plan={"actor.generate": SimpleNamespace(engine="vllm")},
-        vllm_generation=HostGeneration(cast(HostCalls, None), 8, cast(Scores, None)),
+        vllm_generation=EngineGeneration(cast(CallServer, None), 8, cast(Scores, None)),
         run=SimpleNamespace(checkpoints=SimpleNamespace(saving_good_state=nullcontext)),
         _metrics={"train": defaultdict(list)},
     )
@@ -283,7 +283,7 @@ def test_engine_and_trainer_compute_over_the_tokens_that_sampling_keeps(tmp_path
 def test_forced_tokens_have_neither_log_probability_nor_gradient() -> None:
     logprobs = TRAINER.clone().requires_grad_()
     told: Any = [[0.0, -2.0, None], torch.tensor([-0.5, 0.0])]
-    forced = ForcedTokens(Sampling(8, 1.0, regex="a+"), full_vocabulary=False)
+    forced = SingleCandidates(Sampling(8, 1.0, regex="a+"), full_vocabulary=False)
     forced.begin_generation(told)
     forced.zeroed(logprobs).sum().backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]
@@ -292,8 +292,8 @@ def test_forced_tokens_have_neither_log_probability_nor_gradient() -> None:
     forced.end_generation()
     assert forced.zeroed(TRAINER) is TRAINER
     for of in (
-        ForcedTokens(Sampling(8, 1.0), full_vocabulary=False),
-        ForcedTokens(Sampling(8, 1.0, top_k=3), full_vocabulary=True),
+        SingleCandidates(Sampling(8, 1.0), full_vocabulary=False),
+        SingleCandidates(Sampling(8, 1.0, top_k=3), full_vocabulary=True),
     ):
         of.begin_generation(told)
         assert of.zeroed(TRAINER) is TRAINER, "nothing excludes tokens, or TRL's log-probabilities are wanted"
@@ -317,10 +317,10 @@ def test_a_resumed_run_corrects_as_the_one_before(tmp_path: Path, asked: bool | 
         return RLOOTrainer(tiny.policy(), reward, args, rows, processing_class=tiny.tokenizer())
 
     first = trainer("first", None, 1)
-    first.run.host.mismatch.corrects = True  # as `_judge` decides above the limit
+    first.run.adapter.mismatch.corrects = True  # as `_judge` decides above the limit
     first.train()
     resumed = trainer("resumed", asked, 2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
-    assert resumed.run.host.mismatch.corrects == corrects
+    assert resumed.run.adapter.mismatch.corrects == corrects
     first.close()
     resumed.close()

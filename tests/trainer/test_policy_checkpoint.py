@@ -139,7 +139,7 @@ def test_a_state_is_saved_once_and_only_in_a_run_that_saves(tmp_path: Path, stra
 
 def test_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
     trainer = PolicyTrainer(tmp_path, async_save=True)
-    trainer.host.calls_on_save = True
+    trainer.adapter.calls_on_save = True
     trainer.step()
     trainer.checkpoints.save()
     trainer.checkpoints.finish()
@@ -155,7 +155,9 @@ def test_all_ranks_load_the_best_checkpoint_though_not_every_host_has_it(
     resumed = PolicyTrainer(tmp_path)
     resumed.args.load_best_model_at_end = True
     best = str(tmp_path / "checkpoint-0")
-    monkeypatch.setattr(run_checkpoints, "from_every_rank", lambda own, control: [own, best])  # a rank of another host
+    monkeypatch.setattr(
+        run_checkpoints, "all_gather_object", lambda own, control: [own, best]
+    )  # a rank of another host
     resumed.resume(True)
     assert resumed.state.best_model_checkpoint == best, "Trainer has forgotten it on this host"
 

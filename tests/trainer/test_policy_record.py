@@ -201,7 +201,10 @@ def test_reward_functions_have_spans_by_name_and_the_loop_has_the_rest_of_an_upd
 
 def test_tools_have_spans_by_name_one_for_calls_that_follow_each_other(tmp_path: Path) -> None:
     made = trainer(tmp_path)
-    spans, tools = made.run.host.spans, {"search": lambda word: time.sleep(0.02), "add": lambda one, other: one + other}
+    spans, tools = (
+        made.run.adapter.spans,
+        {"search": lambda word: time.sleep(0.02), "add": lambda one, other: one + other},
+    )
     made._sync_tool_dicts = [dict(tools), dict(tools)]
     with spans.timing_tools():
         assert made._sync_tool_dicts[0]["add"](one=1, other=2) == 3

@@ -18,7 +18,7 @@ from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.plan.streams import Streams
-from trl_realloc.runtime.host_calls import HostCalls
+from trl_realloc.runtime.call_server import CallServer
 from trl_realloc.trainer.policy.planned_rewards import is_async
 
 
@@ -57,14 +57,14 @@ def test_what_was_scored_with_the_generation_is_what_trl_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_conversation: bool
 ) -> None:
     later: list[int] = []
-    perform = HostCalls._perform
+    perform = CallServer._perform
 
-    def counted(self: HostCalls, name: str, own: Rollouts, *args: Any, **options: Any) -> Rollouts:
+    def counted(self: CallServer, name: str, own: Rollouts, *args: Any, **options: Any) -> Rollouts:
         if name == "reward.forward":
             later.append(len(own))
         return perform(self, name, own, *args, **options)
 
-    monkeypatch.setattr(HostCalls, "_perform", counted)
+    monkeypatch.setattr(CallServer, "_perform", counted)
 
     def trained(plan: Any) -> Any:
         data = {"train_dataset": conversations()} if is_conversation else {}

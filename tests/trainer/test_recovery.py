@@ -110,8 +110,8 @@ def test_an_interrupted_optimizer_step_is_dropped(tmp_path: Path) -> None:
     made = grpo(tmp_path, Reward(), [Interrupts()], gradient_accumulation_steps=2, max_steps=2)
     with pytest.raises(KeyboardInterrupt):
         made.train()
-    assert len(made.run.host.loss.window) == 0 and not made.is_in_train, (
-        "its slopes would be trained on with another step's"
+    assert len(made.run.adapter.loss.step_buffer) == 0 and not made.is_in_train, (
+        "its token gradients would be trained on with another step's"
     )
     made.train()
     assert made.state.global_step == 2

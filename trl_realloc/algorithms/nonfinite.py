@@ -51,8 +51,8 @@ DERIVED_COLUMNS = {
 }
 # Columns of a loss that is defined by its derivatives (`linear_loss`).
 SLOPE_COLUMNS = {
-    "logprob_slopes": "the loss's derivative by a log-probability",
-    "entropy_slopes": "the loss's derivative by an entropy",
+    "logprob_grads": "the loss's derivative by a log-probability",
+    "entropy_grads": "the loss's derivative by an entropy",
 }
 
 

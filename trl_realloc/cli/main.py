@@ -242,7 +242,7 @@ def plan(
         for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
         chosen = with_colocated(choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit, work))
-        if corrected := chosen.best.space.pricing.corrections.described():
+        if corrected := chosen.best.space.pricing.calibration.described():
             click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
         worth = overlap_worth(recipe, chosen, time_limit) if len(named) < len(calls) else None
         _show_choice(chosen, named, worth, output, assumes_prompts=prompt_tokens is None)

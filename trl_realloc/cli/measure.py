@@ -25,7 +25,7 @@ from ..planner.recipe.defaults import trained_dtype
 from ..planner.recipe.recipe import read_recipe, read_recipe_settings
 from ..profiling.job_models import JobModels
 from ..profiling.profile_cache import cached_profile
-from ..runtime.launch.hosts import cluster_of, meet
+from ..runtime.launch.hosts import all_processes, cluster_of
 from ..trainer.accelerate_plugin import ReallocationPlugin
 from ..trainer.checks.config_checks import by_transformers
 from ..trainer.grpo_config import PolicyConfig
@@ -55,7 +55,7 @@ def main(path: str, output: str, prompt_tokens: float, thorough: bool) -> None:
     problem = why_not_served(configs[Role.ACTOR][0], on_cpu=not is_accelerator(args.device))
     if recipe.engine == "vllm" and problem is not None:
         raise RecipeError(f"{path} cannot be measured on this machine: {problem}; {by_transformers(args)}.")
-    cluster, mixed = cluster_of(meet()), compute_dtype(args)
+    cluster, mixed = cluster_of(all_processes()), compute_dtype(args)
     pad = configs[Role.ACTOR][0].pad_token_id
     response = args.response_length if isinstance(args, PPOConfig) else args.max_completion_length
     context = round(recipe.prompt_tokens + response)

@@ -27,7 +27,7 @@ from ..planner.search.choose import choose
 from ..planner.search.clusters import ClusterAnswer, colocated
 from ..planner.search.decision import Decision
 from ..planner.search.fused_choice import may_fuse
-from ..planner.search.ladder import Ways
+from ..planner.search.ladder import AllowedOptions
 from ..planner.search.overlap_worth import OverlapWorth
 from ..planner.search.problem import estimate_plan
 from ..planner.search.space import Space
@@ -145,7 +145,7 @@ def choose_for_recipe(
     _check_measured(profile, recipe, measured)
     pricing = _pricing(recipe, machine, MeasuredRates(profile), profile.memory if on_gpus else None, work)
     cap = None if on_gpus else CACHED_TOKENS
-    pricing = replace(pricing, default_cap=cap, corrections=profile.corrections)
+    pricing = replace(pricing, default_cap=cap, calibration=profile.calibration)
     return choose(_space(recipe, pricing), _ways(recipe, on_gpus=on_gpus), time_limit_s=time_limit)
 
 
@@ -195,8 +195,8 @@ def _space(recipe: Recipe, pricing: Pricing) -> Space:
     )
 
 
-def _ways(recipe: Recipe, *, on_gpus: bool = True) -> Ways:
-    return Ways(
+def _ways(recipe: Recipe, *, on_gpus: bool = True) -> AllowedOptions:
+    return AllowedOptions(
         deterministic=recipe.deterministic,
         max_staleness=recipe.max_staleness,
         fused_training=may_fuse(recipe.fused_training, on_gpus=on_gpus),

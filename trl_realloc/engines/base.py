@@ -44,7 +44,7 @@ class EngineDied(EngineError):
 
 
 @dataclass(frozen=True)
-class Support:
+class SamplingMask:
     """Rules for which tokens may be sampled, in the order in which they exclude tokens: min-p, top-k, top-p. The fields
     are those of `Sampling`."""
 
@@ -62,7 +62,7 @@ class Sampling:
     sum to 1. Transformers' own `generate` applies min-p after top-p, so it keeps other tokens if both are set.
 
     A `Completion` has the log-probabilities under this distribution (vLLM's `processed_logprobs`, which TRL uses too).
-    A training engine computes log-probabilities with the same temperature and `support`, but ignores the regular
+    A training engine computes log-probabilities with the same temperature and `sampling_mask`, but ignores the regular
     expression, penalties and `extra`. Where these exclude tokens, the log-probabilities of the two engines differ by
     the logarithm of the remaining probability, so importance ratios are biased (TRL's issue 6789).
 
@@ -91,10 +91,10 @@ class Sampling:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def support(self) -> Support | None:
+    def mask(self) -> SamplingMask | None:
         """The rules that exclude tokens by their probability alone; `None` if none does."""
-        support = Support(self.top_p, self.top_k, self.min_p)
-        return None if support == Support() else support
+        sampling_mask = SamplingMask(self.top_p, self.top_k, self.min_p)
+        return None if sampling_mask == SamplingMask() else sampling_mask
 
     def limit_of(self, request: GenerationRequest) -> int:
         """Most response tokens of this request."""

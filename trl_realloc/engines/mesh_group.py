@@ -61,7 +61,7 @@ class MeshGroup:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return int(largest)
 
-    def meet(self) -> None:
+    def host_barrier(self) -> None:
         """Wait until all ranks have come here. Call it before several collectives: a device counts the time that it
         waits for another rank in a collective, and ends the job at its limit (`ddp_timeout`)."""
         self.max(0)

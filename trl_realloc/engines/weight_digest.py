@@ -213,7 +213,7 @@ def _products(words: Tensor, weights: Tensor) -> Tensor:
     rows = max(1, (_CPU_WORDS if on_cpu else _DEVICE_WORDS) // len(weights))
     if not on_cpu:
         return torch.cat([((part >> 31).add_(part) * weights).sum(1) for part in words.split(rows)])
-    # not by `Tensor.numpy`, after which torch neither grows nor frees a storage (`residency.DroppedCopy`)
+    # not by `Tensor.numpy`, after which torch neither grows nor frees a storage (`cpu_offload.DroppedCopy`)
     of_words, of_weights = np.from_dlpack(words), np.from_dlpack(weights)
     folded, sums = np.empty((min(rows, len(words)), len(weights)), np.int64), np.empty(len(words), np.int64)
     for begin in range(0, len(words), rows):

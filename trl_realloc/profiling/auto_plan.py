@@ -195,7 +195,7 @@ def print_decision(decision: Decision, profile: Profile, *, is_new: bool) -> Non
     """
     console = Console(stderr=True)
     source = "measured just now" if is_new else "measured before" if profile.observations else "by specification"
-    if corrected := profile.corrections.described():
+    if corrected := profile.calibration.described():
         source += f", and corrected by the times of earlier runs: {corrected}"
     lengths = decision.best.space.pricing.workload.lengths_text
     console.print(f"plan: auto on {profile.hardware} ({source}), for {lengths}. {decision.summary}")

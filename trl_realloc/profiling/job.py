@@ -25,7 +25,7 @@ from ..planner.cost.specification import rates_of
 from ..planner.cost.workload import Workload
 from ..planner.search.choose import choose
 from ..planner.search.decision import Decision
-from ..planner.search.ladder import Ways
+from ..planner.search.ladder import AllowedOptions
 from ..planner.search.space import Space, TrainingSplits
 from ..realloc.memory import MOMENTS
 from ..runtime.placement.engine_options import EngineOptions
@@ -88,13 +88,13 @@ class Job:
             zero_stages=self.zero_stages,
             splits=self.splits,
         )
-        ways = Ways(
+        allowed = AllowedOptions(
             deterministic=self.deterministic,
             max_staleness=self.max_staleness,
             fused_training=self.fused_training,
             streams=self.streams,
         )
-        return choose(space, ways, time_limit_s=time_limit_s)
+        return choose(space, allowed, time_limit_s=time_limit_s)
 
     @property
     def measured_graph(self) -> DataflowGraph:
@@ -132,5 +132,5 @@ class Job:
             context_length=self.options.context_length,
             moments=MOMENTS,
             default_cap=CACHED_TOKENS if memory_bytes(self.options.device) is None else None,
-            corrections=profile.corrections,
+            calibration=profile.calibration,
         )

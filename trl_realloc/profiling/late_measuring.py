@@ -100,7 +100,7 @@ class LateMeasuring:
         job, profile = self.job, self.observer.job_plan.profile
         assert profile is not None, "the planner chose the plan"
         # short runs have no reward functions, and send smaller batches
-        profile = replace(profile, corrections=profile.corrections.without_seconds())
+        profile = replace(profile, calibration=profile.calibration.without_seconds())
         runs = short_runs(job, elements_of_short_runs(job))
         plans = plans_of(job, runs)
         if not plans:

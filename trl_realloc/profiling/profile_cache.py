@@ -23,10 +23,10 @@ from ..common.files import cache_folder
 from ..common.notices import notice, working
 from ..engines.device import is_accelerator, release_cached_memory
 from ..plan.execution_plan import ExecutionPlan
-from ..planner.cost.estimate_factors import Corrections
+from ..planner.cost.estimate_factors import CalibrationFactors
 from ..planner.cost.profile import Observation, Profile, model_key
 from ..runtime.failures.alarm import JobFailed, is_known_everywhere
-from ..runtime.launch.hosts import meet, ranks_by_host
+from ..runtime.launch.hosts import all_processes, ranks_by_host
 from ..runtime.process_groups import from_first_rank
 from .job import Job
 from .machine import copies, hardware, links, shared_cores, sharing
@@ -56,7 +56,7 @@ def about(job: Job) -> dict[str, str]:
 def network() -> str:
     """Text of the hosts of this job with their addresses, and of the variables by which NCCL chooses a network. If it
     differs from a profile's, the network has changed; if it is equal, the network may still have changed."""
-    processes = meet()
+    processes = all_processes()
     hosts = [processes[ranks[0]] for ranks in ranks_by_host(processes)]
     variables = [f"{name}={os.environ[name]}" for name in NETWORK_VARIABLES if os.environ.get(name)]
     return ", ".join([*(f"{host.host} at {host.address}" for host in hosts), *variables])
@@ -148,16 +148,16 @@ def read_profile(path: Path, job: Job) -> Profile | None:
 
 def _with_links(profile: Profile, path: Path, job: Job) -> Profile:
     """The profile with the current links between hosts. They are measured at every start, because only messages show
-    how fast the network is. Corrections from another network are dropped."""
+    how fast the network is. CalibrationFactors from another network are dropped."""
     if job.cluster.nodes == 1:
         return profile
     with working("measuring the network between the hosts", "at each start"):
         observations = tuple(links(job.cluster, job.options.device))
         measured_links = from_first_rank(observations, job.options.collective_timeout_s)
     name = network()
-    corrections = profile.corrections if profile.about.get("network") == name else Corrections()
+    calibration = profile.calibration if profile.about.get("network") == name else CalibrationFactors()
     about_now = {**profile.about, "network": name}
-    profile = replace(profile, links=measured_links, about=about_now, corrections=corrections)
+    profile = replace(profile, links=measured_links, about=about_now, calibration=calibration)
     save_profile(profile, path, job.rank)
     return profile
 
@@ -173,12 +173,12 @@ def known_profile(job: Job) -> Profile | None:
     if not path.is_file():
         return None
     profile = Profile.load(path)
-    if not profile.observations and not profile.corrections.calls:
+    if not profile.observations and not profile.calibration.calls:
         return None
     return profile if job.cluster.nodes == 1 or profile.about.get("network") == network() else None
 
 
-def keep_corrections(profile: Profile, job: Job) -> None:
+def keep_calibration(profile: Profile, job: Job) -> None:
     """Saves a profile with new corrections, without their seconds, to the cache. Only rank 0 calls this. If another job
     has measured the machine again meanwhile, its profile stays."""
     path = cache_path(job)
@@ -187,7 +187,7 @@ def keep_corrections(profile: Profile, job: Job) -> None:
             return
     except PlanError:  # damaged, or from another version
         pass
-    save_profile(replace(profile, corrections=profile.corrections.without_seconds()), path, job.rank)
+    save_profile(replace(profile, calibration=profile.calibration.without_seconds()), path, job.rank)
 
 
 def save_profile(profile: Profile, path: Path, rank: int) -> None:

@@ -146,14 +146,14 @@ class Replanner:
 
 def is_near(profile: Profile, other: Profile, plan: ExecutionPlan, most: float) -> bool:
     """True if two profiles differ only in corrections of a plan's calls, each by no more than the share `most`."""
-    if replace(profile, corrections=other.corrections) != other:
+    if replace(profile, calibration=other.calibration) != other:
         return False
-    old, new = profile.corrections, other.corrections
+    old, new = profile.calibration, other.calibration
     calls = [(old.factor(call, plan[call.name]), new.factor(call, plan[call.name])) for call in plan.graph.calls]
     moves = [(old.move(name), new.move(name)) for name in plan.order]
     names = {*old.functions, *new.functions}
     seconds = [(old.functions.get(name, 0.0), new.functions.get(name, 0.0)) for name in names]
-    pairs = [*calls, *moves, *seconds, (old.handover or 0.0, new.handover or 0.0)]
+    pairs = [*calls, *moves, *seconds, (old.dispatch or 0.0, new.dispatch or 0.0)]
     return all(abs(after - before) <= most * before for before, after in pairs)
 
 

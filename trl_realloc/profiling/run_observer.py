@@ -20,7 +20,7 @@ from ..planner.search.measured_update import MeasuredUpdate
 from ..planner.search.priced_plan import PricedPlan
 from .auto_plan import JobPlan, estimate_at_lengths
 from .job import Job
-from .profile_cache import cache_path, keep_corrections
+from .profile_cache import cache_path, keep_calibration
 
 
 CHANGE = 0.1  # relative change of a factor above which the corrections are saved again
@@ -63,12 +63,12 @@ class RunObserver:
             return
         if profile.decode_host is not None:
             return
-        for call, of_call in steps.items():
+        for call, per_call in steps.items():
             (spec, *_) = self.job.models.specs[call]
-            host = decode_host(self.job.pricing(profile), spec, plan[call], of_call)
+            host = decode_host(self.job.pricing(profile), spec, plan[call], per_call)
             if host is not None:
-                corrections = profile.corrections.without_calls(plan.graph.calls_of(CallKind.GENERATE))
-                profile, chosen = replace(profile, decode_host=host, corrections=corrections), self._chosen
+                calibration = profile.calibration.without_calls(plan.graph.calls_of(CallKind.GENERATE))
+                profile, chosen = replace(profile, decode_host=host, calibration=calibration), self._chosen
                 self.follow(replace(self.job_plan, profile=profile))
                 self._chosen = chosen
                 self._keep()
@@ -85,7 +85,7 @@ class RunObserver:
         if self._evidence is None or profile is None or not spans:
             return
         self._evidence.add(MeasuredUpdate.of(spans, lengths, iterations))
-        corrected = replace(profile, corrections=self._evidence.corrections())
+        corrected = replace(profile, calibration=self._evidence.calibration())
         self.job_plan = replace(self.job_plan, profile=corrected)
         if self._kept is None or _differ(corrected, self._kept):
             self._keep()
@@ -100,9 +100,9 @@ class RunObserver:
             The plan's estimate for these lengths, to compare with the run's times; `None` if nothing was measured.
         """
         profile = self.job_plan.profile
-        if self._evidence is not None and profile is not None and profile.corrections != self._evidence.before:
+        if self._evidence is not None and profile is not None and profile.calibration != self._evidence.before:
             self._keep()
-            if text := profile.corrections.described():
+            if text := profile.calibration.described():
                 notice(
                     f"this run's own times against those expected: {text}. Estimates are corrected by these, and the "
                     f"factors are kept for the next run ({cache_path(self.job)})"
@@ -120,12 +120,12 @@ class RunObserver:
     def _keep(self) -> None:
         self._kept = self.job_plan.profile
         if self._kept is not None:
-            keep_corrections(self._kept, self.job)
+            keep_calibration(self._kept, self.job)
 
 
 def _differ(profile: Profile, other: Profile) -> bool:
     """True if a factor of one profile differs from that of the other by more than `CHANGE`."""
-    new, old = profile.corrections, other.corrections
+    new, old = profile.calibration, other.calibration
     pairs = [(factor, old.calls.get(name, 1.0)) for name, factor in new.calls.items()]
     pairs += [(factor, old.moves.get(name, 1.0)) for name, factor in new.moves.items()]
     return any(abs(factor / before - 1) > CHANGE for factor, before in pairs)

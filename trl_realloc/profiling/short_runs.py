@@ -108,20 +108,20 @@ class Runs:
                 start = time.perf_counter()
                 if reuses_samples:
                     assert samples is not None, "the first plan generates them"
-                    of_call = {"actor.generate": samples.select(list(range(episodes)))}
-                    iteration = executor.run(batch, step, rates, known=of_call)
+                    per_call = {"actor.generate": samples.select(list(range(episodes)))}
+                    iteration = executor.run(batch, step, rates, known=per_call)
                 else:
                     iteration = executor.run(batch, step, rates, sampling=Sampling(response, 1.0))
                 if step and "responses" in iteration.samples:
                     observations += self._observations(plan, iteration, time.perf_counter() - start)
             generated = from_first_rank(iteration.samples, options.collective_timeout_s) if samples is None else samples
             executor.exchange.flush()
-            _meet()
+            _barrier()
         except (JobFailed, NonFiniteError) as error:
             placement.close()
             if is_known_everywhere(error):
                 executor.exchange.flush()
-                _meet()
+                _barrier()
                 placement.discard()
             raise
         finally:
@@ -270,7 +270,7 @@ class Runs:
         return PromptBatch(Rollouts(index=torch.arange(episodes), prompts=Ragged.of(rows, torch.long)), [{}] * episodes)
 
 
-def _meet() -> None:
+def _barrier() -> None:
     """Wait for all ranks, because a rank that destroys its groups closes them for ranks that still read."""
     if dist.is_initialized():
         dist.barrier()

@@ -24,9 +24,9 @@ from ..plan.streams import early_call
 from ..plan.timeline import Span
 from ..planner.iteration.stream_dispatcher import Dispatcher, Order
 from .calls.call_runner import CallRunner
-from .calls.early_generation import EarlyGeneration
 from .calls.generate_and_score import CallSettings, Step
 from .calls.iteration_results import iteration_results, of_steps, refusal
+from .calls.prefetched_generation import PrefetchedGeneration
 from .failures.alarm import Alarm, JobFailed
 from .failures.watchdog_client import current_watchdog
 from .overlap.ahead_runs import AheadRuns
@@ -35,8 +35,8 @@ from .overlap.stream_leader import StreamLeader, StreamLink
 from .overlap.stream_messages import End
 from .overlap.stream_worker import StreamWorker
 from .placement.placement import Placement
-from .samples.drawn_samples import DrawnSamples
 from .samples.exchange import CallsFailed, Exchange
+from .samples.partial_rollouts import PartialRollouts
 from .samples.results import Iteration
 from .samples.routes import RESULTS, replica
 from .samples.shares import Share
@@ -53,7 +53,7 @@ class Executor:
     Attributes:
         orders: orders of the latest iteration's streams, on rank 0.
         ahead: runs iterations of a plan with a staleness; `None` for another plan, and for another library's loop,
-            which has a `HostAhead`.
+            which has a `AheadServer`.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class Executor:
         name = early_call(self.plan.graph, self.plan.assignments)
         if name is not None and self.placement.takes_part(name):
             step = Step(self._now.step.number + 1, batch.rows, {})
-            self.alarm.at(f"{name} of {step.name} (its parameters)")
-            self.runner.early = EarlyGeneration(self.placement, self.settings, name, step, batch)
+            self.alarm.set_activity(f"{name} of {step.name} (its parameters)")
+            self.runner.early = PrefetchedGeneration(self.placement, self.settings, name, step, batch)
 
     def cancel_early(self) -> None:
         """Stop the generation for later iterations. With a staleness the next iteration resumes it; otherwise it is
@@ -212,19 +212,19 @@ class Executor:
         self.exchange.flush()
         self.plan = self.placement.plan = self.exchange.plan = plan
 
-    def samples_under_way(self, step: int) -> DrawnSamples | None:
+    def samples_under_way(self, step: int) -> PartialRollouts | None:
         """Finished and partial samples of the iterations from `step` on, on rank 0; `None` on the others, and under a
         plan without a staleness. All ranks together, between two iterations."""
         return None if self.ahead is None else self.ahead.drawn(step)
 
-    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
+    def go_on_with(self, partial_samples: PartialRollouts | None) -> None:
         """Use samples that were under way in another run or plan. Before the first iteration, all ranks together. A
         plan without a staleness draws them anew.
 
         Args:
             partial_samples: the samples, on rank 0; `None` if there are none.
         """
-        if self.ahead is not None and (partial_samples := self.exchange.spread(partial_samples)) is not None:
+        if self.ahead is not None and (partial_samples := self.exchange.broadcast(partial_samples)) is not None:
             self.ahead.restore(partial_samples)
 
     # --- one call at a time -----------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Executor:
         if trains:
             row: Rollouts = self._from_results(outcome)
             return row
-        self.alarm.at(f"waiting for the results of {self._now.step.name}")
+        self.alarm.set_activity(f"waiting for the results of {self._now.step.name}")
         return self._raised(self.exchange.scatter(name, outcome, sizes))
 
     def perform_streamed(self, batch: PromptBatch) -> Mapping[str, Rollouts]:
@@ -360,8 +360,8 @@ class Executor:
 
     def _from_results(self, outcome: object) -> Any:
         """Rank 0's result, on every rank. If it is an exception, every rank raises it."""
-        self.alarm.at(f"waiting for the results of {self._now.step.name}")
-        return self._raised(self.exchange.spread(outcome))
+        self.alarm.set_activity(f"waiting for the results of {self._now.step.name}")
+        return self._raised(self.exchange.broadcast(outcome))
 
     def _raised(self, outcome: object) -> Any:
         if isinstance(outcome, Exception):

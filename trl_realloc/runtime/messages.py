@@ -1,5 +1,4 @@
-"""Messages of bytes between ranks, and two collectives along a binary tree: `spread`, a broadcast, and `combined`, an
-all-reduce.
+"""Messages of bytes between ranks, and two collectives along a binary tree: `broadcast` and `all_reduce`.
 
 With gloo's object collectives a rank sends as many messages as there are ranks. Along the tree it sends at most three.
 """
@@ -82,7 +81,7 @@ class GlooMessages:
         self._sends.clear()
 
 
-def spread(messages: Messages, ranks: Sequence[int], rank: int, value: T, tag: int) -> T:
+def broadcast(messages: Messages, ranks: Sequence[int], rank: int, value: T, tag: int) -> T:
     """The first rank's value, on every rank. All ranks call this together; the other ranks' values are ignored.
 
     Args:
@@ -99,7 +98,7 @@ def spread(messages: Messages, ranks: Sequence[int], rank: int, value: T, tag: i
     return value
 
 
-def combined(
+def all_reduce(
     messages: Messages, ranks: Sequence[int], rank: int, value: T, combine: Callable[[T, T], T], tag: int
 ) -> T:
     """The combination of all ranks' values, on every rank. All ranks call this together.
@@ -115,7 +114,7 @@ def combined(
         value = combine(value, pickle.loads(messages.receive(child, tag)))
     if parent is not None:
         messages.send(pickle.dumps(value), parent, tag)
-    return spread(messages, ranks, rank, value, tag + 1)
+    return broadcast(messages, ranks, rank, value, tag + 1)
 
 
 def _relatives(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:

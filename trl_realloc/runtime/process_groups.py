@@ -20,7 +20,7 @@ from ..engines.device import group_device, is_accelerator
 from ..engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from ..plan.cluster import DeviceMesh
 from ..plan.execution_plan import ExecutionPlan
-from .messages import GlooMessages, combined
+from .messages import GlooMessages, all_reduce
 
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def _host_group(timeout_s: float) -> dist.ProcessGroup | None:
     return _host_groups[0][1]
 
 
-def from_every_rank(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """All-gather: the values of all ranks in rank order. All ranks of `group` call this together.
 
     Args:
@@ -117,10 +117,10 @@ def wait_for_all(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
-    meet(group)
+    barrier(group)
 
 
-def meet(group: dist.ProcessGroup | None) -> None:
+def barrier(group: dist.ProcessGroup | None) -> None:
     """Barrier of all ranks, without a wait for their devices.
 
     Args:
@@ -210,7 +210,7 @@ def _agreement(control: dist.ProcessGroup | None, ranks: tuple[int, ...], rank: 
     messages = GlooMessages(control)
 
     def agree(number: int) -> int:
-        largest: int = combined(messages, ranks, rank, number, max, tag)
+        largest: int = all_reduce(messages, ranks, rank, number, max, tag)
         messages.flush()
         return largest
 

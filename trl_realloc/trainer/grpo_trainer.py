@@ -2,9 +2,8 @@
 
 TRL keeps the host's work: data, tools, rewards, advantages, loss, logs, and Trainer's loop. The plan's devices run
 generation, the log-probabilities of policy and reference, and training. `PlannedPolicyTrainer` overrides TRL's and
-Trainer's methods; the code behind them is in `policy.policy_host`. Checks and planning are in `policy_setup`, failures
-in `planned_run`.
-"""
+Trainer's methods; the code behind them is in `policy.policy_adapter`. Checks and planning are in `policy_setup`,
+failures in `planned_run`."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ from .policy.accelerate_fallback import (
 from .policy.loss_and_logprobs import ModelInEngine
 from .policy.planned_generation import plain_token_ids
 from .policy.planned_rewards import REWARD, planned_rewards
-from .policy.policy_host import PolicyHost
+from .policy.policy_adapter import PolicyAdapter
 from .policy.policy_setup import prepare_policy
 from .policy.prompt_lengths import check_tokenized
 from .policy.record import PolicyRecord, sampled_completions
@@ -84,7 +83,7 @@ class PlannedPolicyTrainer(Trainer):
         record: times of the updates.
     """
 
-    run: PlannedRun[PolicyHost] | None = None
+    run: PlannedRun[PolicyAdapter] | None = None
     setup = property(attrgetter("run.placed.setup"))
     placement = property(attrgetter("run.placed.placement"))
     executor = property(attrgetter("run.placed.executor"))
@@ -92,7 +91,7 @@ class PlannedPolicyTrainer(Trainer):
     observer = property(attrgetter("run.change.observer"))
     replanner = property(attrgetter("run.change.replanner"))
     measuring = property(attrgetter("run.change.measuring"))
-    calls = property(attrgetter("run.host.calls"))
+    calls = property(attrgetter("run.adapter.calls"))
     _config: type  # this package's configuration for TRL's class
     _trl: type  # TRL's class
 
@@ -111,7 +110,7 @@ class PlannedPolicyTrainer(Trainer):
         with _hidden(config, **hidden), _forward_kept(model):
             super().__init__(**arguments)
         if self.run is not None:
-            self.run.host.take_over()
+            self.run.adapter.take_over()
 
     def _plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Check the inputs and choose the plan. Returns the constructor arguments for TRL's class."""
@@ -136,12 +135,12 @@ class PlannedPolicyTrainer(Trainer):
             follow_trl(args, self.plugin)
             return arguments
         alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
-        with alarm.covers():
+        with alarm.guard():
             setup, reward_models = prepare_policy(args, self.plugin, world, arguments)
-        host = PolicyHost(self)
-        settings = replace(setup.call_settings, reward_tokens=host.scoring.tokens_for_reward_models)
+        adapter = PolicyAdapter(self)
+        settings = replace(setup.call_settings, reward_tokens=adapter.scoring.tokens_for_reward_models)
         setup = replace(setup, call_settings=settings)
-        self.run = PlannedRun(host, setup, self.plugin, world.process_index, alarm)
+        self.run = PlannedRun(adapter, setup, self.plugin, world.process_index, alarm)
         return {
             **arguments,
             **planned_rewards(arguments, reward_models, lambda *texts: self.calls.score(REWARD, *texts)),
@@ -169,13 +168,13 @@ class PlannedPolicyTrainer(Trainer):
         return self.record.timeline
 
     @property
-    def _run(self) -> PlannedRun[PolicyHost]:
+    def _run(self) -> PlannedRun[PolicyAdapter]:
         assert self.run is not None, "Accelerate trains by TRL's methods"
         return self.run
 
     @property
-    def _host(self) -> PolicyHost:
-        return self._run.host
+    def _host(self) -> PolicyAdapter:
+        return self._run.adapter
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -419,11 +418,13 @@ class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
         corrects = self.vllm_importance_sampling_correction or (self.run is not None and self._host.mismatch.corrects)
         if corrects and self.model.training:
             mask = batch["completion_mask"]
-            batch["old_logps"] = drawn_logps(self.vllm_generation.drawn(mask.sum(1).tolist()), mask, batch["old_logps"])
+            batch["old_logps"] = sampling_logps(
+                self.vllm_generation.drawn(mask.sum(1).tolist()), mask, batch["old_logps"]
+            )
         return batch
 
 
-def drawn_logps(logprobs: Sequence[torch.Tensor], mask: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def sampling_logps(logprobs: Sequence[torch.Tensor], mask: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """The log-probabilities (rows,) of completions under the policies that sampled them.
 
     Args:

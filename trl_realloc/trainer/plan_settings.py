@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..engines.training.deepspeed_compat import leave_out_shared_memory_op
 from ..plan.execution_plan import ExecutionPlan
-from ..runtime.launch.hosts import has_rendezvous, meet
+from ..runtime.launch.hosts import all_processes, has_rendezvous
 from ..runtime.launch.launcher import check_launch, connect_streams, separate_attempts, wait_on_own_device
 from ..runtime.launch.network_interfaces import set_gloo_interface
 from .checks.config_checks import check_settings
@@ -190,7 +190,7 @@ def before_training_arguments(args: TrainingArguments) -> Iterator[None]:
     separate_attempts()
     wait_on_own_device()
     if not dist.is_initialized() and has_rendezvous():
-        meet()  # a process group would wait for a host that cannot be reached
+        all_processes()  # a process group would wait for a host that cannot be reached
     if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         leave_out_shared_memory_op()  # otherwise `TrainingArguments` compiles it
     # Trainer and TRL use the older name, here and in every generation

@@ -40,7 +40,7 @@ from .checks.trainable import own_optimizer
 from .plan_settings import use_one_device
 from .ppo.evaluation import completions, dataset_of, mean_metrics
 from .ppo.policy_and_value import PolicyAndValueWrapper
-from .ppo.ppo_host import PPOHost
+from .ppo.ppo_adapter import PPOAdapter
 from .ppo.ppo_setup import prepare
 from .ppo.trl_surface import OnlineTrainerState, TrlSurface
 from .ppo_config import PPOConfig, check_config
@@ -143,9 +143,9 @@ class PPOTrainer(TrlSurface):
         )
         request = read_plan_request(args, self.plugin, world, model, args.ppo_settings().graph)
         alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
-        with alarm.covers():
+        with alarm.guard():
             setup, self.prompts = prepare(args, self.plugin, request, world.process_index, inputs)
-        self.run = PlannedRun(PPOHost(self), setup, self.plugin, world.process_index, alarm)
+        self.run = PlannedRun(PPOAdapter(self), setup, self.plugin, world.process_index, alarm)
         self._ref_model, self.reward_model = ref_model, reward_model
         models = setup.models_before_start
         super().__init__(
@@ -361,7 +361,7 @@ class PPOTrainer(TrlSurface):
         """
         refuse_changed(self._fixed, fixed_settings(self.args, self._fixed))
         placed = self.run.placed
-        settings = placed.executor.exchange.spread(self.args.ppo_settings())
+        settings = placed.executor.exchange.broadcast(self.args.ppo_settings())
         if settings == placed.setup.algorithm.settings:
             return
         for name, value in vars(settings).items():

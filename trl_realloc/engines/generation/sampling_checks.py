@@ -15,7 +15,7 @@ from typing import Any
 
 from ...common.errors import shown, unknown_keys
 from ...common.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, read_settings
-from ..base import Sampling, Support
+from ..base import Sampling, SamplingMask
 from .vllm_support import annotated_fields
 
 
@@ -123,13 +123,13 @@ def engine_only_settings(sampling: Sampling, *, full_vocabulary: bool = False) -
     names += [
         f"{SETTING}: {name}" for name, value in sampling.extra.items() if value and name not in _SAME_DISTRIBUTION
     ]
-    if full_vocabulary and sampling.support is not None:
-        names += [f"{name} with full_vocabulary_logprobs" for name in _changed(sampling.support)]
+    if full_vocabulary and sampling.mask is not None:
+        names += [f"{name} with full_vocabulary_logprobs" for name in _changed(sampling.mask)]
     return names
 
 
-def _changed(support: Support) -> list[str]:
-    return [field.name for field in fields(support) if getattr(support, field.name) != field.default]
+def _changed(sampling_mask: SamplingMask) -> list[str]:
+    return [field.name for field in fields(sampling_mask) if getattr(sampling_mask, field.name) != field.default]
 
 
 def why_not_moved(sampling: Sampling) -> str | None:

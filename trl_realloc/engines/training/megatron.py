@@ -20,7 +20,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, EngineError, Rate, Support
+from ..base import BUCKET_BYTES, Bucket, EngineError, Rate, SamplingMask
 from ..buckets import in_buckets
 from ..mesh_group import SplitGroups
 from ..parameter_pieces import Piece
@@ -128,14 +128,14 @@ class MegatronEngine:
             )
 
     def _split_logprobs(
-        self, logits: Tensor, targets: Tensor, temperature: float, support: Support | None
+        self, logits: Tensor, targets: Tensor, temperature: float, sampling_mask: SamplingMask | None
     ) -> tuple[Tensor, Tensor]:
         first = vocabulary_start(base_of(self.head.model).get_output_embeddings())
         result: tuple[Tensor, Tensor]
         if first is None:
-            result = TokenLogprobs.apply(local(logits), targets, temperature, support)
+            result = TokenLogprobs.apply(local(logits), targets, temperature, sampling_mask)
         else:
-            result = SplitLogprobs.apply(local(logits), targets, temperature, first, self.groups.tp, support)
+            result = SplitLogprobs.apply(local(logits), targets, temperature, first, self.groups.tp, sampling_mask)
         return result
 
     @property

@@ -21,11 +21,11 @@ from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
 from ...plan.batching import micro_batches
 from ...plan.prefix_tree import PrefixTree
-from ..base import Support
+from ..base import SamplingMask
 from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
 from ..model_changes import forward_changes
-from .kept_forward import KeptForward
+from .cached_graphs import CachedGraphs
 from .nonfinite_guard import guarded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs, shares_rows
 from .packed_row import PackedRow
@@ -36,7 +36,7 @@ from .token_logprobs import TokenLogprobs
 class RoleHead(nn.Module):
     """A role's model and the computation of the role's outputs. The forward takes one micro-batch on the device.
 
-    Engines call the model only through this module, so that hooks on it (DeepSpeed's gathering, `Residency`) see every
+    Engines call the model only through this module, so that hooks on it (DeepSpeed's gathering, `CPUOffload`) see every
     forward.
 
     Attributes:
@@ -133,12 +133,12 @@ class PolicyHead(RoleHead):
     both differentiable. A loss that does not depend on the entropies does not compute their gradient.
 
     Args:
-        support: tokens of the distribution, see `TokenLogprobs`.
+        sampling_mask: tokens of the distribution, see `TokenLogprobs`.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, support: Support | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, sampling_mask: SamplingMask | None = None) -> None:
         super().__init__(model)
-        self.temperature, self.support = temperature, support
+        self.temperature, self.sampling_mask = temperature, sampling_mask
         # (logits, targets, temperature, support) -> logprobs, entropy; `vocab_parallel` for tensor parallelism
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = TokenLogprobs.apply
         self.vocabulary_group: MeshGroup | None = None  # group over which the language head is split
@@ -171,7 +171,7 @@ class PolicyHead(RoleHead):
         columns = self._in_slices(arguments, pick, responses.values)
         if columns is None:
             logits = pick(self._run(self.model, arguments).logits)
-            columns = self.token_logprobs(logits, responses.values, self.temperature, self.support)
+            columns = self.token_logprobs(logits, responses.values, self.temperature, self.sampling_mask)
         return {"logprobs": responses.like(columns[0]), "entropy": responses.like(columns[1])}
 
     def _in_slices(
@@ -184,7 +184,7 @@ class PolicyHead(RoleHead):
             return None
         head, group = base.get_output_embeddings(), self.vocabulary_group
         use = EntropyUse()
-        with sliced(head, pick, targets, self.temperature, use, group, self.support) as results:
+        with sliced(head, pick, targets, self.temperature, use, group, self.sampling_mask) as results:
             logits = self._run(self.model, arguments).logits
         # compared by memory, because DeepSpeed's hooks return the same memory as another tensor
         if [logits.data_ptr()] != [result.data_ptr() for result in results]:
@@ -277,7 +277,7 @@ def run_forward(
     device: torch.device,
     *,
     in_step: bool = False,
-    graphs: KeptForward | None = None,
+    graphs: CachedGraphs | None = None,
     tree: PrefixTree | None = None,
 ) -> dict[str, Ragged]:
     """Run this rank's samples through a head without gradients. The outputs are on the CPU, in the samples' order. They
@@ -347,7 +347,7 @@ def run_training(
     backward: Callable[[Tensor, bool], None],
     *,
     in_step: bool = False,
-    graphs: KeptForward | None = None,
+    graphs: CachedGraphs | None = None,
     tree: PrefixTree | None = None,
 ) -> dict[str, Tensor]:
     """Run the forward and backward of this rank's share of one mini-batch, micro-batch by micro-batch.

@@ -32,8 +32,8 @@ from ..training_state import (
     room_for,
     scalars_of,
 )
+from .cached_graphs import CachedGraphs
 from .group_settings import GroupSettings
-from .kept_forward import KeptForward
 from .master_weights import MasterWeights
 from .mixed_precision import autocast
 from .nonfinite_guard import refusal
@@ -80,7 +80,7 @@ class ReplicatedEngine:
         self._left_out = [] if self.optimizer is None else self._not_of(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype is torch.float16)
         self.version, self.grad_norm = 0, math.nan
-        self._kept = KeptForward()
+        self._kept = CachedGraphs()
         if self.optimizer is None:
             head.requires_grad_(False).eval()
 
@@ -121,7 +121,7 @@ class ReplicatedEngine:
         return statistics
 
     def add_gradients(
-        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, *, graphs: KeptForward | None = None
+        self, samples: Rollouts, loss: TokenLoss, micro_batch_tokens: int, *, graphs: CachedGraphs | None = None
     ) -> dict[str, Tensor]:
         """See `base.TrainingEngine`.
 

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...plan.assignment import LOGITS_SLICE, MAX_LOGITS
-from ..base import Support
+from ..base import SamplingMask
 from ..mesh_group import MeshGroup
 from .packed_attention import backbone_of
+from .sampling_mask import highest_of, keep_above, keep_mask
 from .split_layers import part_of
 from .tensor_parallel import box_of, is_split, local
 from .token_logprobs import logits_gradient, precise, scaled
-from .token_support import highest_of, keep_above, keep_support
 
 
 # `MAX_LOGITS` and `LOGITS_SLICE` on a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and again
@@ -54,7 +54,7 @@ class SlicedLogprobs(torch.autograd.Function):
         first: first id of the rank's part.
         group: tensor-parallel group; `None` for a whole head.
         use: flag that an `Unstacked` after this function sets; `None` if there is none.
-        support: tokens of the distribution, as in `vocab_parallel.SplitLogprobs`.
+        sampling_mask: tokens of the distribution, as in `vocab_parallel.SplitLogprobs`.
 
     Returns:
         `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature): float32, or float64
@@ -73,7 +73,7 @@ class SlicedLogprobs(torch.autograd.Function):
         first: int,
         group: MeshGroup | None,
         use: EntropyUse | None,
-        support: Support | None = None,
+        sampling_mask: SamplingMask | None = None,
     ) -> tuple[Tensor, Tensor]:
         (tokens, ids), work = (hidden.shape[0], weight.shape[0]), precise(dtype)
         highest = torch.full((tokens,), float("-inf"), dtype=work, device=hidden.device)
@@ -82,16 +82,16 @@ class SlicedLogprobs(torch.autograd.Function):
         local_targets = targets - first
         is_here = (local_targets >= 0) & (local_targets < ids)
         matrix = weight.to(dtype)
-        least = None if support is None else torch.empty_like(highest)
-        # all ranks compute a support together, in the same slices
-        together = None if support is None or group is None else group.max(ids)
+        least = None if sampling_mask is None else torch.empty_like(highest)
+        # all ranks compute a mask together, in the same slices
+        together = None if sampling_mask is None or group is None else group.max(ids)
         for rows in row_slices(hidden, weight, together):
             x = logits_of_rows(hidden[rows], matrix, bias).to(work) / temperature
-            highest[rows] = highest_of(x, None if support is None else group)[:, 0]
-            if support is not None and least is not None:
+            highest[rows] = highest_of(x, None if sampling_mask is None else group)[:, 0]
+            if sampling_mask is not None and least is not None:
                 x -= highest[rows, None]
                 columns = local_targets[rows].clamp(0, max(ids - 1, 0))
-                least[rows] = highest[rows] + keep_support(x, columns, support, is_here[rows], group)
+                least[rows] = highest[rows] + keep_mask(x, columns, sampling_mask, is_here[rows], group)
                 x += highest[rows, None]
             if not ids:
                 continue
@@ -253,7 +253,7 @@ def sliced(
     temperature: float,
     use: EntropyUse,
     group: MeshGroup | None = None,
-    support: Support | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> Iterator[list[Tensor]]:
     """Makes the forward of a language head return log-probabilities and entropies, (tokens, 2) float32, instead of
     logits inside the context. It is still a call of the module, so DeepSpeed gathers its weight as usual. The result is
@@ -263,7 +263,7 @@ def sliced(
         use: flag that the `Unstacked` sets.
         pick: returns the rows for `targets` of the head's input, (tokens, width).
         group: group over which the head is split, if it is. Transformers' forward of a split layer is replaced as well.
-        support: tokens of the distribution, see `TokenLogprobs`.
+        sampling_mask: tokens of the distribution, see `TokenLogprobs`.
 
     Yields:
         A list to which each such result is appended.
@@ -278,7 +278,7 @@ def sliced(
         first = box_of(head.weight)[0][0]
         with torch.autocast(kind, enabled=False):
             columns = SlicedLogprobs.apply(
-                pick(local(hidden)), weight, bias, targets, temperature, dtype, first, split_over, use, support
+                pick(local(hidden)), weight, bias, targets, temperature, dtype, first, split_over, use, sampling_mask
             )
         results.append(torch.stack(columns, -1))
         return results[-1]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import Support
+from ..base import SamplingMask
 from ..device import is_accelerator
-from .token_support import keep_above, keep_support
+from .sampling_mask import keep_above, keep_mask
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -27,11 +27,12 @@ class TokenLogprobs(torch.autograd.Function):
     Args (of `apply`):
         targets: (tokens,) int64.
         temperature: divisor of the logits.
-        support: rules for the tokens of the distribution, which always has the target; `None` for the whole vocabulary.
+        sampling_mask: rules for the tokens of the distribution, which always has the target; `None` for the whole
+            vocabulary.
 
     Returns:
-        `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature) over the support:
-        float32, or float64 for logits in float64.
+        `logprobs` and `entropy`, (tokens,), natural logarithms, of softmax(logits / temperature) over the sampling
+        mask: float32, or float64 for logits in float64.
     """
 
     # elements of the float32 working copy: 16 MiB, which fits a CPU's caches; 64 MiB where each operation is a kernel
@@ -39,18 +40,18 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, support: Support | None = None
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, sampling_mask: SamplingMask | None = None
     ) -> tuple[Tensor, Tensor]:
         dtype = precise(logits.dtype)
         logprobs = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        least = None if support is None else torch.empty_like(logprobs)
+        least = None if sampling_mask is None else torch.empty_like(logprobs)
         for rows, (x, p) in TokenLogprobs.slices(logits, dtype, 2):
             x.copy_(logits[rows]).div_(temperature)
             highest = x.amax(-1, keepdim=True)
             x.sub_(highest)
-            if support is not None and least is not None:
-                least[rows] = keep_support(x, targets[rows], support)
+            if sampling_mask is not None and least is not None:
+                least[rows] = keep_mask(x, targets[rows], sampling_mask)
             sums = torch.exp(x, out=p).sum(-1, keepdim=True)
             x -= torch.log(sums)
             normalizer[rows] = (highest + torch.log(sums)).squeeze(-1)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base import Support
+from ..base import SamplingMask
 from ..mesh_group import MeshGroup
+from .sampling_mask import keep_above, keep_mask
 from .token_logprobs import TokenLogprobs, logits_gradient, precise, scaled
-from .token_support import keep_above, keep_support
 
 
 class SplitLogprobs(torch.autograd.Function):
@@ -27,8 +27,8 @@ class SplitLogprobs(torch.autograd.Function):
         temperature: divisor of the logits.
         first: first id of the rank's part.
         group: tensor-parallel group.
-        support: tokens of the distribution, see `TokenLogprobs`. Top-p adds some 30 collectives per slice of one number
-            per token, and top-k one of k numbers.
+        sampling_mask: tokens of the distribution, see `TokenLogprobs`. Top-p adds some 30 collectives per slice of one
+            number per token, and top-k one of k numbers.
     """
 
     @staticmethod
@@ -39,24 +39,24 @@ class SplitLogprobs(torch.autograd.Function):
         temperature: float,
         first: int,
         group: MeshGroup,
-        support: Support | None = None,
+        sampling_mask: SamplingMask | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens, ids = logits.shape
         dtype = precise(logits.dtype)
         highest = logits.new_full((tokens,), float("-inf"), dtype=dtype)
         slices = [rows for rows, _ in TokenLogprobs.slices(logits, dtype, 0)] if ids else []
-        least = None if support is None else torch.empty_like(highest)
+        least = None if sampling_mask is None else torch.empty_like(highest)
         for rows in slices:
             highest[rows] = logits[rows].to(dtype).amax(-1) / temperature
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group.group)
         local_targets = targets - first
         is_here = (local_targets >= 0) & (local_targets < ids)
         sums = torch.zeros(3, tokens, dtype=dtype, device=logits.device)  # exponentials, weighted logits, target
-        if support is not None and least is not None:
+        if sampling_mask is not None and least is not None:
             for rows in TokenLogprobs.rows(logits, group.max(ids)):
                 x = logits[rows].to(dtype) / temperature - highest[rows, None]
                 columns = local_targets[rows].clamp(0, ids - 1)
-                least[rows] = highest[rows] + keep_support(x, columns, support, is_here[rows], group)
+                least[rows] = highest[rows] + keep_mask(x, columns, sampling_mask, is_here[rows], group)
         for rows in slices:
             x = logits[rows].to(dtype) / temperature
             if least is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 PARTS = {
     "compute": "arithmetic",
     "memory": "reading weights and caches (memory bandwidth)",
-    "handover": "receiving and sending samples",
+    "dispatch": "receiving and sending samples",
     "launch": "scheduling decode steps",
     "tensor": "tensor-parallel collectives",
     "pipeline": "messages between pipeline stages",

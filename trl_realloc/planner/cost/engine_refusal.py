@@ -36,8 +36,10 @@ def check_share(call: Call, specs: Sequence[ModelSpec], pricing: Pricing, assign
         return
     _, assignment, room = min(needs, key=lambda need: (need[0], -need[2].share))
     tp, tokens, share = assignment.strategy.tp, pricing.longest_request, pricing.share_of(assignment)
-    ways = [*_shares(room, pricing), *_larger_nodes(room, tp, share, specs, pricing)]
-    enough = f"{' or '.join(ways)} would be enough for the engine." if ways else "no share of such devices is enough."
+    remedies = [*_shares(room, pricing), *_larger_nodes(room, tp, share, specs, pricing)]
+    enough = f"{' or '.join(remedies)} would be enough for the engine."
+    if not remedies:
+        enough = "no share of such devices is enough."
     raise SmallShareError(
         f"{call.name} fits on no mesh of {pricing.cluster}: a vLLM engine has {room.share / 1e9:.1f} GB of a device "
         f"(vllm_gpu_memory_utilization {share:g}) and needs {room.needed / 1e9:.1f} GB with tp {tp}: "

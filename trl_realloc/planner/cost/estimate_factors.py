@@ -1,4 +1,5 @@
-"""`Corrections`: calibration factors of the estimates, (measured seconds) / (estimated seconds) of a run's calls.
+"""`CalibrationFactors`: calibration factors of the estimates, (measured seconds) / (estimated seconds) of a run's
+calls.
 
 `learning` computes them from a run, and a `Profile` stores them for the next one.
 """
@@ -18,13 +19,13 @@ from ...plan.dataflow import Call
 from ...plan.execution_plan import ExecutionPlan
 
 
-MOST = 1000.0  # largest factor, and the inverse of the smallest
+MAX_FACTOR = 1000.0  # largest factor, and the inverse of the smallest
 _Factor = Annotated[float, Gt(0), Le(1e9)]
 _Seconds = Annotated[float, Ge(0), Le(1e9)]
 
 
 @dataclass(frozen=True)
-class Corrections:
+class CalibrationFactors:
     """Factors by which uncorrected estimates are multiplied.
 
     Args:
@@ -34,7 +35,7 @@ class Corrections:
         moves: factor of a reallocation's seconds, by the call that receives the parameters.
         functions: seconds of reward functions on the whole batch, by call. They have no estimate. Each of dp replicas
             takes 1 / dp of them.
-        handover: seconds that each call takes to receive and send samples; `None` if not measured.
+        dispatch: seconds that each call takes to receive and send samples; `None` if not measured.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -43,7 +44,7 @@ class Corrections:
     layouts: Mapping[str, Mapping[str, _Factor]] = field(default_factory=dict)
     moves: Mapping[str, _Factor] = field(default_factory=dict)
     functions: Mapping[str, _Seconds] = field(default_factory=dict)
-    handover: _Seconds | None = None
+    dispatch: _Seconds | None = None
 
     def factor(self, call: Call, assignment: Assignment) -> float:
         """The factor of a call's seconds; for a call that has not run, the median of the calls of its kind."""
@@ -57,12 +58,12 @@ class Corrections:
         """The factor of the seconds of a reallocation to a call; the median of all if it has not run."""
         return self.moves.get(call, _median(self.moves.values()))
 
-    def without_seconds(self) -> Corrections:
+    def without_seconds(self) -> CalibrationFactors:
         """The factors alone: the seconds depend on the batch and the reward functions, which may differ in another
         run."""
-        return replace(self, functions={}, handover=None)
+        return replace(self, functions={}, dispatch=None)
 
-    def without_calls(self, names: Collection[str]) -> Corrections:
+    def without_calls(self, names: Collection[str]) -> CalibrationFactors:
         """These corrections without the factors of some calls."""
         calls = {name: factor for name, factor in self.calls.items() if name not in names}
         layouts = {name: factors for name, factors in self.layouts.items() if name not in names}
@@ -74,8 +75,8 @@ class Corrections:
         factors: Mapping[str, float],
         moves: Mapping[str, float],
         functions: Mapping[str, float],
-        handover: float | None,
-    ) -> Corrections:
+        dispatch: float | None,
+    ) -> CalibrationFactors:
         """These corrections after a run under a plan.
 
         If the call has run in this layout before, a new factor means that the machine has changed: it changes the
@@ -92,8 +93,8 @@ class Corrections:
             if layout not in relative:
                 relative[layout] = factor / calls[name] if name in calls and relative else 1.0
             calls[name] = factor / relative[layout]
-        whole = {**self.functions, **of_batch(plan, functions)}
-        return Corrections(calls, layouts, {**self.moves, **moves}, whole, handover)
+        whole = {**self.functions, **batch_seconds(plan, functions)}
+        return CalibrationFactors(calls, layouts, {**self.moves, **moves}, whole, dispatch)
 
     def described(self, least: float = 0.05) -> str:
         """The factors that differ from 1 by more than `least`, as text: `actor.train x 3.02`."""
@@ -103,7 +104,7 @@ class Corrections:
         return ", ".join([*texts, *(f"{name} {seconds:.3g} s" for name, seconds in self.functions.items())])
 
 
-def of_batch(plan: ExecutionPlan, functions: Mapping[str, float]) -> dict[str, float]:
+def batch_seconds(plan: ExecutionPlan, functions: Mapping[str, float]) -> dict[str, float]:
     """Seconds of reward functions on the whole batch, from those of a replica's share; both by call."""
     return {name: plan[name].strategy.dp * seconds for name, seconds in functions.items()}
 
@@ -116,7 +117,7 @@ def layout_name(assignment: Assignment) -> str:
 
 def bounded(factor: float) -> float:
     """A factor between 1 / `MOST` and `MOST`."""
-    return min(MOST, max(1 / MOST, factor))
+    return min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
 
 
 def _median(values: object) -> float:

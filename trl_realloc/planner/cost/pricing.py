@@ -20,7 +20,7 @@ from .activation_memory import kept_casts, working_bytes
 from .call_cost import CallCost, StageSeconds, TrainingStage
 from .device_memory import DeviceMemory
 from .engine_room import EngineRoom, engine_peak
-from .estimate_factors import Corrections
+from .estimate_factors import CalibrationFactors
 from .hardware import Link, Rates
 from .workload import Decoding, Workload
 from .zero_costs import DataParallelGroup, backward_bucket, gathered_bytes, held_bucket, whole_gradient
@@ -63,7 +63,7 @@ class Pricing:
     context_length: int | None = None
     moments: int = MOMENTS
     default_cap: int | None = None
-    corrections: Corrections = field(default_factory=Corrections)
+    calibration: CalibrationFactors = field(default_factory=CalibrationFactors)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -104,13 +104,13 @@ class Pricing:
 
     def price(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:
         """The cost of a call that runs the models of `specs` one after the other."""
-        cost = self.work(call, specs, assignment).times(self.corrections.factor(call, assignment))
-        handover = self.corrections.handover
-        if handover is None:
-            cost += self.shared(CallCost({"handover": self.rates.call}), assignment.mesh.size)
+        cost = self.work(call, specs, assignment).times(self.calibration.factor(call, assignment))
+        dispatch = self.calibration.dispatch
+        if dispatch is None:
+            cost += self.shared(CallCost({"dispatch": self.rates.call}), assignment.mesh.size)
         else:
-            cost += CallCost({"handover": handover})
-        functions = self.corrections.functions.get(call.name) if not specs else None
+            cost += CallCost({"dispatch": dispatch})
+        functions = self.calibration.functions.get(call.name) if not specs else None
         return cost if functions is None else cost + CallCost({"functions": functions / assignment.strategy.dp})
 
     def work(self, call: Call, specs: Sequence[ModelSpec], assignment: Assignment) -> CallCost:

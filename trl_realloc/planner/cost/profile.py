@@ -21,7 +21,7 @@ from ...common.files import MAX_RECORD_BYTES, read_json_mapping
 from ...common.schema import checked
 from ...plan.cluster import MAX_DEVICES
 from ...plan.model_spec import ModelSpec
-from .estimate_factors import Corrections
+from .estimate_factors import CalibrationFactors
 from .hardware import Sharing
 
 
@@ -126,7 +126,7 @@ class Profile:
     thorough: bool = False
     nodes: _Count = 1
     links: tuple[Observation, ...] = ()
-    corrections: Corrections = field(default_factory=Corrections)
+    calibration: CalibrationFactors = field(default_factory=CalibrationFactors)
     is_accelerator: bool = False
     memory: Annotated[float, Gt(0), Le(1e15)] | None = None
     complete: bool = True
@@ -138,7 +138,7 @@ class Profile:
         file.parent.mkdir(parents=True, exist_ok=True)
         head = {key: value for key, value in vars(self).items() if key not in ("observations", "links")}
         head["links"] = [asdict(row) for row in self.links]
-        head["corrections"] = asdict(self.corrections)
+        head["corrections"] = asdict(self.calibration)
         head["decode_host"] = self.decode_host and asdict(self.decode_host)
         head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(row)) for row in self.observations)

@@ -28,7 +28,7 @@ class EnginePrices(StreamPrices):
         """Seconds with the slowdown by the devices of all engines, which work at the same time."""
         assignment = self.plan[name]
         cost = self.pricing.shared(CallCost(parts), assignment.mesh.size)
-        return cost.seconds * self.pricing.corrections.factor(self._call(name), assignment)
+        return cost.seconds * self.pricing.calibration.factor(self._call(name), assignment)
 
 
 def engine_prices(

@@ -90,7 +90,7 @@ class _Units:
             if calls := plan.calls_on(device):
                 parts.setdefault(calls, []).append(device)
         self.devices = list(parts.values())
-        self.of_call = {name: frozenset(n for n, calls in enumerate(parts) if name in calls) for name in plan.order}
+        self.per_call = {name: frozenset(n for n, calls in enumerate(parts) if name in calls) for name in plan.order}
         self._of_device = {device: unit for unit, part in enumerate(self.devices) for device in part}
 
     def of(self, devices: Iterable[int]) -> frozenset[int]:
@@ -136,8 +136,8 @@ class _Simulation:
         self.generated: dict[int, set[int]] = {}
         self.updates = self.admitted = 0
         self.is_ending = False
-        handovers = [cost.parts.get("handover", 0.0) for cost in costs.values()]
-        self.between = BETWEEN * max(handovers, default=0.0)
+        dispatches = [cost.parts.get("dispatch", 0.0) for cost in costs.values()]
+        self.between = BETWEEN * max(dispatches, default=0.0)
         self.ends: list[float] = []
         self.spans: list[Span] = []
         self.engines = self._engines(specs, pricing)
@@ -230,7 +230,7 @@ class _Simulation:
                 case TakeUpdate(iteration):
                     work = self._update(iteration)
                     self.queues.give(work, work.devices & self.units_ahead)
-                    self.queues.give(self._load(iteration), self.units.of_call[self.generate])
+                    self.queues.give(self._load(iteration), self.units.per_call[self.generate])
                 case EndIteration():
                     self.is_ending = True
 
@@ -238,9 +238,9 @@ class _Simulation:
         """A call (or the two calls that the plan fuses), with the reallocation to it, if any, before it."""
         name = names[0]
         home = self.plan.graph.train_call(self.plan.graph.call(name).role)
-        units, works = self.units.of_call[name], []
+        units, works = self.units.per_call[name], []
         if home is not None and self.moves.get(name, 0.0) > 0:
-            both = self.units.of_call[home] | units
+            both = self.units.per_call[home] | units
             works.append(self._work(iteration, f"{home} -> {name}", both, self.moves[name], stops=False))
         graph, run = self.plan.graph, joined(names)
         producers = (graph.producer(column) for call in names for column in graph.call(call).inputs)
@@ -249,13 +249,13 @@ class _Simulation:
         return [*works, self._work(iteration, run, units, seconds, stops=stops, needs=needs, then=end)]
 
     def _update(self, iteration: int) -> Work:
-        units = self.units.of_call[self.train] | self.units.of_call[self.generate]
+        units = self.units.per_call[self.train] | self.units.per_call[self.generate]
         seconds = self.moves.get(self.generate, 0.0)
         return self._work(iteration, f"{self.train} -> {self.generate}", units, seconds, stops=True)
 
     def _load(self, iteration: int) -> Work:
         """The engines load the parameters that they have received."""
-        seconds, units = self.costs[self.generate].parts.get("load", 0.0), self.units.of_call[self.generate]
+        seconds, units = self.costs[self.generate].parts.get("load", 0.0), self.units.per_call[self.generate]
         return self._work(iteration, "", units, seconds, stops=True, then=self._updated)
 
     def _updated(self) -> None:

@@ -101,7 +101,7 @@ class StreamPrices:
                 seconds += ALLOCATE
             elif assignment.engine == "vllm":
                 seconds += load
-        return self._corrected(generation, {"load": seconds}) + self._handover(assignment)
+        return self._corrected(generation, {"load": seconds}) + self._dispatch(assignment)
 
     def end(self, generation: str) -> float:
         """Seconds in which a released engine frees its memory."""
@@ -148,7 +148,7 @@ class StreamPrices:
         seconds = passes * self._forward(scoring, self.weight * tokens, self.weight * squared)
         seconds += self.load(scoring) if loads else 0.0
         return (
-            seconds + self._functions(scoring, self.weight * len(slowest)) + self._handover(self.plan[scoring]) / SHARES
+            seconds + self._functions(scoring, self.weight * len(slowest)) + self._dispatch(self.plan[scoring]) / SHARES
         )
 
     def load(self, scoring: str) -> float:
@@ -169,14 +169,14 @@ class StreamPrices:
         """Seconds of reward functions on `samples` samples. 0 for a call that runs models."""
         if self.specs.get(scoring):
             return 0.0
-        whole = self.pricing.corrections.functions.get(scoring, 0.0)
+        whole = self.pricing.calibration.functions.get(scoring, 0.0)
         return whole * samples / self.pricing.workload.episodes
 
-    def _handover(self, assignment: Assignment) -> float:
-        measured = self.pricing.corrections.handover
+    def _dispatch(self, assignment: Assignment) -> float:
+        measured = self.pricing.calibration.dispatch
         if measured is not None:
             return measured
-        return self.pricing.shared(CallCost({"handover": self.pricing.rates.call}), assignment.mesh.size).seconds
+        return self.pricing.shared(CallCost({"dispatch": self.pricing.rates.call}), assignment.mesh.size).seconds
 
     def _corrected(self, name: str, parts: Mapping[str, float]) -> float:
         """Seconds of one replica's work, with the slowdown of its devices."""
@@ -184,7 +184,7 @@ class StreamPrices:
         inner = assignment.strategy.tp * assignment.strategy.pp
         devices = assignment.mesh.size if runs_in_step(call, assignment) else inner
         cost = self.pricing.shared(CallCost(parts), devices, assignment.strategy.pp)
-        return cost.seconds * self.pricing.corrections.factor(call, assignment)
+        return cost.seconds * self.pricing.calibration.factor(call, assignment)
 
     def _call(self, name: str) -> Call:
         return self.plan.graph.call(name)

@@ -15,7 +15,7 @@ from ...plan.presets import separate
 from ...plan.staleness import Staleness, calls_ahead
 from .ahead_problem import AheadProblem, splits
 from .fastest import search
-from .ladder import STALENESS, Rung
+from .ladder import STALENESS, Option
 from .priced_plan import PricedPlan
 from .problem import Problem
 from .space import Candidate, Space, State
@@ -49,12 +49,12 @@ def why_none(space: Space, *, deterministic: bool = False, barrier: bool = False
 
 def choose_staleness(
     space: Space,
-    whole: PricedPlan,
+    baseline: PricedPlan,
     most: int,
     *,
     deterministic: bool = False,
     time_limit_s: float = 5.0,
-) -> Rung:
+) -> Option:
     """The best plan with each staleness up to a bound, in ascending order. A smaller staleness is preferred.
 
     Args:
@@ -64,8 +64,8 @@ def choose_staleness(
         deterministic: whether two runs of the plan must give the same bits.
         time_limit_s: time of all searches together. The simulations take about a second more.
     """
-    if reason := why_none(space, deterministic=deterministic, barrier=whole.barrier):
-        return Rung(STALENESS, whole, reason=reason)
+    if reason := why_none(space, deterministic=deterministic, barrier=baseline.barrier):
+        return Option(STALENESS, baseline, reason=reason)
     problem = Problem(space, {})
     states = _searched(space, most, time_limit_s)
     presets = [plan for plan in _separate_presets(problem) if plan.fits]
@@ -82,7 +82,7 @@ def choose_staleness(
         if plans or also:
             stale[f"{STALENESS} {versions}"], best = _best([*plans, *also], versions)
             plans = list({id(plan): plan for plan in (preset, best) if plan is not None}.values())  # for the next one
-    return Rung(STALENESS, whole, stale, "no division of the devices into two parts has memory for the models")
+    return Option(STALENESS, baseline, stale, "no division of the devices into two parts has memory for the models")
 
 
 def _most_promising(states: Mapping[tuple[int, ...], Found], versions: int) -> list[tuple[int, ...]]:

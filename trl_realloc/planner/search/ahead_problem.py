@@ -174,5 +174,5 @@ class AheadProblem(Problem):
                 read = sum(pricing.prefill(spec, assignment, tokens, work.prompt_tokens).values())
                 seconds += step * share * work.mean_response / batch + read
             whole = pricing.shared(CallCost({"compute": seconds}), assignment.mesh.size).seconds
-            self._full[id(candidate)] = whole * pricing.corrections.factor(call, assignment)
+            self._full[id(candidate)] = whole * pricing.calibration.factor(call, assignment)
         return self._full[id(candidate)]

@@ -19,7 +19,7 @@ from .ahead_choice import choose_staleness
 from .decision import Alternative, Decision, too_large, why_not
 from .fastest import SearchResult, search
 from .fused_choice import choose_fused, pair_of
-from .ladder import STALENESS, Rung, Ways
+from .ladder import STALENESS, AllowedOptions, Option
 from .priced_plan import PricedPlan
 from .problem import Problem
 from .space import Candidate, Space, State, TrainingSplits
@@ -54,13 +54,13 @@ class _Found:
     ranked: Sequence[PricedPlan]
 
 
-def choose(space: Space, ways: Ways | None = None, *, time_limit_s: float = 5.0) -> Decision:
+def choose(space: Space, allowed: AllowedOptions | None = None, *, time_limit_s: float = 5.0) -> Decision:
     """The plan with the shortest estimated iteration that fits in memory: the best plan without options, with each
     option (fused training, streams, staleness) that makes its iteration shorter.
 
     Args:
         space: space of a run (`Space.of_run`).
-        ways: options that the plan may use; *optional*, defaults to `Ways()`.
+        allowed: options that the plan may use; *optional*, defaults to `AllowedOptions()`.
         time_limit_s: time of the search, and of a second search if a staleness is allowed. Pricing the plans, fused
             training and streams then take up to 1.25 times as long, and at least one step each. The time to price the
             candidates before the search is not limited.
@@ -69,11 +69,11 @@ def choose(space: Space, ways: Ways | None = None, *, time_limit_s: float = 5.0)
         PlanError: the models fit on no plan. The message names the smallest cluster on which they fit, or how much a
             vLLM engine needs.
     """
-    ways = ways or Ways()
-    base = _fitting(space, ways, time_limit_s)
-    best, ladder = base.best, list[Rung]()
+    allowed = allowed or AllowedOptions()
+    base = _fitting(space, allowed, time_limit_s)
+    best, ladder = base.best, list[Option]()
     for way in (_fused, _streaming, _ahead):
-        ladder += way(space, base, best, ways, time_limit_s)
+        ladder += way(space, base, best, allowed, time_limit_s)
         best = ladder[-1].fastest if ladder else best
     return Decision(best, _alternatives(best, ladder, base), base.result, tuple(ladder))
 
@@ -81,50 +81,59 @@ def choose(space: Space, ways: Ways | None = None, *, time_limit_s: float = 5.0)
 # --- the options, in the order in which they are tried ----------------------------------------------------------------
 
 
-def _fused(space: Space, base: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
-    if ways.fuses and pair_of(space.graph):
+def _fused(
+    space: Space, base: _Found, best: PricedPlan, allowed: AllowedOptions, time_limit_s: float
+) -> Iterator[Option]:
+    if allowed.fuses and pair_of(space.graph):
         others = [plan for plan in (*base.ranked[:2], *base.presets) if plan.calls != best.calls]
-        yield _fused_among([best, *others], base.problem.candidates, ways, time_limit_s)
+        yield _fused_among([best, *others], base.problem.candidates, allowed, time_limit_s)
 
 
 def _fused_among(
-    plans: Sequence[PricedPlan], candidates: Mapping[str, Sequence[Candidate]], ways: Ways, time_limit_s: float
-) -> Rung:
+    plans: Sequence[PricedPlan],
+    candidates: Mapping[str, Sequence[Candidate]],
+    allowed: AllowedOptions,
+    time_limit_s: float,
+) -> Option:
     deadline = time.perf_counter() + WAY_SHARE * time_limit_s
     latest = deadline + WAY_SHARE * time_limit_s
-    return choose_fused(plans[0].space, candidates, plans, deadline, latest, is_allowed=ways.fused_training)
+    return choose_fused(plans[0].space, candidates, plans, deadline, latest, is_allowed=allowed.fused_training)
 
 
-def _streaming(space: Space, base: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
-    if ways.streams and space.cluster.size > 1:  # a single device cannot score while it generates
+def _streaming(
+    space: Space, base: _Found, best: PricedPlan, allowed: AllowedOptions, time_limit_s: float
+) -> Iterator[Option]:
+    if allowed.streams and space.cluster.size > 1:  # a single device cannot score while it generates
         deadline = time.perf_counter() + WAY_SHARE * time_limit_s
         plans = [best, *base.presets, *base.ranked[:2]]
-        yield choose_streams(plans, deadline, deterministic=ways.deterministic)
+        yield choose_streams(plans, deadline, deterministic=allowed.deterministic)
 
 
-def _ahead(space: Space, base: _Found, best: PricedPlan, ways: Ways, time_limit_s: float) -> Iterator[Rung]:
+def _ahead(
+    space: Space, base: _Found, best: PricedPlan, allowed: AllowedOptions, time_limit_s: float
+) -> Iterator[Option]:
     """Fused training with the best staleness, and each staleness. `space` is the original one, in which engines sleep
     only if the user has set it."""
-    if not ways.max_staleness:
+    if not allowed.max_staleness:
         return
-    most, deterministic = ways.max_staleness, ways.deterministic
-    rung = choose_staleness(space, best, most, deterministic=deterministic, time_limit_s=time_limit_s)
-    if ways.fuses and rung.plans:
-        fused = _fused_among([rung.best], space.candidates(), ways, time_limit_s)
-        rung = replace(rung, plans={**rung.plans, rung.name: fused.fastest})
+    most, deterministic = allowed.max_staleness, allowed.deterministic
+    option = choose_staleness(space, best, most, deterministic=deterministic, time_limit_s=time_limit_s)
+    if allowed.fuses and option.plans:
+        fused = _fused_among([option.best], space.candidates(), allowed, time_limit_s)
+        option = replace(option, plans={**option.plans, option.name: fused.fastest})
         yield fused
-    yield rung
+    yield option
 
 
-def _alternatives(best: PricedPlan, ladder: Sequence[Rung], base: _Found) -> tuple[Alternative, ...]:
+def _alternatives(best: PricedPlan, ladder: Sequence[Option], base: _Found) -> tuple[Alternative, ...]:
     """Plans that are not chosen: without a chosen option, with another staleness, and with other layouts."""
     alternatives: list[Alternative] = []
-    below = best  # the best plan without the options of the rungs so far
-    for rung in reversed(ladder):
-        if rung.is_chosen and rung.fastest is below:
-            below = rung.whole
-            alternatives.append(Alternative(below.name, below, f"without {rung.name}, which {rung.worth}"))
-    plans = [plan for rung in ladder if rung.way == STALENESS for plan in rung.plans.values()]
+    below = best  # the best plan without the options of the options so far
+    for option in reversed(ladder):
+        if option.is_chosen and option.fastest is below:
+            below = option.baseline
+            alternatives.append(Alternative(below.name, below, f"without {option.name}, which {option.worth}"))
+    plans = [plan for option in ladder if option.way == STALENESS for plan in option.plans.values()]
     plans += sorted(base.presets, key=lambda plan: plan.seconds)
     fastest = base.ranked[0]
     other = fastest if below.name != fastest.name else _next_layouts(base.ranked, best)
@@ -138,18 +147,18 @@ def _alternatives(best: PricedPlan, ladder: Sequence[Rung], base: _Found) -> tup
 # --- the plans without options ----------------------------------------------------------------------------------------
 
 
-def _fitting(space: Space, ways: Ways, time_limit_s: float) -> _Found:
+def _fitting(space: Space, allowed: AllowedOptions, time_limit_s: float) -> _Found:
     """The best plans; with sleeping engines if nothing fits otherwise. Raises `PlanError` like `choose`."""
     pricing = space.pricing
     generates_by_vllm = space.generation_engine == "vllm"
     if generates_by_vllm and pricing.memory is not None and pricing.vllm_share is not None:
         pricing.memory.check_engine(pricing.vllm_share)  # no cluster is large enough for such an engine
     try:
-        return _found(space, ways, time_limit_s)
+        return _found(space, allowed, time_limit_s)
     except PlanError as error:
         if pricing.vllm_sleeps is None and pricing.memory is not None and generates_by_vllm:
             with contextlib.suppress(PlanError):
-                return _found(_sleeping(space), ways, time_limit_s)
+                return _found(_sleeping(space), allowed, time_limit_s)
         if isinstance(error, SmallShareError):
             raise
         size = smallest_cluster(space)
@@ -179,13 +188,13 @@ def _on_one(space: Space) -> tuple[str, ...]:
         frozen = [call.name for call in space.graph.calls if call.role is Role.REFERENCE]
         adapted |= {name: [replace(spec, is_base=True) for spec in adapted[name]] for name in frozen}
     narrow: dict[str, Sequence[ModelSpec]] = {
-        name: [_in_16_bits(spec) for spec in of_call] for name, of_call in adapted.items()
+        name: [_in_16_bits(spec) for spec in per_call] for name, per_call in adapted.items()
     }
     remedies = {"adapters for the policy (peft_config; in a recipe use_peft: true)": adapted}
     remedies["adapters, and models in bfloat16 (dtype of model_init_kwargs, or of a recipe)"] = narrow
     for remedy, specs in remedies.items():
         with contextlib.suppress(PlanError):
-            _found(replace(_sleeping(space), specs=specs), Ways(), time_limit_s=1.0)
+            _found(replace(_sleeping(space), specs=specs), AllowedOptions(), time_limit_s=1.0)
             return (f"On this one {remedy} would do.",)
     return ()
 
@@ -210,9 +219,9 @@ def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
     )
 
 
-def _found(space: Space, ways: Ways, time_limit_s: float) -> _Found:
+def _found(space: Space, allowed: AllowedOptions, time_limit_s: float) -> _Found:
     """The best plans without options. Raises `PlanError` if none fits in memory."""
-    overlap = Overlap.of_runs(space.graph, barrier=ways.barrier)
+    overlap = Overlap.of_runs(space.graph, barrier=allowed.barrier)
     problem = Problem(space, space.candidates(), overlap)
     presets, unfit = _price_presets(problem)
     starts = [tuple(preset.calls.values()) for preset in presets]
@@ -304,7 +313,7 @@ def smallest_cluster(space: Space) -> int | None:
         cluster = Cluster(max(1, size // per_node), min(size, per_node), space.cluster.memory_gb)
         try:
             pricing = replace(_sleeping(space).pricing, cluster=cluster)
-            _found(replace(space, cluster=cluster, pricing=pricing), Ways(), time_limit_s=1.0)
+            _found(replace(space, cluster=cluster, pricing=pricing), AllowedOptions(), time_limit_s=1.0)
             return cluster.size
         except PlanError:
             size *= 2

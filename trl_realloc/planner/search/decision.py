@@ -8,7 +8,7 @@ from ...plan.assignment import Assignment, between_uses
 from ...plan.fused import Fused, joined, parted
 from ..cost.call_cost import PARTS, CallCost
 from .fastest import SearchResult
-from .ladder import NO_MORE, Rung
+from .ladder import NO_MORE, Option
 from .priced_plan import PricedPlan
 
 
@@ -38,11 +38,11 @@ class Decision:
     best: PricedPlan
     alternatives: tuple[Alternative, ...]
     search: SearchResult
-    ladder: tuple[Rung, ...] = ()
+    ladder: tuple[Option, ...] = ()
 
-    def rung(self, way: str) -> Rung | None:
-        """The rung of this option; `None` if it was not tried."""
-        return next((rung for rung in self.ladder if rung.way == way), None)
+    def option(self, way: str) -> Option | None:
+        """The option of this option; `None` if it was not tried."""
+        return next((option for option in self.ladder if option.way == way), None)
 
     @property
     def summary(self) -> str:
@@ -52,7 +52,7 @@ class Decision:
             [
                 f"{self.best.name}: an estimated {self.best.seconds:.3g} s per iteration, the best of "
                 f"{self.search.evaluations} plans ({how}, {self.search.seconds:.1f} s)",
-                *(rung.sentence for rung in self.ladder),
+                *(option.sentence for option in self.ladder),
             ]
         )
 

@@ -94,9 +94,9 @@ def search(
 
 
 def partitions(size: int, count: int, draw: random.Random, most: int = 24) -> list[tuple[DeviceMesh, ...]]:
-    """Ways to divide `size` devices into `count` meshes side by side. The largest mesh is halved until there are
-    enough; two meshes may also be a quarter and the rest. The meshes come in all orders, or in `most` orders at random
-    if there are more."""
+    """AllowedOptions to divide `size` devices into `count` meshes side by side. The largest mesh is halved until there
+    are enough; two meshes may also be a quarter and the rest. The meshes come in all orders, or in `most` orders at
+    random if there are more."""
     shares = [[size]]
     for _ in range(count - 1):
         shares = [

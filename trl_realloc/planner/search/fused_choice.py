@@ -23,7 +23,7 @@ from ...plan.dataflow import CallKind, DataflowGraph
 from ...plan.fused import ENGINE, Fused, order_problems
 from ...plan.staleness import calls_ahead, devices_ahead
 from .fused_cost import Pair, fused_prices
-from .ladder import FUSED, STALENESS, Rung
+from .ladder import FUSED, STALENESS, Option
 from .priced_plan import PricedPlan
 from .problem import Problem
 from .space import Candidate, Space, State
@@ -76,7 +76,7 @@ def choose_fused(
     latest: float = math.inf,
     *,
     is_allowed: bool = True,
-) -> Rung:
+) -> Option:
     """The best plan with fused training.
 
     Args:
@@ -87,41 +87,41 @@ def choose_fused(
         latest: value of `time.perf_counter` after which no further schedule is searched.
         is_allowed: whether fused training may be chosen.
     """
-    whole = plans[0]
-    versions = whole.staleness.versions
+    baseline = plans[0]
+    versions = baseline.staleness.versions
     name = f"{FUSED}, {STALENESS} {versions}" if versions else FUSED
     if reason := why_none(space):
-        return Rung(name, whole, reason=reason)
-    search = _FusedSearch(space, candidates, whole)
+        return Option(name, baseline, reason=reason)
+    search = _FusedSearch(space, candidates, baseline)
     for plan in plans:
         search.look_at(plan, deadline)
     best_plans = search.plans()
     if not best_plans:
-        return Rung(name, whole, reason=search.why_nothing)
-    limit = whole.seconds / (1 + space.pricing.rates.error)
+        return Option(name, baseline, reason=search.why_nothing)
+    limit = baseline.seconds / (1 + space.pricing.rates.error)
     promising = [plan for plan in best_plans if plan.seconds < limit]
     searched: list[PricedPlan] = []
     for plan in promising:
         if time.perf_counter() < latest:
             searched.append(search.exact(plan))
     if promising and not searched:
-        return Rung(name, whole, reason="no time was left to search its schedules")
+        return Option(name, baseline, reason="no time was left to search its schedules")
     fused = min(searched or best_plans[:1], key=lambda plan: plan.seconds)
-    return Rung(name, whole, {name: fused}, refusal="" if is_allowed else NOT_ALLOWED)
+    return Option(name, baseline, {name: fused}, refusal="" if is_allowed else NOT_ALLOWED)
 
 
 class _FusedSearch:
     """Searches plans that fuse the two calls that train, by the lower bound of their schedules."""
 
-    def __init__(self, space: Space, candidates: Mapping[str, Sequence[Candidate]], whole: PricedPlan) -> None:
-        self.space, self.candidates, self.whole = space, candidates, whole
+    def __init__(self, space: Space, candidates: Mapping[str, Sequence[Candidate]], baseline: PricedPlan) -> None:
+        self.space, self.candidates, self.baseline = space, candidates, baseline
         self.fused, graph = pair_of(space.graph), space.graph
-        self.problem = Problem(space, candidates, whole.overlap, self.fused)
-        self.exact_problem = Problem(space, candidates, whole.overlap, self.fused, exact_fused=True)
+        self.problem = Problem(space, candidates, baseline.overlap, self.fused)
+        self.exact_problem = Problem(space, candidates, baseline.overlap, self.fused, exact_fused=True)
         self.prices = fused_prices(space, self.fused)
         self.places = [self.problem.names.index(name) for name in self.fused]
-        is_ahead = whole.staleness.versions > 0
-        assignments = {name: candidate.assignment for name, candidate in whole.calls.items()}
+        is_ahead = baseline.staleness.versions > 0
+        assignments = {name: candidate.assignment for name, candidate in baseline.calls.items()}
         self.taken = devices_ahead(graph, assignments) if is_ahead else frozenset[int]()
         fixed = {*self.fused, *(calls_ahead(graph) if is_ahead else ())}
         self.others = [call for call, name in enumerate(self.problem.names) if name not in fixed]
@@ -162,9 +162,9 @@ class _FusedSearch:
         return self._priced(self.exact_problem, tuple(plan.calls.values()))
 
     def _priced(self, problem: Problem, state: State) -> PricedPlan:
-        versions = self.whole.staleness.versions
+        versions = self.baseline.staleness.versions
         name = f"fused, staleness {versions}" if versions else "fused"
-        return problem.priced_plan(state, name, exact=self.space.is_small).with_staleness(self.whole.staleness)
+        return problem.priced_plan(state, name, exact=self.space.is_small).with_staleness(self.baseline.staleness)
 
     def _meshes(self, state: State) -> Iterator[DeviceMesh]:
         """The smallest mesh that contains both calls, all devices that may train, and the mesh of each call."""

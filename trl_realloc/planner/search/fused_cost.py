@@ -19,7 +19,7 @@ from .space import Candidate, Space
 
 
 ESTIMATE_EFFORT = 100_000  # tasks that a schedule search places; the largest effort of a run (`runtime/fused/orders`)
-OUTSIDE = ("data", "optimizer", "handover", "load", "functions")  # parts of a call's seconds outside of its pipeline
+OUTSIDE = ("data", "optimizer", "dispatch", "load", "functions")  # parts of a call's seconds outside of its pipeline
 
 Pair = tuple[Candidate, Candidate]
 
@@ -86,7 +86,7 @@ class FusedPrices:
         key = id(candidate), which
         if key not in self._stages:
             stage = self.pricing.training_stage(self.specs[which], candidate.assignment)
-            factor = self.pricing.corrections.factor(self.calls[which], candidate.assignment)
+            factor = self.pricing.calibration.factor(self.calls[which], candidate.assignment)
             stage = replace(stage, seconds=stage.seconds.times(factor))
             self._stages[key] = candidate, stage  # with the candidate, so that its id stays valid
         return self._stages[key][1]

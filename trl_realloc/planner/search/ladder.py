@@ -17,7 +17,7 @@ NO_MORE = "which is within the estimates' error"
 
 
 @dataclass(frozen=True)
-class Ways:
+class AllowedOptions:
     """The options for overlapping calls that a plan may use.
 
     Args:
@@ -38,7 +38,7 @@ class Ways:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Option:
     """An option for overlapping calls, in addition to the options before it.
 
     Args:
@@ -50,7 +50,7 @@ class Rung:
     """
 
     way: str
-    whole: PricedPlan
+    baseline: PricedPlan
     plans: Mapping[str, PricedPlan] = field(default_factory=dict)
     reason: str = ""
     refusal: str = ""
@@ -58,7 +58,7 @@ class Rung:
     @property
     def fastest(self) -> PricedPlan:
         """The fastest plan with or without the option. A gain within the estimates' error does not count."""
-        best, error = self.whole, self.whole.space.pricing.rates.error
+        best, error = self.baseline, self.baseline.space.pricing.rates.error
         for plan in () if self.refusal else self.plans.values():
             if plan.fits and plan.seconds * (1 + error) < best.seconds:
                 best = plan
@@ -67,7 +67,7 @@ class Rung:
     @property
     def is_chosen(self) -> bool:
         """True if a plan with the option is the fastest."""
-        return self.fastest is not self.whole
+        return self.fastest is not self.baseline
 
     @property
     def best(self) -> PricedPlan:
@@ -82,7 +82,7 @@ class Rung:
     @property
     def worth(self) -> str:
         """The saving of `best`, as text."""
-        return saving(self.best, self.whole) + (f" ({ages(self.best)})" if self.best.staleness.versions else "")
+        return saving(self.best, self.baseline) + (f" ({ages(self.best)})" if self.best.staleness.versions else "")
 
     @property
     def sentence(self) -> str:
@@ -90,14 +90,14 @@ class Rung:
         if not self.plans:
             return f"{self.way}: {self.reason}"
         text = f"{self.name} {self.worth}"
-        if self.is_chosen or 1 - self.best.seconds / self.whole.seconds < SAME:
+        if self.is_chosen or 1 - self.best.seconds / self.baseline.seconds < SAME:
             return text
         return f"{text}; {self.refusal}" if self.refusal else f"{text}, {NO_MORE}"
 
 
-def saving(plan: PricedPlan, whole: PricedPlan) -> str:
+def saving(plan: PricedPlan, baseline: PricedPlan) -> str:
     """The share of an iteration that a plan saves compared with another, as text."""
-    share = 1 - plan.seconds / whole.seconds
+    share = 1 - plan.seconds / baseline.seconds
     if abs(share) < SAME:
         return "saves nothing"
     if share > 0:

@@ -1,4 +1,4 @@
-"""Learns `Corrections` of a plan's estimates from the updates of a run under this plan.
+"""Learns `CalibrationFactors` of a plan's estimates from the updates of a run under this plan.
 
 The measured seconds of each call are divided by its estimate at the update's response lengths. The median over updates
 ignores an update that something else slowed down. The seconds of a streamed call depend on when its samples arrive, so
@@ -16,7 +16,7 @@ from ...plan.algorithm_graphs import has_host_loop
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.model_spec import ModelSpec
 from ...plan.timeline import Span
-from ..cost.estimate_factors import Corrections, bounded, of_batch
+from ..cost.estimate_factors import CalibrationFactors, batch_seconds, bounded
 from ..cost.pricing import Pricing
 from ..iteration.simulate import plan_times
 from ..iteration.stream import replicas_of
@@ -82,9 +82,9 @@ class StreamedEstimates:
             work: argument of `functions`.
         """
         calls = {name: factors.get(name, 1.0) for name in self.plan.order}
-        corrections = Corrections(calls, functions=of_batch(self.plan, functions), handover=0.0)
+        calibration = CalibrationFactors(calls, functions=batch_seconds(self.plan, functions), dispatch=0.0)
         workload = self.pricing.workload.of_lengths(update.lengths)
-        pricing = replace(self.pricing, workload=workload, corrections=corrections)
+        pricing = replace(self.pricing, workload=workload, calibration=calibration)
         prices = StreamPrices.of(self.plan, self.specs, pricing)
         seconds = {name: functions.get(name, calls[name] * estimated) for name, estimated in work.items()}
         moves = {
@@ -114,8 +114,8 @@ class PlanEvidence:
     """
 
     def __init__(self, plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], pricing: Pricing) -> None:
-        self.plan, self.specs, self.before = plan, specs, pricing.corrections
-        self.pricing = replace(pricing, corrections=Corrections())
+        self.plan, self.specs, self.before = plan, specs, pricing.calibration
+        self.pricing = replace(pricing, calibration=CalibrationFactors())
         is_small = plan.cluster.size <= MANY
         self._moves = estimate_plan(plan, specs, self.pricing, exact=is_small).estimate.moves
         self._updates: deque[tuple[MeasuredUpdate, dict[str, float]]] = deque(maxlen=UPDATES_WINDOW)
@@ -153,7 +153,7 @@ class PlanEvidence:
         names = dict.fromkeys(name for factors in self._of_update for name in factors)
         return {name: median(f[name] for f in self._of_update if name in f) for name in names}
 
-    def corrections(self) -> Corrections:
+    def calibration(self) -> CalibrationFactors:
         """The corrections after these updates. The earlier corrections if there are fewer than `LEAST` updates, or with
         staleness or fused training, where a call's seconds depend on the other work of its devices."""
         if len(self._updates) < LEAST or not self._learns:
@@ -161,7 +161,7 @@ class PlanEvidence:
         if self._streamed is not None:
             of_updates = [self._streamed.functions(*row) for row in self._updates]
             functions = {name: median(update[name] for update in of_updates) for name in of_updates[0]}
-            return self._learned(self._medians(), functions, self.before.handover)
+            return self._learned(self._medians(), functions, self.before.dispatch)
         functions = {
             name: median(update.spans.get(name, 0.0) for update, _ in self._updates)
             for name in self.plan.order
@@ -169,16 +169,16 @@ class PlanEvidence:
         }
         factors = self._factors(functions)
         if has_host_loop(self.plan.graph):  # its work between calls, such as reward functions, has no span
-            return self._learned(factors, functions, self.before.handover)
-        handovers = [self._handover(update.seconds, work, factors, functions) for update, work in self._updates]
-        return self._learned(factors, functions, median(handovers))
+            return self._learned(factors, functions, self.before.dispatch)
+        dispatches = [self._dispatch(update.seconds, work, factors, functions) for update, work in self._updates]
+        return self._learned(factors, functions, median(dispatches))
 
     def _learned(
-        self, factors: Mapping[str, float], functions: Mapping[str, float], handover: float | None
-    ) -> Corrections:
+        self, factors: Mapping[str, float], functions: Mapping[str, float], dispatch: float | None
+    ) -> CalibrationFactors:
         calls = {name: factor for name, factor in factors.items() if " -> " not in name}
         moves = {name.partition(" -> ")[2]: factor for name, factor in factors.items() if " -> " in name}
-        return self.before.learned(self.plan, calls, moves, functions, handover)
+        return self.before.learned(self.plan, calls, moves, functions, dispatch)
 
     def _factors(self, functions: Mapping[str, float]) -> dict[str, float]:
         """Factors by call and by reallocation with which the plan's timeline has the measured seconds. `functions` are
@@ -195,33 +195,33 @@ class PlanEvidence:
         return factors
 
     def _times(
-        self, work: Mapping[str, float], factors: Mapping[str, float], functions: Mapping[str, float], handover: float
+        self, work: Mapping[str, float], factors: Mapping[str, float], functions: Mapping[str, float], dispatch: float
     ) -> dict[str, tuple[float, float]]:
         """(start, end) of every call and reallocation of an iteration."""
-        seconds = {name: functions.get(name, factors.get(name, 1.0) * alone) + handover for name, alone in work.items()}
+        seconds = {name: functions.get(name, factors.get(name, 1.0) * alone) + dispatch for name, alone in work.items()}
         names = {edge.target: f"{edge.source} -> {edge.target}" for edge in self.plan.reallocations}
         moves = {target: alone * factors.get(names[target], 1.0) for target, alone in self._moves.items()}
         _, times = plan_times(self.plan, seconds, moves, self.pricing.rates.sharing)
         return {task.name: of_task for task, of_task in times}
 
-    def _handover(
+    def _dispatch(
         self, seconds: float, work: Mapping[str, float], factors: Mapping[str, float], functions: Mapping[str, float]
     ) -> float:
         """Seconds in which each call receives and sends samples, such that the iteration takes `seconds` from the start
         of its first call after that call has its samples."""
 
-        def iteration(handover: float) -> float:
-            times = self._times(work, factors, functions, handover).values()
-            return max(end for _, end in times) - min(start for start, _ in times) - handover
+        def iteration(dispatch: float) -> float:
+            times = self._times(work, factors, functions, dispatch).values()
+            return max(end for _, end in times) - min(start for start, _ in times) - dispatch
 
         without = iteration(0.0)
         rest = seconds - without
         if rest <= 0:
             return 0.0
-        handover = rest / len(work)
-        for _ in range(2):  # `added` is nearly linear in `handover`
-            added = iteration(handover) - without
+        dispatch = rest / len(work)
+        for _ in range(2):  # `added` is nearly linear in `dispatch`
+            added = iteration(dispatch) - without
             if added <= 0:  # no call waits for another
                 return 0.0
-            handover *= rest / added
-        return handover
+            dispatch *= rest / added
+        return dispatch

@@ -15,7 +15,7 @@ from ...plan.streams import early_call
 from .ahead_choice import choose_staleness
 from .choose import choose
 from .decision import Decision
-from .ladder import SAME, STALENESS, Rung, Ways, ages, saving
+from .ladder import SAME, STALENESS, AllowedOptions, Option, ages, saving
 from .priced_plan import PricedPlan
 
 
@@ -42,7 +42,7 @@ class OverlapWorth:
     """The ladder of a job as text.
 
     Args:
-        ways: options that were allowed.
+        allowed: options that were allowed.
         stale_graph: graph of a run with a staleness, which may have `actor.forward`.
         stale_specs: models that each call of `stale_graph` runs, by the call's name.
         corrects: whether the run corrects its loss for old rollouts, or may do so.
@@ -50,68 +50,68 @@ class OverlapWorth:
     """
 
     decision: Decision
-    ways: Ways
+    allowed: AllowedOptions
     stale_graph: DataflowGraph
     stale_specs: Mapping[str, Sequence[ModelSpec]]
     corrects: bool = True
     time_limit_s: float = 5.0
 
     @property
-    def whole(self) -> PricedPlan:
+    def baseline(self) -> PricedPlan:
         """The best plan without options."""
-        return self.decision.ladder[0].whole if self.decision.ladder else self.decision.best
+        return self.decision.ladder[0].baseline if self.decision.ladder else self.decision.best
 
     @cached_property
     def apart(self) -> PricedPlan:
         """The best plan without overlap of iterations."""
-        ways = Ways(barrier=True, deterministic=self.ways.deterministic, fuses=False, streams=False)
-        return choose(self.whole.space, ways, time_limit_s=self.time_limit_s).best
+        allowed = AllowedOptions(barrier=True, deterministic=self.allowed.deterministic, fuses=False, streams=False)
+        return choose(self.baseline.space, allowed, time_limit_s=self.time_limit_s).best
 
     @cached_property
-    def ladder(self) -> tuple[Rung, ...]:
+    def ladder(self) -> tuple[Option, ...]:
         """The decision's ladder, with a larger staleness than is allowed."""
-        return (*(rung for rung in self.decision.ladder if rung.way != STALENESS), self._staleness())
+        return (*(option for option in self.decision.ladder if option.way != STALENESS), self._staleness())
 
-    def _staleness(self) -> Rung:
-        rung, most = self.decision.rung(STALENESS), max(self.ways.max_staleness, LOOKED_AT)
-        whole = self.decision.best if rung is None else rung.whole
+    def _staleness(self) -> Option:
+        option, most = self.decision.option(STALENESS), max(self.allowed.max_staleness, LOOKED_AT)
+        baseline = self.decision.best if option is None else option.baseline
         if not self.corrects:
-            return Rung(STALENESS, whole, reason=UNCORRECTED)
-        if rung is not None and (self.ways.max_staleness >= most or not rung.plans):
-            return rung
-        space = replace(self.whole.space, graph=self.stale_graph, specs=self.stale_specs)
-        deterministic, limit_s = self.ways.deterministic, self.time_limit_s
-        larger = choose_staleness(space, whole, most, deterministic=deterministic, time_limit_s=limit_s)
-        return replace(larger, plans={**larger.plans, **(rung.plans if rung is not None else {})})
+            return Option(STALENESS, baseline, reason=UNCORRECTED)
+        if option is not None and (self.allowed.max_staleness >= most or not option.plans):
+            return option
+        space = replace(self.baseline.space, graph=self.stale_graph, specs=self.stale_specs)
+        deterministic, limit_s = self.allowed.deterministic, self.time_limit_s
+        larger = choose_staleness(space, baseline, most, deterministic=deterministic, time_limit_s=limit_s)
+        return replace(larger, plans={**larger.plans, **(option.plans if option is not None else {})})
 
     @cached_property
     def rows(self) -> tuple[OverlapRow, ...]:
         """The rows in the order in which the options were tried. The first row is the baseline of the savings."""
         rows = [OverlapRow("one iteration after the other", self.apart, self._verdict(self.apart))]
         if not self._in_turn:
-            rows.append(OverlapRow("the next generation begins early", self.whole, self._verdict(self.whole)))
-        return (*rows, *(row for rung in self.ladder for row in self._rows_of(rung)))
+            rows.append(OverlapRow("the next generation begins early", self.baseline, self._verdict(self.baseline)))
+        return (*rows, *(row for option in self.ladder for row in self._rows_of(option)))
 
-    def _rows_of(self, rung: Rung) -> Iterator[OverlapRow]:
-        if not rung.plans:
-            yield OverlapRow(rung.way, None, rung.reason)
-        for name, plan in rung.plans.items():
+    def _rows_of(self, option: Option) -> Iterator[OverlapRow]:
+        if not option.plans:
+            yield OverlapRow(option.way, None, option.reason)
+        for name, plan in option.plans.items():
             verdict = self._verdict(plan)
-            if rung.refusal and plan.seconds < self.decision.best.seconds:
-                verdict += f"; {rung.refusal}"
+            if option.refusal and plan.seconds < self.decision.best.seconds:
+                verdict += f"; {option.refusal}"
             yield OverlapRow(name, plan, f"by a lower bound {verdict}" if plan.is_bound else verdict)
 
     @property
     def _in_turn(self) -> bool:
         """True if another library's loop asks for the generation, so that none begins early."""
-        return has_host_loop(self.whole.space.graph)
+        return has_host_loop(self.baseline.space.graph)
 
     def _verdict(self, plan: PricedPlan) -> str:
-        best, error = self.decision.best, self.whole.space.pricing.rates.error
+        best, error = self.decision.best, self.baseline.space.pricing.rates.error
         if plan is best:
             return "chosen"
         if self._is_beyond(plan):
-            return f"{_would(plan, best)}; you allow {self.ways.max_staleness} (max_staleness)"
+            return f"{_would(plan, best)}; you allow {self.allowed.max_staleness} (max_staleness)"
         slower = plan.seconds / best.seconds - 1
         if slower >= 0:
             return "as fast as the chosen plan" if slower < SAME else f"{slower:.0%} slower than the chosen plan"
@@ -119,33 +119,33 @@ class OverlapWorth:
         return f"{gain:.1%} faster than the chosen plan; differences below {error:.0%} do not count"
 
     def _is_beyond(self, plan: PricedPlan) -> bool:
-        return plan.staleness.versions > self.ways.max_staleness
+        return plan.staleness.versions > self.allowed.max_staleness
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The steps in which the plan was chosen."""
-        whole, best, search = self.whole, self.decision.best, self.decision.search
-        early = early_call(whole.space.graph, {name: c.assignment for name, c in whole.calls.items()})
+        baseline, best, search = self.baseline, self.decision.best, self.decision.search
+        early = early_call(baseline.space.graph, {name: c.assignment for name, c in baseline.calls.items()})
         cannot = "TRL's loop asks for it" if self._in_turn else "its engine sleeps or is not vLLM's"
         begins = "begins early" if early and not self._in_turn else f"cannot begin early, because {cannot}"
         searched = "all plans" if search.exhaustive else f"{search.evaluations:,} plans"
         differs = abs(1 - best.seconds / self.apart.seconds) >= SAME
         saved = f", which {saving(best, self.apart)}" if differs else ""
         return (
-            f"Where calls run: the plan {whole.name!r}, {whole.seconds:.3g} s; of {searched} the fastest that fits in "
-            f"memory, or a preset as fast as estimates can tell.",
-            f"Iterations: the next generation {begins}, which {saving(whole, self.apart)}.",
+            f"Where calls run: the plan {baseline.name!r}, {baseline.seconds:.3g} s; of {searched} the fastest that "
+            f"fits in memory, or a preset as fast as estimates can tell.",
+            f"Iterations: the next generation {begins}, which {saving(baseline, self.apart)}.",
             *(f"{text[0].upper()}{text[1:]}." for text in map(self._sentence_of, self.ladder)),
             f"Chosen: the plan {best.name!r}, {best.seconds:.3g} s{saved}.",
         )
 
-    def _sentence_of(self, rung: Rung) -> str:
+    def _sentence_of(self, option: Option) -> str:
         """The saving of an option, and the first of its plans with a larger staleness than is allowed."""
-        allowed = {name: plan for name, plan in rung.plans.items() if not self._is_beyond(plan)}
-        parts = [replace(rung, plans=allowed).sentence] if allowed or not rung.plans else []
-        for name, plan in [item for item in rung.plans.items() if self._is_beyond(item[1])][:1]:
+        allowed = {name: plan for name, plan in option.plans.items() if not self._is_beyond(plan)}
+        parts = [replace(option, plans=allowed).sentence] if allowed or not option.plans else []
+        for name, plan in [item for item in option.plans.items() if self._is_beyond(item[1])][:1]:
             would = _would(plan, self.decision.best)
-            parts.append(f"{name} {would} ({ages(plan)}); you allow {self.ways.max_staleness} (max_staleness)")
+            parts.append(f"{name} {would} ({ages(plan)}); you allow {self.allowed.max_staleness} (max_staleness)")
         return "; ".join(parts)
 
 

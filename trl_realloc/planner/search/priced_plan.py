@@ -179,7 +179,7 @@ class PricedPlan:
             return Timeline(self.streamed().spans)
         costs = self.run_costs
         seconds = {name: cost.seconds for name, cost in costs.items()}
-        waiting = {name: cost.parts.get("handover", 0.0) / cost.seconds for name, cost in costs.items() if cost.seconds}
+        waiting = {name: cost.parts.get("dispatch", 0.0) / cost.seconds for name, cost in costs.items() if cost.seconds}
         _, times = plan_times(self.plan, seconds, self.estimate.moves, self.space.pricing.rates.sharing)
         spans = [Span(task.name, device, *of_task, 0) for task, of_task in times for device in task.devices]
         return Timeline(replace(span, start=span.start + waiting.get(span.call, 0.0) * span.seconds) for span in spans)

@@ -110,7 +110,7 @@ class Problem:
         if key not in self._moves:
             seconds = None
             if not in_place(home.assignment, other.assignment):
-                factor = self.space.pricing.corrections.move(self.names[target])
+                factor = self.space.pricing.calibration.move(self.names[target])
                 is_reversed = self.names[source] in self.fused[1:]
                 seconds = factor * self._priced_move(home, other, self._sent(source, target), exact, is_reversed)
             self._moves[key] = home, other, seconds

@@ -120,7 +120,7 @@ def alternatives_table(decision: Decision) -> Table:
 
 
 def overlap_table(worth: OverlapWorth) -> Table:
-    """A row for each plan of each rung of the ladder."""
+    """A row for each plan of each option of the ladder."""
     table = Table("overlap", "iteration", "saves", "age of tokens", "", title="ways to overlap", title_justify="left")
     base = worth.apart.seconds
     for row in worth.rows:

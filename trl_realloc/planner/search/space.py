@@ -207,7 +207,7 @@ class Space:
     def _unbiased(self, call: Call, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates of one mesh with their estimates corrected for `selection_bias`, except layouts that a run has
         measured."""
-        measured = self.pricing.corrections.layouts.get(call.name, {})
+        measured = self.pricing.calibration.layouts.get(call.name, {})
         fastest: dict[ParallelStrategy, float] = {}
         for candidate in sorted(candidates, key=lambda c: -c.seconds):
             if layout_name(candidate.assignment) not in measured:

@@ -15,7 +15,7 @@ from ...plan.dataflow import CallKind
 from ...plan.streams import Migration, Streams
 from ..iteration.stream_cost import StreamPrices
 from ..iteration.stream_simulation import MESSAGE
-from .ladder import STREAMING, Rung
+from .ladder import STREAMING, Option
 from .priced_plan import PricedPlan
 
 
@@ -25,7 +25,7 @@ THRESHOLDS = tuple(number / 20 for number in range(1, 20))  # shares of the batc
 FLAT = 1.25  # a batch is nearly free if its decode step takes no more than this times the step of one sample
 
 
-def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, deterministic: bool = False) -> Rung:
+def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, deterministic: bool = False) -> Option:
     """Streams of the plan that is fastest with its best streams. An earlier plan is preferred if the difference is
     within the error of the estimates.
 
@@ -36,7 +36,7 @@ def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, d
     """
     space = plans[0].space
     if space.cluster.size > MAX_STREAMING:
-        return Rung(STREAMING, plans[0], reason="not simulated for so large a cluster")
+        return Option(STREAMING, plans[0], reason="not simulated for so large a cluster")
     best = streams_of(plans[0], deadline, deterministic=deterministic)
     tried = [plans[0].calls]
     for plan in plans[1:] if space.is_small else ():  # on large clusters they are priced without transfer schedules
@@ -44,29 +44,29 @@ def choose_streams(plans: Sequence[PricedPlan], deadline: float = math.inf, *, d
         if plan.calls in tried or too_slow or time.perf_counter() >= deadline:
             continue
         tried.append(plan.calls)
-        rung = streams_of(plan, deadline, deterministic=deterministic)
-        if rung.is_chosen and rung.fastest.seconds * (1 + space.pricing.rates.error) < best.fastest.seconds:
-            best = rung
+        option = streams_of(plan, deadline, deterministic=deterministic)
+        if option.is_chosen and option.fastest.seconds * (1 + space.pricing.rates.error) < best.fastest.seconds:
+            best = option
     return best
 
 
-def streams_of(whole: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> Rung:
+def streams_of(baseline: PricedPlan, deadline: float = math.inf, *, deterministic: bool = False) -> Option:
     """The streams of a plan, by simulation: without migration, and with the best migration of a sweep. The arguments
     are those of `choose_streams`."""
     try:
-        streamed = replace(whole, streams=Streams()).plan.streamed
+        streamed = replace(baseline, streams=Streams()).plan.streamed
     except PlanError:  # no call can stream
-        return Rung(STREAMING, whole, reason="no scoring call can begin while others generate")
-    if not _can_gain(whole, streamed):
+        return Option(STREAMING, baseline, reason="no scoring call can begin while others generate")
+    if not _can_gain(baseline, streamed):
         reason = "scoring while others generate could save no more than the estimates' error"
-        return Rung(STREAMING, whole, reason=reason)
+        return Option(STREAMING, baseline, reason=reason)
     if time.perf_counter() >= deadline:
-        return Rung(STREAMING, whole, reason="no time was left to simulate scoring while others generate")
-    plans = {STREAMING: whole.with_streams(Streams(deterministic=deterministic))}
-    sweep = MigrationSweep(whole, streamed, deadline)
+        return Option(STREAMING, baseline, reason="no time was left to simulate scoring while others generate")
+    plans = {STREAMING: baseline.with_streams(Streams(deterministic=deterministic))}
+    sweep = MigrationSweep(baseline, streamed, deadline)
     if not deterministic and sweep.engines > 1 and (moved := sweep.best()) is not None:
         plans[f"{STREAMING} with {_moves(moved)}"] = moved
-    return Rung(STREAMING, whole, plans)
+    return Option(STREAMING, baseline, plans)
 
 
 def _moves(plan: PricedPlan) -> str:
@@ -87,11 +87,11 @@ def _can_gain(plan: PricedPlan, streamed: tuple[str, ...]) -> bool:
 class MigrationSweep:
     """Tries migrations: a few thresholds, their neighbours around the best, then other numbers of engines."""
 
-    def __init__(self, whole: PricedPlan, streamed: tuple[str, ...], deadline: float = math.inf) -> None:
-        self.whole, self.deadline = whole, deadline
-        plan = replace(whole, streams=Streams()).plan
+    def __init__(self, baseline: PricedPlan, streamed: tuple[str, ...], deadline: float = math.inf) -> None:
+        self.baseline, self.deadline = baseline, deadline
+        plan = replace(baseline, streams=Streams()).plan
         self.generation = next(name for name in streamed if plan.graph.call(name).kind is CallKind.GENERATE)
-        self.prices = StreamPrices(plan, whole.space.specs, whole.space.pricing)
+        self.prices = StreamPrices(plan, baseline.space.specs, baseline.space.pricing)
         assignment = plan[self.generation]
         self.engines = assignment.strategy.dp if assignment.engine == "vllm" else 1
         self.found: dict[tuple[float, int], PricedPlan] = {}
@@ -118,26 +118,26 @@ class MigrationSweep:
         if not 0 < engines < self.engines or key in self.found or time.perf_counter() >= self.deadline:
             return
         migration = Migration(threshold, engines, self.least_tokens(threshold, engines))
-        self.found[key] = self.whole.with_streams(Streams(migration=migration))
+        self.found[key] = self.baseline.with_streams(Streams(migration=migration))
 
     def engines_of(self, threshold: float) -> int:
         """RLHFuse's number of engines for the unfinished samples: each engine gets so few that a decode step takes
         hardly longer than that of one sample, and no more than its cache has room for."""
-        samples = math.ceil(threshold * self.whole.space.pricing.workload.episodes)
+        samples = math.ceil(threshold * self.baseline.space.pricing.workload.episodes)
         most = min(self.flat_batch, self.room)
         return min(self.engines - 1, max(1, math.ceil(samples / most)))
 
     @cached_property
     def room(self) -> int:
         """The number of samples of maximum length for which an engine's cache has room."""
-        pricing, assignment = self.whole.space.pricing, self.prices.plan[self.generation]
-        specs = self.whole.space.specs[self.generation]
+        pricing, assignment = self.baseline.space.pricing, self.prices.plan[self.generation]
+        specs = self.baseline.space.specs[self.generation]
         return max(1, min(pricing.slots(spec, assignment, pricing.workload.episodes) for spec in specs))
 
     @cached_property
     def flat_batch(self) -> int:
         """The largest batch whose decode step takes at most `FLAT` times as long as that of one sample."""
-        work = self.whole.space.pricing.workload
+        work = self.baseline.space.pricing.workload
         cached = work.longest - work.mean_response / 2
         batch, most = 1, self.prices.step(self.generation, 1, cached) * FLAT
         while batch < work.episodes and self.prices.step(self.generation, batch + 1, cached) <= most:
@@ -147,7 +147,7 @@ class MigrationSweep:
     def least_tokens(self, threshold: float, engines: int) -> int:
         """The number of decode steps in which a moved sample could be read again. A sample with fewer tokens left is
         not worth moving."""
-        work = self.whole.space.pricing.workload
+        work = self.baseline.space.pricing.workload
         batch = max(1, round(threshold * work.episodes / engines))
         again = self.prices.prefill(self.generation, [round(work.longest)]) + 3 * MESSAGE
         step = self.prices.step(self.generation, batch, work.longest)

@@ -17,7 +17,7 @@ from ...plan.dataflow import Call
 from ..failures.alarm import Alarm
 from ..samples.exchange import CallFailure, CallOutput, CallsFailed, Exchange
 from ..samples.routes import RESULTS, columns_read, is_divided_by_each, replica
-from ..samples.shares import AnsweredPrompts, Share, shares_of_samples, shares_of_training
+from ..samples.shares import PrefixAffinity, Share, shares_of_samples, shares_of_training
 from .generate_and_score import CallSettings, Step
 
 
@@ -39,7 +39,7 @@ class CallInputs:
         settings: CallSettings,
         alarm: Alarm,
         step: Step,
-        answered: Mapping[str, AnsweredPrompts],
+        answered: Mapping[str, PrefixAffinity],
         shares_tokens: Callable[[str], bool],
     ) -> None:
         self.exchange, self.algorithm, self.settings, self.alarm = exchange, algorithm, settings, alarm
@@ -59,7 +59,7 @@ class CallInputs:
             replica_index = replica(self.plan, call.name, self.rank)
             return shares_of_samples(self.plan, call, batch, [replica_index])[0]
         if self.rank != self.plan.mesh(call.name).leader:
-            self.alarm.at(f"waiting for its samples of {call.name} of {self.step.name}")
+            self.alarm.set_activity(f"waiting for its samples of {call.name} of {self.step.name}")
             try:
                 return self.exchange.receive_share(call.name).with_columns_of(batch)
             except CallsFailed as failed:
@@ -114,7 +114,7 @@ class CallInputs:
     def collect(self, producer: str) -> CallOutput:
         """A call's outputs from all ranks. Raises `CallsFailed` if the call has failed."""
         if not self.exchange.has(producer):
-            self.alarm.at(f"waiting for the samples of {producer} of {self.step.name}")
+            self.alarm.set_activity(f"waiting for the samples of {producer} of {self.step.name}")
         return self.exchange.collect(producer)
 
     def divide(self, call: Call, samples: Rollouts, replicas: Collection[int] | None = None) -> list[Share]:

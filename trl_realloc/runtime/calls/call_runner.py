@@ -20,12 +20,12 @@ from ..fused.mini_batch import stage_spans
 from ..parameters.reallocation import Moved
 from ..placement.placement import Placement
 from ..samples.exchange import CallOutput, CallsFailed, Exchange, Failures, failure_of
-from ..samples.shares import AnsweredPrompts, Share
+from ..samples.shares import PrefixAffinity, Share
 from . import generate_and_score as calls
 from . import training_calls
 from .call_inputs import CallInputs
-from .early_generation import EarlyGeneration
 from .generate_and_score import CallSettings, Step
+from .prefetched_generation import PrefetchedGeneration
 
 
 @dataclass
@@ -51,8 +51,8 @@ class CallRunner:
 
     def __init__(self, placement: Placement, algorithm: Algorithm, settings: CallSettings, alarm: Alarm) -> None:
         self.placement, self.algorithm, self.settings, self.alarm = placement, algorithm, settings, alarm
-        self.early: EarlyGeneration | None = None
-        self._answered = {name: AnsweredPrompts() for name in placement.plan.graph.calls_of(CallKind.GENERATE)}
+        self.early: PrefetchedGeneration | None = None
+        self._answered = {name: PrefixAffinity() for name in placement.plan.graph.calls_of(CallKind.GENERATE)}
 
     def begin(self, step: Step, exchange: Exchange) -> RunningIteration:
         """A new iteration on this rank."""
@@ -84,7 +84,7 @@ class CallRunner:
         name, step = call.name, iteration.step
         is_collective = True  # the code that runs now contains collectives
         try:
-            self.alarm.at(f"{name} of {step.name} (its parameters)")
+            self.alarm.set_activity(f"{name} of {step.name} (its parameters)")
             try:
                 moved = self._refresh(name)
             # an engine refused the parameters: raised on every rank, after the last collective
@@ -92,7 +92,7 @@ class CallRunner:
                 is_collective = False
                 raise
             is_collective = self.placement.has_collectives(name)
-            self.alarm.at(f"{name} of {step.name}")
+            self.alarm.set_activity(f"{name} of {step.name}")
             rank = self.placement.rank
             spans: tuple[Span, ...] = ()
             if moved:
@@ -104,7 +104,7 @@ class CallRunner:
             else:
                 self.placement.check_fresh(name)
                 if is_collective:
-                    self._meet(name, f"{name} of {step.name}")
+                    self._wait_for_mesh(name, f"{name} of {step.name}")
                 start = time.time()
                 with self.placement.resident(name):
                     outputs = self.compute(call, share, step)
@@ -134,7 +134,7 @@ class CallRunner:
         outputs: Sequence[CallOutput | Failures]
         failed = [share for share in shares if isinstance(share, CallsFailed)]
         try:
-            self.alarm.at(f"{names} of {step.name}")
+            self.alarm.set_activity(f"{names} of {step.name}")
             if failed:
                 outputs = [failed[0].failures, failed[0].failures]
             else:
@@ -155,7 +155,7 @@ class CallRunner:
         placement, (first, second) = self.placement, pair
         losses = self.algorithm.loss(first.name).of_tokens, self.algorithm.loss(second.name).of_tokens
         batches = shares[0].mini_batches(), shares[1].mini_batches()
-        self._meet(first.name, f"{first.name} and {second.name} of {step.name}")
+        self._wait_for_mesh(first.name, f"{first.name} and {second.name} of {step.name}")
         start = time.time()
         with placement.resident(first.name), placement.resident(second.name):
             columns = training_calls.train_together(placement, self.settings, losses, pair, batches, step)
@@ -181,14 +181,14 @@ class CallRunner:
                 loss = self.algorithm.loss(call.name).of_tokens
                 return training_calls.train(placement, settings, loss, call, share.mini_batches(), step)
 
-    def _meet(self, name: str, what: str) -> None:
+    def _wait_for_mesh(self, name: str, what: str) -> None:
         """Wait for the other ranks of a call's mesh before its first collective. They may still be in another call,
         such as the rewards of a slow judge."""
-        self.alarm.at(f"waiting for the other ranks of {what}")
-        self.placement.group(name).meet()
-        self.alarm.at(what)
+        self.alarm.set_activity(f"waiting for the other ranks of {what}")
+        self.placement.group(name).host_barrier()
+        self.alarm.set_activity(what)
 
-    def _early_of(self, name: str) -> EarlyGeneration | None:
+    def _early_of(self, name: str) -> PrefetchedGeneration | None:
         return self.early if self.early is not None and self.early.call == name else None
 
     def _refresh(self, name: str) -> Moved | None:

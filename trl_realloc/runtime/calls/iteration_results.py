@@ -120,7 +120,7 @@ def job_failed(
         has_text = failure.sample >= 0 and "responses" in samples
         texts.append(str(with_text(error, samples, processing_class) if has_text else error))
     return JobFailed(
-        "; ".join(texts), is_unharmed=not has_trained and all(f.is_unharmed for f in failures), is_shared=True
+        "; ".join(texts), is_recoverable=not has_trained and all(f.is_recoverable for f in failures), is_shared=True
     )
 
 
@@ -136,6 +136,6 @@ def refusal(failed: CallsFailed) -> JobFailed | NonFiniteError:
     """The exception that every rank raises when a call that trains has failed. Only a refusal of samples that are not
     finite leaves the roles unchanged."""
     first = failed.failures[0]
-    if all(failure.is_unharmed for failure in failed.failures):
+    if all(failure.is_recoverable for failure in failed.failures):
         return NonFiniteError(first.message, first.sample)
     return failed.of_job()

@@ -18,7 +18,7 @@ from ...engines.training.fused_training import FusedShare
 from ...plan.dataflow import Call
 from ..parameters.replica_check import check_replicas, is_due
 from ..placement.placement import Placement
-from ..process_groups import from_every_rank
+from ..process_groups import all_gather_object
 from ..samples.routes import sources
 from .generate_and_score import CallSettings, Step
 
@@ -187,7 +187,7 @@ def check_first_weights(placement: Placement, origin: str) -> None:
     """
     trainings = [name for name in placement.plan.order if placement.plan.graph.call(name).trains]
     broken = [n for n in trainings if placement.rank in placement.plan.mesh(n) and not _is_finite(placement, n)]
-    roles = {str(placement.role_of(n)) for calls in from_every_rank(broken, placement.control) for n in calls}
+    roles = {str(placement.role_of(n)) for calls in all_gather_object(broken, placement.control) for n in calls}
     if roles:
         raise NonFiniteError(f"the {' and the '.join(sorted(roles))}'s weights are not finite as {origin}")
 

@@ -36,14 +36,14 @@ class JobFailed(RuntimeError):
     """Another rank failed. The message is that rank's.
 
     Args:
-        is_unharmed: every rank has raised this error at the same place, before any role was trained. The run's state is
-            good, and all ranks can save it together.
+        is_recoverable: every rank has raised this error at the same place, before any role was trained. The run's state
+            is good, and all ranks can save it together.
         is_shared: every rank has raised this error at the same place, so collectives are possible.
     """
 
-    def __init__(self, message: str, is_unharmed: bool = False, is_shared: bool = False) -> None:
+    def __init__(self, message: str, is_recoverable: bool = False, is_shared: bool = False) -> None:
         super().__init__(message)
-        self.is_unharmed, self.is_shared = is_unharmed, is_shared
+        self.is_recoverable, self.is_shared = is_recoverable, is_shared
 
 
 def is_known_everywhere(error: BaseException) -> bool:
@@ -69,7 +69,7 @@ class Alarm:
         self.generation = next(_generations)
         self._exit_is_delayed = False
 
-    def at(self, activity: str) -> None:
+    def set_activity(self, activity: str) -> None:
         """Set this rank's activity for failure messages, such as "actor.train of update 3"."""
         if self.watchdog is not None:
             self.watchdog.set_activity(activity)
@@ -85,7 +85,7 @@ class Alarm:
         if sentence is not None:
             raise JobFailed(sentence)
 
-    def ring(self, error: BaseException) -> Exception | None:
+    def report(self, error: BaseException) -> Exception | None:
         """Report an exception of this rank to all ranks.
 
         Returns:
@@ -107,7 +107,7 @@ class Alarm:
         return None if reason is None else JobFailed(reason)
 
     @contextlib.contextmanager
-    def covers(self, close: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def guard(self, close: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Report a failure in the block to every rank, and end this rank's engines.
 
         Args:
@@ -120,7 +120,7 @@ class Alarm:
             yield
         except Exception as error:
             is_first_hand = not isinstance(error, JobFailed) or error.__cause__ is not None  # raised first on this rank
-            reason = self.ring(error) if is_first_hand else None
+            reason = self.report(error) if is_first_hand else None
             self.acknowledge()
             close()
             self.delay_exit()

@@ -29,7 +29,7 @@ from .network_interfaces import VARIABLE, NetworkError, gloo_address, is_loopbac
 
 REACH_S = 15.0  # time limit of a connection between two hosts
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# the result of the first call of `meet`, and the store, whose server ends when the object is deleted
+# the result of the first call of `all_processes`, and the store, whose server ends when the object is deleted
 _met: list[tuple[tuple[Process, ...], Any]] = []
 
 
@@ -54,7 +54,7 @@ class Process:
     port: int = 0
 
 
-def meet() -> tuple[Process, ...]:
+def all_processes() -> tuple[Process, ...]:
     """Every process of the job, by rank. All ranks call this together. Later calls return the first call's result.
 
     It needs no process group, so that hosts which cannot reach each other end with a message and not with a group's
@@ -80,7 +80,7 @@ def meet() -> tuple[Process, ...]:
     else:
         return (Process(**place),)
     if not _met:
-        _met.append((_meet(dist.PrefixStore("trl_realloc/hosts", store), rank, size, place), store))
+        _met.append((_all_processes(dist.PrefixStore("trl_realloc/hosts", store), rank, size, place), store))
     return _met[0][0]
 
 
@@ -95,7 +95,7 @@ def has_rendezvous() -> bool:
     return all(os.environ.get(name) for name in variables) and os.environ["WORLD_SIZE"] != "1"
 
 
-def _meet(store: dist.Store, rank: int, size: int, place: dict[str, Any]) -> tuple[Process, ...]:
+def _all_processes(store: dist.Store, rank: int, size: int, place: dict[str, Any]) -> tuple[Process, ...]:
     with contextlib.ExitStack() as servers:
         problem = ""
         try:

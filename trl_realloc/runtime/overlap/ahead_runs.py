@@ -18,8 +18,8 @@ from ..calls.call_runner import CallRunner
 from ..calls.generate_and_score import Step
 from ..failures.alarm import Alarm
 from ..placement.placement import Placement
-from ..samples.drawn_samples import DrawnSamples
 from ..samples.exchange import CallsFailed, Exchange
+from ..samples.partial_rollouts import PartialRollouts
 from ..samples.routes import RESULTS, sources
 from ..samples.shares import Share
 from .ahead_leader import AheadLeader, AheadLink, Done
@@ -131,7 +131,7 @@ class AheadRuns:
         assert self._link is not None
         task: AheadTask | None = None
         while not isinstance(task, EndIteration):
-            self.alarm.at(f"running ahead of update {number + 1}")
+            self.alarm.set_activity(f"running ahead of update {number + 1}")
             self.alarm.check()
             is_generating = self.batches.poll(POLL_S if task is None else 0.0)
             self.batches.publish()
@@ -153,10 +153,10 @@ class AheadRuns:
         """Stop the engine until the next iteration. All ranks together."""
         self.batches.stop()
 
-    def drawn(self, first: int) -> DrawnSamples | None:
+    def drawn(self, first: int) -> PartialRollouts | None:
         """Finished and partial samples of the iterations from `first` on, on rank 0. All ranks together."""
         return self.batches.drawn(first)
 
-    def restore(self, partial_samples: DrawnSamples) -> None:
+    def restore(self, partial_samples: PartialRollouts) -> None:
         """Resume the samples of a checkpoint or of the previous plan. All ranks together."""
         self.batches.restore(partial_samples)

@@ -1,7 +1,7 @@
 """`BatchesAhead`: generates batches ahead of their training on one rank, and updates the engine's parameters between
 batches.
 
-`ahead_runs` runs whole iterations with it, `host_ahead` serves another library's loop. The state of one batch is in
+`ahead_runs` runs whole iterations with it, `ahead_server` serves another library's loop. The state of one batch is in
 `in_flight`.
 """
 
@@ -19,8 +19,8 @@ from ..calls.call_runner import CallRunner
 from ..calls.generate_and_score import Step
 from ..failures.alarm import Alarm, JobFailed
 from ..placement.placement import Placement
-from ..samples.drawn_samples import DrawnSamples, checksum
 from ..samples.exchange import CallOutput, Exchange, failure_of
+from ..samples.partial_rollouts import PartialRollouts, checksum
 from ..samples.routes import RESULTS, replica, sources
 from ..samples.shares import shares_of_samples
 from .in_flight import BatchInFlight, by_iteration, in_words, request_number, sample_of
@@ -62,7 +62,7 @@ class BatchesAhead:
         self._latest: int | None = None  # the latest opened iteration
         self.restarts = 0
         self.messages = exchange.messages.twin()
-        self._restored = DrawnSamples()
+        self._restored = PartialRollouts()
         self._generation: Generation | None = None
         self._sampling: Sampling | None = None
         self._is_begun = False  # whether the engines generate; the same on all ranks
@@ -117,7 +117,7 @@ class BatchesAhead:
             samples = share.samples
         in_flight = BatchInFlight(self.runner.begin(step, exchange), batch, samples)
         if self.generate.name in self.placement.generators:
-            in_flight.restore(self._restored.of_batch(step.number, batch, self.versions, self._sampling))
+            in_flight.restore(self._restored.for_batch(step.number, batch, self.versions, self._sampling))
         self._restored.samples.pop(step.number, None)
         return in_flight
 
@@ -215,7 +215,7 @@ class BatchesAhead:
         self._updates = updates
         if not self.placement.takes_part(name):
             return
-        self.alarm.at(f"{name} (its parameters after {updates} updates)")
+        self.alarm.set_activity(f"{name} (its parameters after {updates} updates)")
         try:
             moved = self.placement.refresh(name)
         except EngineError as error:  # raised on every rank of the update, after its last collective
@@ -258,10 +258,10 @@ class BatchesAhead:
         """Drop the samples that are under way. All ranks together."""
         self.stop()
         self.in_flight.clear()
-        self._restored = DrawnSamples()
+        self._restored = PartialRollouts()
         self.restarts += 1
 
-    def drawn(self, first: int) -> DrawnSamples | None:
+    def drawn(self, first: int) -> PartialRollouts | None:
         """Finished and partial samples of the iterations from `first` on, on rank 0; `None` on the others. All ranks
         together.
 
@@ -276,7 +276,7 @@ class BatchesAhead:
                 self._take_finished(self._generation, 0.0)  # samples that have ended since the last iteration
         except EngineError as error:  # rank 0 waits for this rank's message
             self._fail(error)
-        drawn_samples = DrawnSamples(
+        partial_rollouts = PartialRollouts(
             {n: entry.drawn(peeked.get(n, {})) for n, entry in self.in_flight.items() if n >= first},
             {n: checksum(entry.batch) for n, entry in self.in_flight.items() if n >= first},
             dict(self._update_of),
@@ -285,15 +285,15 @@ class BatchesAhead:
         generating = sources(self.plan, self.generate.name)
         if self.rank != RESULTS:
             if self.rank in generating:
-                self.messages.send(pickle.dumps(drawn_samples), RESULTS, self.first_tag)
+                self.messages.send(pickle.dumps(partial_rollouts), RESULTS, self.first_tag)
             return None
         for rank in generating:
             if rank != RESULTS:
                 # safe: from a rank of this job
-                drawn_samples.add(pickle.loads(self.messages.receive(rank, self.first_tag)))
-        return drawn_samples
+                partial_rollouts.add(pickle.loads(self.messages.receive(rank, self.first_tag)))
+        return partial_rollouts
 
-    def restore(self, partial_samples: DrawnSamples) -> None:
+    def restore(self, partial_samples: PartialRollouts) -> None:
         """Resume the samples of a checkpoint or of the previous plan. Before the first iteration; all ranks together,
         with the same values."""
         self.give_up()

@@ -1,5 +1,5 @@
 """`BatchInFlight`: one rank's part of a batch that is generated and scored ahead of its training. Its form in
-checkpoints is in `drawn_samples`.
+checkpoints is in `partial_rollouts`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...plan.timeline import Span
 from ..calls import generate_and_score as calls
 from ..calls.call_runner import RunningIteration
 from ..calls.generate_and_score import CallSettings
-from ..samples.drawn_samples import Drawn
+from ..samples.partial_rollouts import Drawn
 from ..samples.results import GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
 
 

@@ -117,7 +117,7 @@ class ForwardRunner:
         """Run one forward on this rank's replica."""
         call, name = self.plan.graph.call(task.call), task.call
         samples = self._samples_of(task, batch)
-        self.alarm.at(f"{name} of {step.name}")
+        self.alarm.set_activity(f"{name} of {step.name}")
         start = time.time()
         if self._call != name:  # the span includes loading the parameters from host memory, as the planner's span does
             self.close()

@@ -20,8 +20,8 @@ from ...plan.timeline import Span
 from ...planner.iteration.stream import Stream
 from ...planner.iteration.stream_dispatcher import Release, Withdraw
 from ..calls import generate_and_score as calls
-from ..calls.early_generation import EarlyGeneration
 from ..calls.generate_and_score import CallSettings, Step
+from ..calls.prefetched_generation import PrefetchedGeneration
 from ..failures.alarm import Alarm, JobFailed
 from ..messages import Messages
 from ..parameters.reallocation import Moved
@@ -59,7 +59,7 @@ class StreamWorker:
         stream: Stream,
         step: Step,
         batch: PromptBatch,
-        early: EarlyGeneration | None = None,
+        early: PrefetchedGeneration | None = None,
     ) -> None:
         self.placement, self.settings, self.alarm = placement, settings, alarm
         self.messages, self.tag, self.link = messages, tag, link
@@ -123,7 +123,7 @@ class StreamWorker:
     def _refresh(self, name: str) -> None:
         if not self.placement.takes_part(name):
             return
-        self.alarm.at(f"{name} of {self.step.name} (its parameters)")
+        self.alarm.set_activity(f"{name} of {self.step.name} (its parameters)")
         try:
             is_early = self.early is not None and self.early.call == name
             moved = self.early.refreshed() if self.early is not None and is_early else self.placement.refresh(name)
@@ -195,7 +195,7 @@ class StreamWorker:
         assert self.link is not None
         while True:
             doing = self.generate.name if self._is_generating else "waiting for samples"
-            self.alarm.at(f"{doing} of {self.step.name}")
+            self.alarm.set_activity(f"{doing} of {self.step.name}")
             if self._unfinished and self._generation is not None:
                 with self._catching(self.generate.name):
                     self._report_finished(self._generation.poll(TASKS_POLL_S))

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from ...realloc.layout import Box, flat_boxes
-from ..messages import Messages, combined
+from ..messages import Messages, all_reduce
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def agree_on_parts(
     if held is not None:
         description, number = _described(held)
         descriptions = {description: {rank: number}}
-    all_ranks: dict[_Description, _Ranks] = combined(messages, ranks, rank, descriptions, _merged, tag)
+    all_ranks: dict[_Description, _Ranks] = all_reduce(messages, ranks, rank, descriptions, _merged, tag)
     boxes = {holder: key.boxes(number) for key, numbers in all_ranks.items() for holder, number in numbers.items()}
     dtypes: dict[str, torch.dtype] = {}
     for _, key in sorted((min(numbers), key) for key, numbers in all_ranks.items()):

@@ -19,7 +19,7 @@ from ...plan.model_spec import ModelSpec
 from ...realloc.layout import Box, Layout
 from ...realloc.schedule import TransferSchedule, make_schedule
 from ...realloc.transfer import Parts, Transfer, TransferError, TransferOptions
-from ..messages import GlooMessages, combined
+from ..messages import GlooMessages, all_reduce
 from ..process_groups import ReallocationGroups
 from .copy_digests import CopyDigests, DigestSums
 from .layout_agreement import HeldParts, agree_on_parts
@@ -173,7 +173,7 @@ class Reallocation:
         return wanted, wanted if versions.of_target == {wanted} else STALE
 
     def _combined(self, value: T, combine: Callable[[T, T], T]) -> T:
-        result = combined(self._messages, self.ranks, self.rank, value, combine, AGREEMENT_TAG)
+        result = all_reduce(self._messages, self.ranks, self.rank, value, combine, AGREEMENT_TAG)
         self._messages.flush()
         return result
 

@@ -33,10 +33,10 @@ from ...plan.cluster import DeviceMesh
 from ...plan.dataflow import CallKind, Role
 from ...plan.execution_plan import ExecutionPlan
 from ..launch.launcher import too_few_connections
+from ..parameters.cpu_offload import CPUOffload, DroppedCopy, Versioned
 from ..parameters.parameter_sinks import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Sink
 from ..parameters.reallocation import Reallocation
-from ..parameters.residency import DroppedCopy, Residency, Versioned
-from ..process_groups import ReallocationGroups, from_every_rank
+from ..process_groups import ReallocationGroups, all_gather_object
 from .vllm_start import start_vllm
 
 
@@ -112,7 +112,7 @@ class EngineBuilder:
                 action(engine)
         except EngineError as error:
             failure = error
-        problems = from_every_rank(None if failure is None else str(failure), self.placement.control)
+        problems = all_gather_object(None if failure is None else str(failure), self.placement.control)
         if failure is not None:
             raise failure
         if any(problems):
@@ -190,7 +190,7 @@ class EngineBuilder:
     def _head(self, role: Role, model: PreTrainedModel) -> RoleHead:
         match self.roles[role].kind:
             case "policy":
-                return PolicyHead(model, self.options.temperature, self.options.support)
+                return PolicyHead(model, self.options.temperature, self.options.sampling_mask)
             case "value":
                 return ValueHead(model)
             case "score":
@@ -245,7 +245,7 @@ class EngineBuilder:
             )
         self.placement.stack.callback(engine.close)
         if assignment.offload and not trains:
-            self.placement.residents[call].append(Residency.attach(engine.head, options.device))
+            self.placement.residents[call].append(CPUOffload.attach(engine.head, options.device))
         return engine
 
     def _fuse(self) -> None:
@@ -267,7 +267,7 @@ class EngineBuilder:
         """Broadcast a role's model from the first rank of the call's mesh."""
         if not self.placement.has(call):
             return
-        self.placement.group(call).meet()  # one rank may have loaded the model faster than another
+        self.placement.group(call).host_barrier()  # one rank may have loaded the model faster than another
         if not self.roles.filled_later:
             equalize(model, self.placement.group(call), str(self.placement.role_of(call)))
 
@@ -295,7 +295,7 @@ class EngineBuilder:
         buffers: dict[str, Tensor] = {}
         if self.plan[call].engine == "vllm":  # pipeline stages have different buffers
             local_buffers = {} if trained is None else persistent_buffers(trained.head.model)
-            gathered = from_every_rank({name: buffer.cpu() for name, buffer in local_buffers.items()}, groups.control)
+            gathered = all_gather_object({name: buffer.cpu() for name, buffer in local_buffers.items()}, groups.control)
             buffers = {name: buffer for rank_buffers in gathered for name, buffer in rank_buffers.items()}
         if call in self.placement.copies:
             (copied,) = self.engines[call]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engines.base import Support
+from ...engines.base import SamplingMask
 from ...engines.generation.vllm_support import engine_slots
 from ...plan.assignment import CACHED_TOKENS
 from ...plan.dataflow import CallKind
@@ -26,7 +26,7 @@ class EngineOptions:
 
     Args:
         temperature: temperature of sampling and of log-probabilities.
-        support: sampling mask (top-k, top-p, min-p) of the policies' log-probabilities; `None` for all tokens.
+        sampling_mask: sampling mask (top-k, top-p, min-p) of the policies' log-probabilities; `None` for all tokens.
         response_length: maximum number of tokens of a response.
         context_length: number of tokens of the longest prompt and a response together.
         forward_batch_size: prompts or samples of one forward without gradients, if the plan has no token budget.
@@ -51,7 +51,7 @@ class EngineOptions:
     train_batch_size: int
     pad_token_id: int
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    support: Support | None = None
+    sampling_mask: SamplingMask | None = None
     generation_batch_size: int | None = None
     usual_length: int = 0
     compute_dtype: torch.dtype | None = None

@@ -22,9 +22,9 @@ from ...engines.training.zero_setup import ensure_process_group
 from ...plan.assignment import sleeps
 from ...plan.dataflow import CallKind, Role
 from ...plan.execution_plan import ExecutionPlan
+from ..parameters.cpu_offload import CPUOffload, DroppedCopy, move_to_host
 from ..parameters.parameter_sinks import STALE
 from ..parameters.reallocation import Moved, Reallocation
-from ..parameters.residency import DroppedCopy, Residency, move_to_host
 from ..process_groups import destroy_groups, make_groups, make_reallocation_groups, make_split_groups
 from .engine_builder import EngineBuilder
 from .engine_options import EngineOptions
@@ -66,7 +66,7 @@ class Placement:
         self.generators: dict[str, GenerationEngine] = {}
         self.fused: FusedTraining | None = None
         self.reallocations: dict[str, Reallocation] = {}
-        self.residents: dict[str, list[Residency]] = defaultdict(list)
+        self.residents: dict[str, list[CPUOffload]] = defaultdict(list)
         self.dropped: dict[str, DroppedCopy] = {}
         self.started = False
         self._was_reset = False

@@ -24,7 +24,7 @@ from ...realloc.layout import Box, held_once
 from ...realloc.transfer import Parts, find
 from ..parameters.parameter_sinks import STALE, EngineSink, PartsSink, Sink
 from ..parameters.reallocation import Reallocation
-from ..process_groups import ReallocationGroups, from_every_rank
+from ..process_groups import ReallocationGroups, all_gather_object
 from .placement import Placement
 from .roles import Roles
 
@@ -109,7 +109,7 @@ class RunState:
                 is_policy = placement.roles[placement.role_of(call)].kind == "policy"
                 descriptions[key] = _describe(engine, is_policy)
         boxes = {key: {n: [box for box, _ in cells] for n, cells in parts.items()} for key, parts in live.items()}
-        rank_boxes = from_every_rank(boxes, placement.control)
+        rank_boxes = all_gather_object(boxes, placement.control)
         shares = placement.options.device.type == "cpu"
         self._parts: dict[str, HostParts] = {}
         training: dict[str, TrainingDescription] = {}
@@ -122,7 +122,7 @@ class RunState:
                 training[key] = described.of_names(kept_boxes[self.rank], state)
         self.descriptions: dict[str, ModelDescription] = {}
         self.training: dict[str, TrainingDescription] = {}
-        for rank_descriptions, rank_training in from_every_rank((descriptions, training), placement.control):
+        for rank_descriptions, rank_training in all_gather_object((descriptions, training), placement.control):
             self.descriptions |= rank_descriptions
             for key, description in rank_training.items():
                 merged = self.training.setdefault(key, description)

@@ -25,7 +25,7 @@ from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span
 from ..failures.alarm import JobFailed
 from ..failures.watchdog_client import HOST
-from ..messages import GlooMessages, Messages, combined, spread
+from ..messages import GlooMessages, Messages, all_reduce, broadcast
 from .routes import RESULTS, receivers, replica_ranks, sources
 from .shares import Share
 
@@ -42,7 +42,7 @@ class CallFailure:
     failures.
 
     Args:
-        is_unharmed: no role has changed in the iteration, and the engines work. The samples or their scores are at
+        is_recoverable: no role has changed in the iteration, and the engines work. The samples or their scores are at
             fault.
         sample: position in the global batch of the sample at fault; -1 if it is not a single sample.
     """
@@ -50,7 +50,7 @@ class CallFailure:
     rank: int
     call: str
     message: str
-    is_unharmed: bool = False
+    is_recoverable: bool = False
     sample: int = -1
     host: str = HOST
 
@@ -73,9 +73,9 @@ def failure_of(error: Exception, rank: int, call: str, *, is_collective: bool) -
     """
     if is_collective and not isinstance(error, RewardError | NonFiniteError):
         raise error
-    is_unharmed = isinstance(error, RewardError)  # no role has been trained yet
+    is_recoverable = isinstance(error, RewardError)  # no role has been trained yet
     sample = error.sample if isinstance(error, NonFiniteError) else -1
-    return CallFailure(rank, call, str(error) or type(error).__name__, is_unharmed, sample)
+    return CallFailure(rank, call, str(error) or type(error).__name__, is_recoverable, sample)
 
 
 class CallsFailed(RuntimeError):
@@ -87,7 +87,7 @@ class CallsFailed(RuntimeError):
 
     def of_job(self) -> JobFailed:
         """The exception that every rank raises for these failures."""
-        return JobFailed(str(self), is_unharmed=all(failure.is_unharmed for failure in self.failures))
+        return JobFailed(str(self), is_recoverable=all(failure.is_recoverable for failure in self.failures))
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Exchange:
     @property
     def stream_tag(self) -> int:
         """The first of three tags of the messages of streamed calls."""
-        # `spread` uses the tags before and after this one
+        # `broadcast` uses the tags before and after this one
         return self.first_tag + 2 * len(self._tags) + 2
 
     @property
@@ -266,7 +266,7 @@ class Exchange:
     def sizes(self, size: int) -> list[int]:
         """All-gather of the ranks' numbers of samples (`size`). All ranks call this together."""
         ranks = range(self.plan.cluster.size)
-        rank_sizes: dict[int, int] = combined(
+        rank_sizes: dict[int, int] = all_reduce(
             self.messages, ranks, self.rank, {self.rank: size}, lambda a, b: {**a, **b}, self.stream_tag - 2
         )
         return [rank_sizes[rank] for rank in ranks]
@@ -314,10 +314,10 @@ class Exchange:
 
     # --- results ----------------------------------------------------------------------------------------------------
 
-    def spread(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank. All ranks together."""
         assert RESULTS == 0, "the first of the ranks"
-        return spread(self.messages, range(self.plan.cluster.size), self.rank, value, self.stream_tag - 2)
+        return broadcast(self.messages, range(self.plan.cluster.size), self.rank, value, self.stream_tag - 2)
 
 
 def _pack(output: CallOutput | Failures) -> bytes:

@@ -73,7 +73,7 @@ def shares_of_samples(
     *,
     attention_at: float = math.inf,
     shares_tokens: bool = False,
-    answered: AnsweredPrompts | None = None,
+    answered: PrefixAffinity | None = None,
 ) -> list[Share]:
     """The share of each replica of a call that takes no optimizer step. Prompts are dealt in turn, samples with
     responses so that their work is balanced.
@@ -133,7 +133,7 @@ def deal(prompts: Ragged, parts: int, homes: Sequence[int | None] = ()) -> list[
     return [sorted(positions) for positions in dealt]
 
 
-class AnsweredPrompts:
+class PrefixAffinity:
     """Prefix affinity: the engine that last served each prompt of a call. Its cache has the prompt's keys and values,
     and the next turn of a conversation begins with the previous turn's prompt."""
 

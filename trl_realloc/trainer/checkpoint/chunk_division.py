@@ -95,17 +95,17 @@ class Division:
     """Assigns every chunk to the one rank that writes it.
 
     Args:
-        of_ranks: chunks that each rank holds.
+        per_rank: chunks that each rank holds.
         kept: ascending positions, in each rank's `Chunks`, of the chunks that it writes.
         metadata: list of all chunks, without their files.
     """
 
-    of_ranks: tuple[Chunks, ...]
+    per_rank: tuple[Chunks, ...]
     kept: tuple[Counts, ...]
     metadata: Metadata
 
     @staticmethod
-    def of(of_ranks: Sequence[Chunks]) -> Division:
+    def of(per_rank: Sequence[Chunks]) -> Division:
         """Assign each chunk to the holder that writes the fewest bytes.
 
         Raises:
@@ -115,7 +115,7 @@ class Division:
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         sizes: list[int] = []  # bytes of each chunk, in the order of `holders`
         held: dict[str, int] = defaultdict(int)
-        for rank, chunks in enumerate(of_ranks):
+        for rank, chunks in enumerate(per_rank):
             for entry, start, size in chunks.each():
                 chunk_holders = holders.setdefault((entry.name, start), [])
                 chunk_holders.append(rank)
@@ -127,7 +127,7 @@ class Division:
         for name, stored in metadata.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata) and held[name] != prod(stored.size):
                 raise ValueError(f"the ranks have {held[name]} of {prod(stored.size)} elements of {name}")
-        return Division(tuple(of_ranks), _kept(of_ranks, holders, sizes), metadata)
+        return Division(tuple(per_rank), _kept(per_rank, holders, sizes), metadata)
 
     def is_written(self, lengths: Sequence[Counts]) -> bool:
         """True if every rank has written all of its chunks.
@@ -149,7 +149,7 @@ class Division:
 
     def _results(self, rank: int, lengths: list[int], file: str) -> Iterator[WriteResult]:
         written, start = set(self.kept[rank].tolist()), 0
-        rank_chunks = (chunk for position, chunk in enumerate(self.of_ranks[rank].each()) if position in written)
+        rank_chunks = (chunk for position, chunk in enumerate(self.per_rank[rank].each()) if position in written)
         for (entry, offsets, _), length in zip(rank_chunks, lengths, strict=True):
             index = MetadataIndex(entry.name) if entry.dtype is None else MetadataIndex(entry.name, torch.Size(offsets))
             yield WriteResult(index, length, StorageInfo(file, start, length))
@@ -170,7 +170,7 @@ def _note(metadata: Metadata, entry: Entry, start: tuple[int, ...], size: tuple[
 
 
 def _kept(
-    of_ranks: Sequence[Chunks], holders: dict[tuple[str, tuple[int, ...]], list[int]], sizes: Sequence[int]
+    per_rank: Sequence[Chunks], holders: dict[tuple[str, tuple[int, ...]], list[int]], sizes: Sequence[int]
 ) -> tuple[Counts, ...]:
     """The positions of the chunks that each rank writes.
 
@@ -178,7 +178,7 @@ def _kept(
         holders: ranks that hold each chunk.
         sizes: bytes of each chunk, in the order of `holders`.
     """
-    load = [0] * len(of_ranks)
+    load = [0] * len(per_rank)
     for ranks, size in zip(holders.values(), sizes, strict=True):
         if len(ranks) == 1:
             load[ranks[0]] += size
@@ -188,7 +188,7 @@ def _kept(
         load[chosen] += size if len(ranks) > 1 else 0
         writer[key] = chosen
     positions_of_ranks = []
-    for rank, chunks in enumerate(of_ranks):
+    for rank, chunks in enumerate(per_rank):
         indices = [i for i, (entry, start, _) in enumerate(chunks.each()) if writer[entry.name, start] == rank]
         positions_of_ranks.append(np.array(indices, dtype=np.int64))
     return tuple(positions_of_ranks)

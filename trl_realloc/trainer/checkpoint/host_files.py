@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.launch.hosts import machine_id
-from ...runtime.process_groups import from_every_rank
+from ...runtime.process_groups import all_gather_object
 from .manifest import MANIFEST, Manifest, checksum, damage, read_manifest
 
 
@@ -94,7 +94,7 @@ def copy_files(
             _receive(folder / name, source, control)
     if any(target == rank for _, _, target in copies) and not (folder / MANIFEST).exists():
         manifest.write(folder)
-    failures = from_every_rank(_check_copies(folder, manifest, copies, rank), control) if copies else []
+    failures = all_gather_object(_check_copies(folder, manifest, copies, rank), control) if copies else []
     return [failure for rank_failures in failures for failure in rank_failures]
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging
 
-from ...runtime.process_groups import from_every_rank
+from ...runtime.process_groups import all_gather_object
 from . import METADATA, CheckpointError
 from .chunk_plans import saved_roles, saved_shapes
 from .host_files import HostFiles, by_host, copy_files, place_of, read_files
@@ -107,7 +107,7 @@ def find_checkpoint(
     searches = request in (True, "auto")
     local_folders = checkpoints_in(output_dir) if searches else [Path(str(request))]
     # rank 0's folders in order, then folders that only other hosts have
-    folders = list(dict.fromkeys(path for paths in from_every_rank(local_folders, control) for path in paths))
+    folders = list(dict.fromkeys(path for paths in all_gather_object(local_folders, control) for path in paths))
     if not folders and request == "auto":
         return None
     if not folders:
@@ -137,7 +137,7 @@ def fetch(checkpoint: Checkpoint, needed: Collection[str], *, rank: int, control
     Raises:
         CheckpointError: a file was not copied whole. Raised on every rank.
     """
-    rank_needs = from_every_rank(sorted(needed), control)
+    rank_needs = all_gather_object(sorted(needed), control)
     readers_by_file: dict[str, set[int]] = {}
     for reader, names in zip(checkpoint.readers, rank_needs, strict=True):
         for name in names:
@@ -195,11 +195,11 @@ class _Inspection:
 def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: dist.ProcessGroup | None) -> _Inspection:
     """Check one checkpoint. Collective over the job; the result is the same on all ranks."""
     inspection = _Inspection()
-    places = from_every_rank(place_of(folder), control)
+    places = all_gather_object(place_of(folder), control)
     inspection.readers = [places.index(place) for place in places]
     # the ranks of a host check its files together
     peers = [other for other, place in enumerate(places) if place == places[rank]]
-    reports = by_host(from_every_rank(read_files(folder, peers.index(rank), len(peers)), control), inspection.readers)
+    reports = by_host(all_gather_object(read_files(folder, peers.index(rank), len(peers)), control), inspection.readers)
     inspection.manifest = next((report.manifest for report in reports.values() if report.manifest), None)
     inspection.damage = _find_damage(folder, inspection, reports)
     if inspection.damage or inspection.manifest is None:
@@ -215,11 +215,11 @@ def _inspect(folder: Path, current_run: CurrentRun, rank: int, control: dist.Pro
     if inspection.damage:
         return inspection
     shapes = {
-        role: s for part in reversed(from_every_rank(dict(current_run.shapes), control)) for role, s in part.items()
+        role: s for part in reversed(all_gather_object(dict(current_run.shapes), control)) for role, s in part.items()
     }
     if rank == 0:
         _examine(folder, inspection, current_run, shapes)
-    result = from_every_rank((inspection.damage, inspection.unfit, inspection.remedy), control)[0]
+    result = all_gather_object((inspection.damage, inspection.unfit, inspection.remedy), control)[0]
     inspection.damage, inspection.unfit, inspection.remedy = result
     return inspection
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch.distributed as dist
 from transformers.utils import logging
 
-from ...runtime.process_groups import from_every_rank
+from ...runtime.process_groups import all_gather_object
 from . import SaveError
 from .manifest import (
     MANIFEST,
@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 
 def new_run(control: dist.ProcessGroup | None) -> str:
     """A random name for a run, the same on all ranks."""
-    name: str = from_every_rank(uuid.uuid4().hex, control)[0]
+    name: str = all_gather_object(uuid.uuid4().hex, control)[0]
     return name
 
 
@@ -139,9 +139,9 @@ class UnfinishedCheckpoint:
                 self._background.finish()
                 self.problems.flush()
                 self._settle()
-            parts = from_every_rank(_list_share(self._staged, self._keeper, self.problems), control)
+            parts = all_gather_object(_list_share(self._staged, self._keeper, self.problems), control)
             self._settle()
-            moment: float = from_every_rank(time.time(), control)[0]
+            moment: float = all_gather_object(time.time(), control)[0]
             step = int(self.final.name.rpartition("-")[2])
             if keeps:
                 with self.problems.trying(self._staged / MANIFEST):
@@ -172,13 +172,13 @@ def _list_share(staged: Path, keeper: int, problems: WriteErrors) -> dict[str, t
     """Size and checksum of this rank's share of its disk's files: the ranks on a disk divide its files. Collective over
     the job."""
     control, rank = problems.control, problems.rank
-    keepers = from_every_rank(keeper, control)
+    keepers = all_gather_object(keeper, control)
     peers = [other for other, keeper_of_other in enumerate(keepers) if keeper_of_other == keeper]
     names: list[str] = []
     if rank == keeper:
         with problems.trying(staged):
             names = file_names(staged)
-    share = from_every_rank(names, control)[keeper][peers.index(rank) :: len(peers)]
+    share = all_gather_object(names, control)[keeper][peers.index(rank) :: len(peers)]
     files = {}
     for name in share:
         with problems.trying(staged / name):
@@ -202,18 +202,18 @@ def find_keeper(staged: Path, problems: WriteErrors, what: str, ending: str) -> 
     """
     control, rank = problems.control, problems.rank
     keepers: dict[int, int] = {}
-    world = len(from_every_rank(None, control))
+    world = len(all_gather_object(None, control))
     token = uuid.uuid4().hex
     while len(keepers) < world:
         keeper = next(other for other in range(world) if other not in keepers)
-        probe = staged / from_every_rank(token, control)[keeper]
+        probe = staged / all_gather_object(token, control)[keeper]
         if keeper == rank:
             with problems.trying(probe):
                 _clean(staged)
                 staged.mkdir(parents=True)
                 probe.touch()
         problems.settle(what, ending)
-        seen = from_every_rank(rank not in keepers and probe.exists(), control)
+        seen = all_gather_object(rank not in keepers and probe.exists(), control)
         keepers |= {other: keeper for other, sees in enumerate(seen) if sees}
         keepers[keeper] = keeper
         if keeper == rank:

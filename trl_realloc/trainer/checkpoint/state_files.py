@@ -66,11 +66,11 @@ class StateWrite:
         """Divide the chunks among the ranks; returns the plan of this rank's chunks. Collective over the job."""
         plan = self._planner.create_local_plan()
         with without_collection():
-            of_ranks = at_first_rank(Chunks.of(plan), self.problems.control)
-            if of_ranks:
+            per_rank = at_first_rank(Chunks.of(plan), self.problems.control)
+            if per_rank:
                 with self.problems.trying(self.folder):
-                    self._division = Division.of(of_ranks)
-            nothing = [np.zeros(0, dtype=np.int64)] * len(of_ranks)
+                    self._division = Division.of(per_rank)
+            nothing = [np.zeros(0, dtype=np.int64)] * len(per_rank)
             positions = to_each_rank(self._division.kept if self._division else nothing, self.problems.control)
         return replace(plan, items=[plan.items[position] for position in positions.tolist()])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ...runtime.failures.watchdog_client import HOST
-from ...runtime.process_groups import from_every_rank
+from ...runtime.process_groups import all_gather_object
 from . import SaveError
 from .manifest import flush
 
@@ -73,7 +73,7 @@ class WriteErrors:
         Raises:
             SaveError: any rank had an error. Raised on every rank.
         """
-        messages = [text for rank_messages in from_every_rank(self._messages, self.control) for text in rank_messages]
+        messages = [text for rank_messages in all_gather_object(self._messages, self.control) for text in rank_messages]
         self._messages.clear()
         if messages:
             raise SaveError(f"{what} could not be saved: {'; '.join(messages)}.{ending}")

@@ -1,7 +1,7 @@
 """`PromptsAhead`: announces the prompts of later generations under a plan with a staleness (`UpcomingBatches`), and
 logs the age of the generated tokens.
 
-What is generated when is in `runtime.overlap.host_ahead`.
+What is generated when is in `runtime.overlap.ahead_server`.
 """
 
 from __future__ import annotations

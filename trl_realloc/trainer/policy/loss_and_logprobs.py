@@ -1,10 +1,10 @@
 """TRL's loss under a plan: the plan's calls compute its log-probabilities, and the engines train with its gradients.
 
 TRL's loss reads a model only through log-probabilities and entropies. It is computed on leaf tensors with their values
-(`EngineLoss`). The gradients of these leaves, the slopes, are what the engines train with (`algorithms.linear_loss`).
-`Window` converts between TRL's padded tensors and the engines' samples, and collects the slopes of an optimizer step.
-`ModelInEngine` and `ReferenceInEngine` stand in for the models that are in engines.
-"""
+(`EngineLoss`). The gradients of these leaves, the token gradients, are what the engines train with
+(`algorithms.linear_loss`). `StepBuffer` converts between TRL's padded tensors and the engines' samples, and collects
+the token gradients of an optimizer step. `ModelInEngine` and `ReferenceInEngine` stand in for the models that are in
+engines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.algorithm import TokenLoss
-from ...algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
+from ...algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...plan.dataflow import Role
+from ...runtime.call_server import CallServer, KnownOutputs
 from ...runtime.calls.training_calls import GRAD_NORM
-from ...runtime.host_calls import HostCalls, KnownOutputs
-from ...runtime.process_groups import from_every_rank
+from ...runtime.process_groups import all_gather_object
 from ..checks.config_checks import ConfigError
 from .loss_in_engine import (
     MAX_SENT,
@@ -52,15 +52,15 @@ class EngineLoss:
         calls: runs the calls.
 
     Attributes:
-        window: micro-batches of the current optimizer step.
+        step_buffer: micro-batches of the current optimizer step.
         untrained: number of micro-batches whose optimizer step is still to come, or has failed.
     """
 
-    def __init__(self, trainer: Trainer, calls: HostCalls) -> None:
+    def __init__(self, trainer: Trainer, calls: CallServer) -> None:
         self.trainer, self.calls = trainer, calls
-        self.window = Window(calls, trainer.accelerator.device)
+        self.step_buffer = StepBuffer(calls, trainer.accelerator.device)
         self.untrained = 0
-        self._leaves: Leaves | None = None  # leaves of the current micro-batch
+        self._leaves: LossInputs | None = None  # leaves of the current micro-batch
         # inputs of the current micro-batch and of the later ones of the same optimizer step
         self._inputs: tuple[Mapping[str, Any], ...] = ()
 
@@ -74,16 +74,16 @@ class EngineLoss:
         finally:
             self._inputs = ()
             if not torch.is_grad_enabled() and not self.trainer.model.training:
-                self.window.forget_logprobs()  # an evaluation asks for each sample once
+                self.step_buffer.forget_logprobs()  # an evaluation asks for each sample once
 
     def _inputs_after(self, inputs: Any) -> Sequence[Mapping[str, Any]]:
         """Inputs of the later micro-batches of this optimizer step that are already generated; empty if an earlier
         forward included them."""
         buffer = self.trainer._buffered_inputs or ()
         index = next((i for i, part in enumerate(buffer) if part is inputs), len(buffer))
-        if index and len(self.window):
+        if index and len(self.step_buffer):
             return ()
-        left = self.trainer.current_gradient_accumulation_steps - len(self.window) - 1
+        left = self.trainer.current_gradient_accumulation_steps - len(self.step_buffer) - 1
         return tuple(buffer[index + 1 : index + 1 + left])
 
     def logps_and_entropies(
@@ -102,25 +102,25 @@ class EngineLoss:
             self.trainer.run.placed.start()
         rows = Rows.of(input_ids, attention_mask, logits_to_keep)
         if isinstance(model, ReferenceInEngine):
-            return self.window.of_reference(rows), None, None
+            return self.step_buffer.of_reference(rows), None, None
         if not torch.is_grad_enabled():
-            logprobs, entropies = self.window.of_policy(rows)
+            logprobs, entropies = self.step_buffer.of_policy(rows)
             return logprobs, entropies if compute_entropy else None, None
         if self._leaves is not None and self.trainer.is_in_train:
             raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
         all_rows = [rows, *map(Rows.of_inputs, self._inputs[1:])]
         used = Rollouts()
         if self.trainer.is_in_train and is_computed_in_engines(self.trainer):
-            used = self.window.in_one_pass(self.trainer, self._inputs, all_rows)
-            logprobs, entropies = self.window.padded(rows, used)
+            used = self.step_buffer.in_one_pass(self.trainer, self._inputs, all_rows)
+            logprobs, entropies = self.step_buffer.padded(rows, used)
         else:
-            logprobs, entropies = self.window.of_policy(rows, all_rows[1:])
+            logprobs, entropies = self.step_buffer.of_policy(rows, all_rows[1:])
         entropies.requires_grad_(has_entropy_term(self.trainer))
-        self._leaves = Leaves(rows, logprobs.requires_grad_(), entropies, used)
+        self._leaves = LossInputs(rows, logprobs.requires_grad_(), entropies, used)
         return logprobs, entropies if compute_entropy else None, None
 
     def backward(self, loss: Tensor) -> None:
-        """Collect the slopes of a micro-batch. Replaces Accelerate's backward."""
+        """Collect the token gradients of a micro-batch. Replaces Accelerate's backward."""
         leaves, self._leaves = self._leaves, None
         if leaves is None:
             raise ConfigError(
@@ -129,16 +129,16 @@ class EngineLoss:
             )
         loss.backward()  # type: ignore[no-untyped-call]
         accelerator = self.trainer.accelerator
-        self.window.add(leaves, 1 / accelerator.num_processes)
+        self.step_buffer.add(leaves, 1 / accelerator.num_processes)
         if accelerator.sync_gradients:
-            self.untrained = len(self.window)
+            self.untrained = len(self.step_buffer)
 
     def train_step(self) -> None:
         """Train on the collected micro-batches. Replaces the optimizer's step, which Trainer calls after the last
         one."""
         start, run, metrics = time.perf_counter(), self.trainer.run, self.trainer._metrics["train"]
         with run.checkpoints.saving_good_state():
-            outputs = self.calls.train(self.window.take(), run.placed.setup.rates.role(Role.ACTOR))
+            outputs = self.calls.train(self.step_buffer.take(), run.placed.setup.rates.role(Role.ACTOR))
         self.untrained = 0
         if self.trainer.args.skip_nonfinite_updates:
             metrics["skipped_updates/policy"].append(float(not len(outputs)))
@@ -154,9 +154,9 @@ class EngineLoss:
         return self._grad_norm
 
     def forget_step(self) -> None:
-        """Forget the slopes and log-probabilities of an optimizer step."""
+        """Forget the token gradients and log-probabilities of an optimizer step."""
         self._leaves = None
-        self.window.forget()
+        self.step_buffer.forget()
         self.calls.forget_gradients()
 
 
@@ -221,13 +221,13 @@ class Rows:
 
 
 @dataclass
-class Leaves:
+class LossInputs:
     """The tensors that TRL's loss of one micro-batch reads in place of the policy's outputs.
 
     Args:
         logprobs: (rows, width) float32 leaf that gets a gradient.
         entropies: (rows, width) float32; also a leaf if the loss has an entropy term.
-        used: slopes whose gradients the engines have already added, if any.
+        used: token gradients whose parameter gradients the engines have already added, if any.
     """
 
     rows: Rows
@@ -236,7 +236,7 @@ class Leaves:
     used: Rollouts = field(default_factory=Rollouts)
 
 
-class Window:
+class StepBuffer:
     """The micro-batches of one optimizer step.
 
     Args:
@@ -244,17 +244,17 @@ class Window:
         device: device of TRL's tensors.
     """
 
-    def __init__(self, calls: HostCalls, device: torch.device) -> None:
+    def __init__(self, calls: CallServer, device: torch.device) -> None:
         self.calls, self.device = calls, device
         self._known = KnownOutputs()  # log-probabilities and entropies under the current policy
         # id of a micro-batch's inputs -> the inputs, and the outputs of the pass that added their gradients
         self._passed: dict[int, tuple[Mapping[str, Any], Rollouts]] = {}
-        self._slopes: list[Rollouts] = []
+        self._grads: list[Rollouts] = []
         self._spare = Rollouts()
 
     def __len__(self) -> int:
         """The number of micro-batches whose gradients have been collected."""
-        return len(self._slopes)
+        return len(self._grads)
 
     def of_policy(self, rows: Rows, following: Sequence[Rows] = ()) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the rows' responses under the current policy, (rows, width) float32 each.
@@ -278,10 +278,10 @@ class Window:
 
     def in_one_pass(self, trainer: Trainer, inputs: Sequence[Mapping[str, Any]], rows: Sequence[Rows]) -> Rollouts:
         """Log-probabilities and entropies of a training micro-batch's samples. If they are not cached, the same pass
-        also adds the micro-batch's gradients, and the slopes it used are returned too. All ranks together.
+        also adds the micro-batch's gradients, and the token gradients it used are returned too. All ranks together.
 
-        There are no slopes if all ranks' micro-batches together exceed `MAX_SENT` bytes, or if the micro-batch occurs
-        again in the optimizer step: its gradients are then computed with the step.
+        There are no token gradients if all ranks' micro-batches together exceed `MAX_SENT` bytes, or if the micro-batch
+        occurs again in the optimizer step: its gradients are then computed with the step.
 
         Args:
             inputs: inputs of TRL's loss for the micro-batch, and for later ones that will be needed before the policy
@@ -292,7 +292,7 @@ class Window:
         is_known = id(inputs[0]) in self._passed or self._known.has(samples)
         local_batches = [] if is_known else list(zip(inputs, rows, strict=True))
         control = self.calls.executor.placement.control
-        sizes = from_every_rank(None if is_known else sum(map(size_of, inputs)), control)
+        sizes = all_gather_object(None if is_known else sum(map(size_of, inputs)), control)
         if control is not None and sum(size or 0 for size in sizes) > MAX_SENT:
             self._known.complete(samples, lambda missing: self.calls.forward(FORWARD, missing))
         elif any(size is not None for size in sizes):
@@ -312,7 +312,7 @@ class Window:
             MicroBatch.of(inputs, rows.numbers[moves].tolist(), is_sent=control is not None)
             for (inputs, rows), moves in zip(local_batches, moving, strict=True)
         ]
-        of_all = [micro for of_rank in from_every_rank(micro_batches, control) for micro in of_rank]
+        of_all = [micro for rank_values in all_gather_object(micro_batches, control) for micro in rank_values]
         self._pass(local_batches, moving, LossInEngine(trainer, of_all), any(micro.rows for micro in of_all))
 
     def _pass(
@@ -336,7 +336,7 @@ class Window:
         outputs = self.calls.forward(FORWARD, still, trained=False)
         if len(outputs):
             column = outputs.ragged(POLICY_LOGPROBS)
-            outputs = outputs.plus(**{LOGPROB_SLOPES: column.like(torch.zeros_like(column.values))})
+            outputs = outputs.plus(**{LOGPROB_GRADS: column.like(torch.zeros_like(column.values))})
         moved_outputs = self.calls.add_gradients(moved, loss) if moves_any else Rollouts()
         outputs = Rollouts.cat([outputs, moved_outputs])
         next_place = {True: len(still), False: 0}
@@ -353,42 +353,41 @@ class Window:
         column = outputs.ragged("ref_logprobs") if len(outputs) else Ragged.of([], torch.float32)
         return rows.padded(column, self.device)
 
-    def add(self, leaves: Leaves, scale: float) -> None:
+    def add(self, leaves: LossInputs, scale: float) -> None:
         """Collect the gradients of a micro-batch.
 
         Args:
             scale: factor of the gradients; 1 / number of processes, because losses are averaged over processes.
         """
-        rows, tensors = leaves.rows, {LOGPROB_SLOPES: leaves.logprobs}
+        rows, tensors = leaves.rows, {LOGPROB_GRADS: leaves.logprobs}
         if leaves.entropies.requires_grad:
-            tensors[ENTROPY_SLOPES] = leaves.entropies
+            tensors[ENTROPY_GRADS] = leaves.entropies
         columns = {
             name: rows.unpadded(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * scale)
             for name, leaf in tensors.items()
         }
         for name in columns.keys() & set(leaves.used):
             columns[name] = columns[name].like(columns[name].values - leaves.used.ragged(name).values)
-        self._slopes.append(rows.samples.plus(**columns))
+        self._grads.append(rows.samples.plus(**columns))
         zero = Ragged(torch.zeros(1), torch.ones(1, dtype=torch.long))
         self._spare = rows.spare.plus(**dict.fromkeys(tensors, zero))
 
     def take(self) -> Rollouts:
-        """The samples of the optimizer step with their slopes, minus slopes whose gradients the engines have already
-        added. Cached outputs of the policy are forgotten.
+        """The samples of the optimizer step with their token gradients, minus those whose parameter gradients the
+        engines have already added. Cached outputs of the policy are forgotten.
 
-        If no slope is left, returns one sample whose slopes are 0, so that the optimizer still steps on gradients that
-        were already added, momentum and weight decay.
-        """
-        samples = Rollouts.cat(self._slopes)
-        names = [name for name in (LOGPROB_SLOPES, ENTROPY_SLOPES) if name in samples]
-        has_slopes = any(bool((samples.ragged(name).values != 0).any()) for name in names)
-        samples = samples if has_slopes else self._spare
+        If no token gradient is left, returns one sample whose token gradients are 0, so that the optimizer still steps
+        on gradients that were already added, momentum and weight decay."""
+        samples = Rollouts.cat(self._grads)
+        names = [name for name in (LOGPROB_GRADS, ENTROPY_GRADS) if name in samples]
+        has_grads = any(bool((samples.ragged(name).values != 0).any()) for name in names)
+        samples = samples if has_grads else self._spare
         self.forget()
         return samples
 
     def forget(self) -> None:
-        """Forget slopes and log-probabilities: the policy has changed, or a step was abandoned."""
-        self._slopes, self._passed = [], {}
+        """Forget token gradients and log-probabilities: the policy has changed, or a step was abandoned."""
+        self._grads, self._passed = [], {}
         self.forget_logprobs()
 
     def forget_logprobs(self) -> None:
@@ -444,8 +443,9 @@ class ModelInEngine(nn.Module):
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the collected slopes of an optimizer step. Trainer calls this before the first step and after each."""
-        self._trainer.run.host.forget_step()
+        """Forget the collected token gradients of an optimizer step. Trainer calls this before the first step and after
+        each."""
+        self._trainer.run.adapter.forget_step()
 
     def parameters(self, recurse: bool = True) -> Any:
         return self._trainer.model.parameters(recurse)

@@ -1,11 +1,10 @@
 """`LossInEngine`: TRL's loss of an optimizer step's micro-batches, run inside the engines. They compute
 log-probabilities and gradients in one pass.
 
-TRL's loss of some rows of a micro-batch is computed on leaf tensors that are 0 in the other rows. The slopes equal
-those of the whole micro-batch if the loss is a sum over rows, weighted from the masks of all rows. All of TRL's losses
-are. The trainer computes the loss again from the log-probabilities of all rows, and trains on the difference of the
-slopes (`loss_and_logprobs`). A loss that is not such a sum only costs time.
-"""
+TRL's loss of some rows of a micro-batch is computed on leaf tensors that are 0 in the other rows. The token gradients
+equal those of the whole micro-batch if the loss is a sum over rows, weighted from the masks of all rows. All of TRL's
+losses are. The trainer computes the loss again from the log-probabilities of all rows, and trains on the difference of
+the token gradients (`loss_and_logprobs`). A loss that is not such a sum only costs time."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES, LinearLoss
+from ...algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ..checks.trainable import users_method
@@ -93,7 +92,7 @@ def size_of(inputs: Mapping[str, Any]) -> int:
 
 
 class LossInEngine:
-    """A `TokenLoss` whose statistics are values of response tokens: log-probabilities, entropies and slopes.
+    """A `TokenLoss` whose statistics are values of response tokens: log-probabilities, entropies and token gradients.
 
     Args:
         trainer: this rank's trainer; settings are the same on all ranks.
@@ -113,23 +112,23 @@ class LossInEngine:
         for position, number in enumerate(samples.tensor("index").tolist()):
             i, row = self._places[number]
             positions[i].append((row, position))
-        slopes = [[torch.empty(0)] * len(samples) for _ in self._names]
-        for i, of_batch in sorted(positions.items()):
-            rows, places = zip(*sorted(of_batch), strict=True)
-            result = self._slopes(self._micro_batches[i], rows, [column.select(places).values for column in columns])
-            for parts, values in zip(slopes, result, strict=True):
+        grads = [[torch.empty(0)] * len(samples) for _ in self._names]
+        for i, batch_positions in sorted(positions.items()):
+            rows, places = zip(*sorted(batch_positions), strict=True)
+            result = self._grads(self._micro_batches[i], rows, [column.select(places).values for column in columns])
+            for parts, values in zip(grads, result, strict=True):
                 for place, part in zip(places, values.split(lengths[list(places)].tolist()), strict=True):
                     parts[place] = part
-        token_slopes = {name: torch.cat(parts) for name, parts in zip(self._names, slopes, strict=True)}
-        linear = samples.plus(**{name: Ragged(values, lengths) for name, values in token_slopes.items()})
-        return LinearLoss()(outputs, linear)[0], detached | token_slopes
+        token_grads = {name: torch.cat(parts) for name, parts in zip(self._names, grads, strict=True)}
+        linear = samples.plus(**{name: Ragged(values, lengths) for name, values in token_grads.items()})
+        return LinearLoss()(outputs, linear)[0], detached | token_grads
 
     @property
     def _names(self) -> Sequence[str]:
-        return (LOGPROB_SLOPES, ENTROPY_SLOPES) if has_entropy_term(self._trainer) else (LOGPROB_SLOPES,)
+        return (LOGPROB_GRADS, ENTROPY_GRADS) if has_entropy_term(self._trainer) else (LOGPROB_GRADS,)
 
-    def _slopes(self, micro: MicroBatch, rows: Iterable[int], values: Sequence[Tensor]) -> list[Tensor]:
-        """The slopes of the tokens of some rows, concatenated, (tokens,) for each of `_names`.
+    def _grads(self, micro: MicroBatch, rows: Iterable[int], values: Sequence[Tensor]) -> list[Tensor]:
+        """The token gradients of the tokens of some rows, concatenated, (tokens,) for each of `_names`.
 
         Args:
             rows: ascending indices.
@@ -145,7 +144,7 @@ class LossInEngine:
         logprobs, entropies = (leaf.view(micro.mask.shape) for leaf in leaves)
         needed = [logprobs, entropies][: len(self._names)]
         inputs = {name: value.to(device) for name, value in micro.inputs.items()}
-        forced = self._trainer.run.host.forced
+        forced = self._trainer.run.adapter.forced
         with torch.enable_grad(), forced.of_loss(inputs):
             for leaf in needed:
                 leaf.requires_grad_()

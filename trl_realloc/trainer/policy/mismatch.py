@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...algorithms.corrections import LARGEST_LOG_RATIO, MISMATCH, mult_prob_errors
 from ..run.mismatch_gate import MismatchGate
-from .forced_tokens import ENGINE, SAMPLED, engine_logprobs, padded
+from .single_candidates import ENGINE, SAMPLED, engine_logprobs, padded
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`HostGeneration`: replaces TRL's `VLLMGeneration` under a plan, and generates through `runtime.host_calls`.
+"""`EngineGeneration`: replaces TRL's `VLLMGeneration` under a plan, and generates through `runtime.call_server`.
 `takes_turns`, `finish_turns`: ranks that generate different numbers of times."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ...algorithms.corrections import AGES
 from ...algorithms.rollout import Rollouts
 from ...engines.model_configs import ModelError
-from ...runtime.host_calls import HostCalls
+from ...runtime.call_server import CallServer
 
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ class Scores(Protocol):
     """Provides the prompts of the current generation."""
 
     def prompts_of(self, count: int) -> list[bytes]:
-        """This rank's prompts in order, serialized for the calls that score samples (`HostCalls.generate`)."""
+        """This rank's prompts in order, serialized for the calls that score samples (`CallServer.generate`)."""
 
 
-class HostGeneration:
+class EngineGeneration:
     """Stands in for `trl.generation.vllm_generation.VLLMGeneration`, with the attributes and methods that TRL's GRPO
     and RLOO trainers use.
 
@@ -107,7 +107,7 @@ class HostGeneration:
 
     __slots__ = ("ages", "calls", "eos_token_id", "llm", "logprobs", "scoring")
 
-    def __init__(self, calls: HostCalls, max_model_len: int, scoring: Scores, eos_token_id: int | None = None) -> None:
+    def __init__(self, calls: CallServer, max_model_len: int, scoring: Scores, eos_token_id: int | None = None) -> None:
         self.calls, self.scoring, self.llm = calls, scoring, length_limits(max_model_len)
         self.eos_token_id = eos_token_id
         self.forget()

@@ -66,19 +66,21 @@ class PlannedRewardModel:
         ]
 
 
-def followed_by(rewards: Sequence[Any], update: str, at: Callable[[str], None], meet: Callable[[], None]) -> list[Any]:
+def followed_by(
+    rewards: Sequence[Any], update: str, at: Callable[[str], None], barrier: Callable[[], None]
+) -> list[Any]:
     """The reward functions wrapped by `followed`. After the last one this rank waits for the others, whose judges may
     be slower, because TRL then gathers the rewards with a device collective.
 
     Args:
-        meet: barrier of all ranks.
+        barrier: barrier of all ranks.
     """
     functions = [not isinstance(reward, PlannedRewardModel | nn.Module) for reward in rewards]
     count = itertools.count(1)
 
     def ended() -> None:
         if next(count) == sum(functions):
-            meet()
+            barrier()
 
     return [
         followed(reward, update, at, ended) if is_function else reward

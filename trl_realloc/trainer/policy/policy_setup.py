@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from ...algorithms.host_loss import HostLoss
 from ...algorithms.rewards import RewardModelSource, Rewards
+from ...algorithms.trainer_loss import TrainerLoss
 from ...common.notices import notice
 from ...engines.base import Sampling
 from ...engines.generation.sampling_checks import engine_only_settings, why_not_moved
@@ -92,7 +92,7 @@ def prepare_policy(
         skip_nonfinite=args.skip_nonfinite_updates,
         context=_context(args, job, config, by_vllm),
     )
-    setup = plan_run(run, check, job, call_settings, HostLoss(graph), arguments.train_dataset)
+    setup = plan_run(run, check, job, call_settings, TrainerLoss(graph), arguments.train_dataset)
     policy = setup.models_before_start[Role.ACTOR]
     if world.num_processes == 1:
         # users of TRL may read the weights before training; a vLLM engine starts before they are on its device
@@ -203,7 +203,7 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
         context_length=context,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    options = replace(job.options, support=None if args.full_vocabulary_logprobs else sampling.support)
+    options = replace(job.options, sampling_mask=None if args.full_vocabulary_logprobs else sampling.mask)
     return replace(job, options=options, streams=not turns and stays is None)
 
 

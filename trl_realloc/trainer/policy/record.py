@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...algorithms.rollout import Rollouts
 from ...plan.timeline import Span, Timeline, loop_spans
-from ...runtime.process_groups import from_every_rank
+from ...runtime.process_groups import all_gather_object
 from ...runtime.samples.results import observed
 from ..checks.config_checks import ConfigError
 from ..ppo.evaluation import NEAR_GREEDY
@@ -139,7 +139,9 @@ class PolicyRecord:
         )
 
     def _take_spans(self) -> tuple[Span, ...]:
-        return () if self.trainer.run is None else self.trainer.calls.take_spans() + self.trainer.run.host.spans.take()
+        return (
+            () if self.trainer.run is None else self.trainer.calls.take_spans() + self.trainer.run.adapter.spans.take()
+        )
 
 
 class _Times:
@@ -184,12 +186,12 @@ def sampled_completions(trainer: Trainer) -> list[CompletionRow]:
     share = -(-len(rows) // world)
     # TRL gathers equal numbers of rewards, so the last ranks repeat the last prompt
     local_rows = [rows[min(index, len(rows) - 1)] for index in range(rank * share, (rank + 1) * share)]
-    with trainer.run.failing_together(), trainer.run.host.mode_kept():
+    with trainer.run.failing_together(), trainer.run.adapter.mode_kept():
         trainer.run.placed.start()
         trainer.calls.at(trainer.state.global_step, evaluates=True)
         trainer.calls.begin_evaluation()
         table = _completions_of(trainer, local_rows)
-        gathered = from_every_rank(table, trainer.run.placed.placement.control)
+        gathered = all_gather_object(table, trainer.run.placed.placement.control)
         trainer.calls.take_spans()
     if rank:
         return []

@@ -21,11 +21,11 @@ from ...algorithms.nonfinite import NonFiniteError, is_infinite, problem_of_rewa
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.timeline import REWARD_FUNCTION
 from ...runtime.calls.generate_and_score import TEXTS
-from ...runtime.process_groups import from_every_rank, meet
+from ...runtime.process_groups import all_gather_object, barrier
 from ..trl_policy_trainers import TRLGRPOTrainer, parse_response
-from .host_spans import HostSpans
 from .planned_rewards import PlannedRewardModel, followed_by
 from .trl_sampling import tokenizer_of
+from .user_spans import FunctionSpans
 
 
 logger = logging.get_logger(__name__)
@@ -40,7 +40,7 @@ class Scoring:
         spans: times the reward functions.
     """
 
-    def __init__(self, trainer: Trainer, spans: HostSpans) -> None:
+    def __init__(self, trainer: Trainer, spans: FunctionSpans) -> None:
         self.trainer, self.spans = trainer, spans
         self._prompts: Sequence[Any] = ()  # prompts of the current generation, as in the data set
 
@@ -71,9 +71,9 @@ class Scoring:
             for reward, name in zip(reward_funcs, trainer.reward_func_names, strict=True)
         ]
         update, alarm = f"update {trainer.state.global_step + 1}", trainer.executor.alarm
-        alarm.at(f"the rewards of {update}")
+        alarm.set_activity(f"the rewards of {update}")
         # TRL reads the functions from the trainer
-        trainer.reward_funcs = followed_by(timed, update, alarm.at, lambda: meet(trainer.placement.control))
+        trainer.reward_funcs = followed_by(timed, update, alarm.at, lambda: barrier(trainer.placement.control))
         try:
             yield
         finally:
@@ -99,7 +99,7 @@ class Scoring:
             return rewards
         index = error.sample - trainer.accelerator.process_index * len(prompts)  # every rank has as many
         text = f" ({quoted(prompts[index], completions[index])})" if 0 <= index < len(prompts) else ""
-        message = str(error) + "".join(from_every_rank(text, trainer.placement.control))
+        message = str(error) + "".join(all_gather_object(text, trainer.placement.control))
         if not skips:
             raise NonFiniteError(f"{message}. Nothing was trained on this batch.", error.sample)
         if trainer.accelerator.is_main_process:

@@ -23,7 +23,7 @@ from ...plan.execution_plan import ExecutionPlan
 from ..run.planned_run import PlannedRun
 from ..trl_compat import PPOTrainerBase
 from .evaluation import dataset_of
-from .ppo_host import PPOHost
+from .ppo_adapter import PPOAdapter
 from .prompt_data import PromptData
 
 
@@ -53,7 +53,7 @@ class TrlSurface(PPOTrainerBase):
         ),
     }
 
-    run: PlannedRun[PPOHost]
+    run: PlannedRun[PPOAdapter]
     prompts: PromptData
     state: OnlineTrainerState
     control: Any

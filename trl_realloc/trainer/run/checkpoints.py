@@ -23,8 +23,8 @@ from ...algorithms.nonfinite import NonFiniteError
 from ...engines.training.group_settings import RATE
 from ...plan.dataflow import Role
 from ...runtime.failures.alarm import JobFailed, is_known_everywhere
-from ...runtime.process_groups import from_every_rank
-from ...runtime.samples.drawn_samples import DrawnSamples
+from ...runtime.process_groups import all_gather_object
+from ...runtime.samples.partial_rollouts import PartialRollouts
 from ..checkpoint.chunk_plans import ROLES
 from ..checkpoint.identity import Identity, Shapes, trained_shapes
 from ..checkpoint.manifest import is_of_run
@@ -56,18 +56,18 @@ class Checkpoints:
     """Saves and resumes a trainer's run.
 
     A trainer calls `find` and `load` when training begins, `finish` when it ends, and `load_best` last. Its loop calls
-    `save`, then the callbacks' `on_save`, unless the host leaves that to `finish`. With `async_save` the callbacks are
-    called when the checkpoint is complete, in all loops.
+    `save`, then the callbacks' `on_save`, unless the adapter leaves that to `finish`. With `async_save` the callbacks
+    are called when the checkpoint is complete, in all loops.
 
     Args:
-        placed: the plan of the run, with its host.
+        placed: the plan of the run, with its adapter.
 
     Attributes:
         unfinished: checkpoint that is still being written, or `None`.
     """
 
     def __init__(self, placed: PlacedPlan) -> None:
-        self.placed, self.host, self.trainer = placed, placed.host, placed.host.trainer
+        self.placed, self.adapter, self.trainer = placed, placed.adapter, placed.adapter.trainer
         self.unfinished: UnfinishedCheckpoint | None = None
         self._run: str | None = None  # name of the run in the manifests of its checkpoints
         self._saved_state: TrainerState | None = None  # the trainer's state when its first file was written
@@ -106,14 +106,14 @@ class Checkpoints:
         if self.trainer.state.best_global_step:
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.best_global_step}"
             has_best = best == final or is_of_run(best, self._run)
-            if any(from_every_rank(has_best, control)) if args.load_best_model_at_end else has_best:
+            if any(all_gather_object(has_best, control)) if args.load_best_model_at_end else has_best:
                 self.trainer.state.best_model_checkpoint = str(best)
-        self.placed.alarm.at(f"saving {final}")
+        self.placed.alarm.set_activity(f"saving {final}")
         self.unfinished = UnfinishedCheckpoint(
             final,
             self._run,
             self._write_checkpoint,
-            {**self.identity.to_dict(), **self.host.about_checkpoint()},
+            {**self.identity.to_dict(), **self.adapter.about_checkpoint()},
             rank=self.placed.rank,
             control=control,
         )
@@ -130,11 +130,11 @@ class Checkpoints:
         """
         unfinished, args = self.unfinished, self.trainer.args
         if unfinished is None or (
-            not wait and not all(from_every_rank(unfinished.done, self.placed.placement.control))
+            not wait and not all(all_gather_object(unfinished.done, self.placed.placement.control))
         ):
             return
         self.unfinished = None
-        self.placed.alarm.at(f"saving {unfinished.final}")
+        self.placed.alarm.set_activity(f"saving {unfinished.final}")
         best = self.trainer.state.best_model_checkpoint
         unfinished.finish(limit=args.save_total_limit, best=Path(best) if best else None)
         self.placed.alarm.checkpoint(unfinished.final)
@@ -143,7 +143,7 @@ class Checkpoints:
         try:
             if args.push_to_hub:
                 self.trainer._push_from_checkpoint(str(unfinished.final))
-            if self.host.calls_on_save or args.async_save:
+            if self.adapter.calls_on_save or args.async_save:
                 self.trainer.control = self.trainer.callback_handler.on_save(
                     args, self.trainer.state, self.trainer.control
                 )
@@ -154,7 +154,7 @@ class Checkpoints:
     def _write_checkpoint(self, folder: Path, problems: WriteErrors) -> StateWrite | None:
         """Write this rank's part of a checkpoint. Returns the write that is still running (`async_save`), if any."""
         args = self.trainer.args
-        self.host.write_state(folder, problems)
+        self.adapter.write_state(folder, problems)
         background: StateWrite | None = None
         save_models(self.placed.placement, folder, self._save_beside_policy, problems)
         if not args.save_only_model:
@@ -164,7 +164,7 @@ class Checkpoints:
             random_state = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
             with problems.writing(folder / random_state):
                 self.trainer._save_rng_state(str(folder))
-            under_way = self.host.samples_under_way()
+            under_way = self.adapter.samples_under_way()
             if under_way is not None:  # on rank 0
                 with problems.writing(folder / SAMPLES):
                     torch.save(under_way.to_tensors(), folder / SAMPLES)
@@ -196,7 +196,7 @@ class Checkpoints:
         try:
             yield
         except (NonFiniteError, JobFailed, MismatchError) as error:
-            is_unchanged = not isinstance(error, JobFailed) or error.is_unharmed
+            is_unchanged = not isinstance(error, JobFailed) or error.is_recoverable
             if is_unchanged:
                 self.save_unsaved()
             # an older checkpoint may still be written
@@ -234,11 +234,11 @@ class Checkpoints:
     @cached_property
     def identity(self) -> Identity:
         """The properties of this run that must match those of a checkpoint it resumes from."""
-        return self.host.identity(self._optimizer_name)
+        return self.adapter.identity(self._optimizer_name)
 
     def _current_run(self, shapes: Mapping[str, Shapes] | None = None, *, ignores_data: bool = False) -> CurrentRun:
         roles = [ROLES[role] for role in self.placed.plan.graph.trained_roles]
-        return CurrentRun(self.identity, roles, shapes or {}, ignores_data, self.host.counters)
+        return CurrentRun(self.identity, roles, shapes or {}, ignores_data, self.adapter.counters)
 
     def find(self, setting: ResumeSetting) -> Checkpoint | None:
         """The checkpoint that `train` resumes from, or `None`. Called before any engine starts.
@@ -280,14 +280,14 @@ class Checkpoints:
         self.trainer._load_rng_state(str(checkpoint.folder))
         under_way, file = None, checkpoint.folder / SAMPLES
         if self.placed.rank == 0 and file.exists() and not self.trainer.args.ignore_data_skip:
-            under_way = DrawnSamples.from_tensors(torch.load(file, weights_only=True))
-        self.host.go_on_with(under_way)
+            under_way = PartialRollouts.from_tensors(torch.load(file, weights_only=True))
+        self.adapter.go_on_with(under_way)
 
     def _agree_on_best(self) -> None:
         """Keep the state's best checkpoint on all ranks if any host has it, and forget it otherwise. Trainer forgets it
         on hosts without it, but all ranks load it together, and fetch its files from each other."""
         best: str | None = self.trainer.state.best_model_checkpoint
-        folders = from_every_rank(
+        folders = all_gather_object(
             best if best is not None and Path(best).is_dir() else None, self.placed.placement.control
         )
         self.trainer.state.best_model_checkpoint = next((folder for folder in folders if folder is not None), None)
@@ -310,7 +310,7 @@ class Checkpoints:
         files = partial(fetch, checkpoint, rank=self.placed.rank, control=self.placed.placement.control)
         load_training_state(self.placed.placement, checkpoint.folder, files)
         self.placed.placement.forget_copies()
-        self.host.forget_step()
+        self.adapter.forget_step()
 
     def resume_hint(self) -> str:
         """A sentence for the message of a failure: the checkpoint to resume from, or why there is none."""

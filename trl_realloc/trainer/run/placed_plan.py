@@ -20,7 +20,7 @@ from ...runtime.failures.temporary_folder import temporary_folder
 from ...runtime.placement.placement import Placement
 from ...runtime.placement.run_state import EXTRA_ATTRIBUTES
 from ...runtime.process_groups import wait_for_all
-from ...runtime.samples.drawn_samples import DrawnSamples
+from ...runtime.samples.partial_rollouts import PartialRollouts
 from ..checkpoint.identity import Identity
 from ..checkpoint.write_errors import WriteErrors
 from ..checks.config_checks import ConfigError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
 
-class Host(Protocol):
+class TrainerAdapter(Protocol):
     """The trainer-specific side of a run: shows models, holds unfinished work of the loop, and adds to checkpoints.
 
     Attributes:
@@ -56,10 +56,10 @@ class Host(Protocol):
     def stop_early(self) -> None:
         """Cancel work for later iterations."""
 
-    def samples_under_way(self) -> DrawnSamples | None:
+    def samples_under_way(self) -> PartialRollouts | None:
         """The samples already generated for later updates, on rank 0; `None` if there are none. All ranks together."""
 
-    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
+    def go_on_with(self, partial_samples: PartialRollouts | None) -> None:
         """Continue with partial samples, passed on rank 0. All ranks together."""
 
     def forget_step(self) -> None:
@@ -79,14 +79,14 @@ class Host(Protocol):
         """Write extra files of a checkpoint."""
 
 
-H = TypeVar("H", bound=Host)
+H = TypeVar("H", bound=TrainerAdapter)
 
 
 class PlacedPlan:
     """The setup of a run, with the process groups, the engines and the executor of its plan.
 
     Args:
-        host: trainer-specific side of the run.
+        adapter: trainer-specific side of the run.
         setup: checked and planned run.
         alarm: used until the executor has its own.
 
@@ -99,8 +99,8 @@ class PlacedPlan:
     placement: Placement
     executor: Executor
 
-    def __init__(self, host: Host, setup: RunSetup, rank: int, alarm: Alarm) -> None:
-        self.host, self.setup, self.rank, self.alarm = host, setup, rank, alarm
+    def __init__(self, adapter: TrainerAdapter, setup: RunSetup, rank: int, alarm: Alarm) -> None:
+        self.adapter, self.setup, self.rank, self.alarm = adapter, setup, rank, alarm
         self.is_between_plans = False
 
     @property
@@ -120,7 +120,7 @@ class PlacedPlan:
     def _make_executor(self) -> None:
         self.executor = make_executor(self.placement, self.setup.algorithm, self.setup.call_settings)
         self.alarm = self.executor.alarm
-        self.host.follow(self.executor)
+        self.adapter.follow(self.executor)
 
     def start(self) -> None:
         """Load the models and start the engines, unless this plan has started.
@@ -135,7 +135,7 @@ class PlacedPlan:
         if has_models:
             return
         models = {role: self._module_of(role, before) for role, before in self.setup.models_before_start.items()}
-        self.host.hold(models)
+        self.adapter.hold(models)
         self.setup = self.setup.started(models)
         self.placement.roles = self.setup.roles
         self.placement.options = replace(self.placement.options, make_optimizer=self.setup.make_optimizer)
@@ -162,7 +162,7 @@ class PlacedPlan:
             for name in EXTRA_ATTRIBUTES:
                 if hasattr(module, name):
                     setattr(structure, name, getattr(module, name))
-        self.host.hold(models)
+        self.adapter.hold(models)
         self.setup = replace(self.setup, models_before_start=models)
 
     def end_together(self) -> None:
@@ -189,4 +189,4 @@ class PlacedPlan:
             self.place()
 
 
-__all__ = ["H", "Host", "PlacedPlan"]
+__all__ = ["H", "PlacedPlan", "TrainerAdapter"]

@@ -21,7 +21,7 @@ from ...profiling.late_measuring import LateMeasuring
 from ...profiling.replanning import Replanner, suits
 from ...profiling.run_observer import RunObserver
 from ...runtime.placement.run_state import RunState, fixed_models
-from ...runtime.process_groups import from_every_rank, wait_for_all
+from ...runtime.process_groups import all_gather_object, wait_for_all
 from ..accelerate_plugin import ReallocationPlugin
 from .checkpoints import Checkpoints
 from .optimizer_sharding import can_be_sharded
@@ -63,7 +63,7 @@ class PlanChange:
         replans = setup.job_plan.decision is not None and threshold > 0 and can_change_plan(setup)
         self.replanner = Replanner(setup.job, self.observer, threshold) if replans else None
         measures = replans and plugin.measure == "between"
-        self.measuring = LateMeasuring(setup.job, self.observer, placed.host.iteration) if measures else None
+        self.measuring = LateMeasuring(setup.job, self.observer, placed.adapter.iteration) if measures else None
 
     def note(
         self, spans: Sequence[Span], lengths: Sequence[int], seconds: float, left: int, iterations: int = 1
@@ -116,8 +116,8 @@ class PlanChange:
     def _can_rebuild(self) -> bool:
         """True if the run's models can be created again for another plan; otherwise the run keeps its plan. Collective
         over the job."""
-        of_ranks = from_every_rank(list(fixed_models(self.placed.placement)), self.placed.placement.control)
-        if fixed := [name for of_rank in of_ranks for name in of_rank]:
+        per_rank = all_gather_object(list(fixed_models(self.placed.placement)), self.placed.placement.control)
+        if fixed := [name for rank_values in per_rank for name in rank_values]:
             notice(f"the run keeps its plan: the model of {fixed[0]} cannot be made again from its config alone")
             self.replanner = self.measuring = None
         return not fixed
@@ -126,11 +126,11 @@ class PlanChange:
         """Move to the plan that `next_plan` returns. It is called on all ranks together, while no engine exists and the
         run's state is in host memory."""
         placed = self.placed
-        placed.alarm.at(f"the move to another plan after update {placed.host.trainer.state.global_step}")
-        placed.host.stop_early()
+        placed.alarm.set_activity(f"the move to another plan after update {placed.adapter.trainer.state.global_step}")
+        placed.adapter.stop_early()
         placed.executor.exchange.flush()
         self.checkpoints.finish()  # over a process group of the old plan
-        under_way = placed.host.samples_under_way()
+        under_way = placed.adapter.samples_under_way()
         run_state = RunState(placed.placement)
         # closing a process group closes it for ranks that still use it
         wait_for_all(placed.placement.control, placed.placement.options.device)
@@ -145,7 +145,7 @@ class PlanChange:
         placed.start()
         run_state.load_into(placed.placement)
         placed.is_between_plans = False
-        placed.host.go_on_with(under_way)
+        placed.adapter.go_on_with(under_way)
         self._follow(job_plan, is_other=is_other)
 
     def _follow(self, job_plan: JobPlan, *, is_other: bool = True) -> None:
@@ -160,7 +160,7 @@ class PlanChange:
                 expected = f", an estimated {job_plan.priced.seconds:.3g} s per iteration with {lengths}"
             how = f" ({job_plan.plan.streams})" if job_plan.plan.streams else ""
             what = "the plan is now" if is_other else "the run goes on under"
-            update = self.placed.host.trainer.state.global_step
+            update = self.placed.adapter.trainer.state.global_step
             logger.warning(f"update {update}: {what} {job_plan.plan.name}{how}{expected}.")
 
 

@@ -25,7 +25,7 @@ from ...plan.dataflow import DataflowGraph
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.presets import AUTO, PRESETS, resolve_plan, with_sleeping_engines
 from ...plan.staleness import Staleness
-from ...runtime.launch.hosts import Process, cluster_of, meet, without_gpus
+from ...runtime.launch.hosts import Process, all_processes, cluster_of, without_gpus
 from ...runtime.launch.launcher import check_device
 from ..accelerate_plugin import ReallocationPlugin
 from ..checks.config_checks import ConfigError, by_transformers
@@ -89,7 +89,7 @@ def read_plan_request(
     engine = plugin.generation_engine or ("vllm" if is_vllm_available() and problem is None else "transformers")
     if is_vllm_available() and problem and plugin.generation_engine is None and world.is_main_process:
         logger.warning(f"Transformers generates, which is slower than vLLM: {problem}.")
-    processes = meet() if is_accelerator(args.device) else without_gpus(meet())
+    processes = all_processes() if is_accelerator(args.device) else without_gpus(all_processes())
     cluster = cluster_of(processes)
     one_host_device = cluster.size == 1 and not is_accelerator(args.device)
     plan = _requested_plan(plugin, cluster, engine, args.deepspeed_plugin, graph, may_choose=not one_host_device)

@@ -37,7 +37,7 @@ class PlannedRun(Generic[H]):
     their state is unknown, and start again with the next generation.
 
     Args:
-        host: trainer-specific side of the run.
+        adapter: trainer-specific side of the run.
         setup: checked and planned run.
         plugin: settings of the trainer's configuration.
         alarm: used until the executor has its own.
@@ -50,9 +50,9 @@ class PlannedRun(Generic[H]):
 
     change: PlanChange
 
-    def __init__(self, host: H, setup: RunSetup, plugin: ReallocationPlugin, rank: int, alarm: Alarm) -> None:
-        self.host, self.plugin = host, plugin
-        self.placed = PlacedPlan(host, setup, rank, alarm)
+    def __init__(self, adapter: H, setup: RunSetup, plugin: ReallocationPlugin, rank: int, alarm: Alarm) -> None:
+        self.adapter, self.plugin = adapter, plugin
+        self.placed = PlacedPlan(adapter, setup, rank, alarm)
         self.checkpoints = Checkpoints(self.placed)
 
     def place(self) -> None:
@@ -76,7 +76,7 @@ class PlannedRun(Generic[H]):
         Raises:
             SaveError: a rank could not write. Raised on every rank.
         """
-        trainer = self.host.trainer
+        trainer = self.adapter.trainer
         with self.failing_together():
             self.checkpoints.save_models(Path(folder or trainer.args.output_dir))
         if trainer.args.push_to_hub and pushes:
@@ -86,7 +86,7 @@ class PlannedRun(Generic[H]):
         """Wrap the callback handler: the message of a failure in a callback names its event, and that of a failure in
         the training loop does not name the plan's last call. `on_save` waits until the checkpoint is complete
         (`async_save`). The ranks agree on a checkpoint at SIGTERM (`enable_jit_checkpoint`)."""
-        trainer = self.host.trainer
+        trainer = self.adapter.trainer
         call_event = trainer.callback_handler.call_event
 
         def followed(
@@ -95,9 +95,9 @@ class PlannedRun(Generic[H]):
             if event == "on_save" and self.checkpoints.unfinished is not None:
                 return control  # `Checkpoints.finish` will call it
             after = f"after update {state.global_step}"
-            self.placed.alarm.at(f"{event} of a callback, {after}")
+            self.placed.alarm.set_activity(f"{event} of a callback, {after}")
             control = call_event(event, args, state, control, **kwargs)
-            self.placed.alarm.at(f"the training loop {after}")
+            self.placed.alarm.set_activity(f"the training loop {after}")
             return control
 
         trainer.callback_handler.call_event = followed
@@ -114,7 +114,7 @@ class PlannedRun(Generic[H]):
         Raises:
             EngineError: the run failed during a plan change, so this process has lost its state.
         """
-        placed, trainer = self.placed, self.host.trainer
+        placed, trainer = self.placed, self.adapter.trainer
         if placed.is_between_plans:
             raise EngineError(
                 "the run failed while it changed its plan, and its parameters are lost here; make a new trainer, whose "
@@ -128,7 +128,7 @@ class PlannedRun(Generic[H]):
                 if placed.can_go_on and placed.placement.started:
                     error.add_note("This trainer keeps its models: save_model() saves them, train() trains them on.")
             trainer.is_in_train = False
-            with placed.alarm.covers(placed.recover):
+            with placed.alarm.guard(placed.recover):
                 raise
 
 

@@ -1,4 +1,4 @@
-"""`EarlyGeneration`: the next iteration's generation, begun on this rank while other ranks still train.
+"""`PrefetchedGeneration`: the next iteration's generation, begun on this rank while other ranks still train.
 
 The trainer and `executor` decide when it may begin. The engine generates in a separate process, so this rank continues
 its iteration meanwhile.
@@ -18,7 +18,7 @@ from . import generate_and_score as calls
 from .generate_and_score import CallSettings, Step
 
 
-class EarlyGeneration:
+class PrefetchedGeneration:
     """Updates the call's parameters and starts this rank's engine. All ranks that take part in the update make one
     together.
 

@@ -1,4 +1,4 @@
-"""Training by the slopes of a loss, without the samples that have none, on two ranks of every engine.
+"""Training by the token gradients of a loss, without the samples that have none, on two ranks of every engine.
 
 The parameters and gradient norms are those of one process that trains by the loss itself on all samples.
 """
@@ -30,10 +30,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_every_engine_steps_by_slopes_as_one_process_does_by_the_loss(run: Callable[..., Path]) -> None:
-    folder = run("slopes_rank.py", 2, {"cases": CASES}, "ranks", limit_s=300)
+    folder = run("token_grads_rank.py", 2, {"cases": CASES}, "ranks", limit_s=300)
     for name, case in CASES.items():
         found = json.loads((folder / f"{name}.json").read_text())
         assert found["parameters"] < 1e-9 and found["norms"] < 1e-9, (name, found)
-        # a sample without an advantage still has slopes of its entropies; a clipped one has no slope either
+        # a sample without an advantage still has token gradients of its entropies; a clipped one has no token gradient
+        # either
         counts, is_bonus = found["counts"], case["loss"] == "bonus"
         assert counts == [11] * 4 if is_bonus else (counts[0] > 4 and counts[3] == 1), (name, found)

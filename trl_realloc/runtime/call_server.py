@@ -1,9 +1,9 @@
-"""`HostCalls`: runs calls for the training loop of another library. That trainer, such as TRL's GRPO, runs on every
+"""`CallServer`: runs calls for the training loop of another library. That trainer, such as TRL's GRPO, runs on every
 rank with its local samples, and asks for a call when it needs the call's outputs.
 
 All ranks ask for the same calls in the same order, each with its local samples, possibly none. The plan says where the
 calls run. Streamed scoring calls run during generation, and the loop gets their outputs when it asks for them. Under a
-plan with a staleness, the next batches are generated while the loop trains (`host_ahead`).
+plan with a staleness, the next batches are generated while the loop trains (`ahead_server`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..plan.dataflow import CallKind, Role
 from ..plan.timeline import Span
 from .calls.generate_and_score import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
 from .executor import Executor
-from .overlap.host_ahead import HostAhead
-from .process_groups import from_every_rank
-from .samples.drawn_samples import DrawnSamples
+from .overlap.ahead_server import AheadServer
+from .process_groups import all_gather_object
+from .samples.partial_rollouts import PartialRollouts
 from .samples.results import ages, with_ages
 
 
@@ -37,7 +37,7 @@ Run = Callable[[str, Rollouts, Sequence[int]], Rollouts]
 _FINISHED = -1
 
 
-class HostCalls:
+class CallServer:
     """Runs calls for the loop of another trainer.
 
     Args:
@@ -57,7 +57,7 @@ class HostCalls:
         self._rounds = {False: 0, True: 0}  # generations of this update so far: {training, evaluation}
         plan = executor.plan
         self.ahead = (
-            HostAhead(executor.placement, executor.alarm, executor.runner, executor.exchange)
+            AheadServer(executor.placement, executor.alarm, executor.runner, executor.exchange)
             if plan.staleness.versions
             else None
         )
@@ -152,8 +152,8 @@ class HostCalls:
         self.generation += not self._evaluates
         return self._perform(name, prompts, finished=finished, sampling=sampling)
 
-    def _generate_ahead(self, ahead: HostAhead, prompts: Rollouts) -> Rollouts:
-        self.executor.alarm.at(f"generation {self.generation + 1} (the prompts of all ranks)")
+    def _generate_ahead(self, ahead: AheadServer, prompts: Rollouts) -> Rollouts:
+        self.executor.alarm.set_activity(f"generation {self.generation + 1} (the prompts of all ranks)")
         announced, self._announced = self._announced[: ahead.versions], []
         (samples, first), *following = self._of_all_ranks([prompts, *announced])
         if not len(samples):
@@ -165,17 +165,20 @@ class HostCalls:
         self._spans += [replace(span, step=self._update) for span in output.spans]
         return samples.select(range(first, first + len(prompts)))
 
-    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
+    def go_on_with(self, partial_samples: PartialRollouts | None) -> None:
         """Use samples that were under way in another run. Before the first call, all ranks together.
 
         Args:
             partial_samples: the samples, on rank 0; `None` if there are none.
         """
-        if self.ahead is not None and (partial_samples := self.executor.exchange.spread(partial_samples)) is not None:
+        if self.ahead is None:
+            return
+        partial_samples = self.executor.exchange.broadcast(partial_samples)
+        if partial_samples is not None:
             self.generation = partial_samples.next
             self.ahead.restore(partial_samples)
 
-    def samples_under_way(self, *, again: int) -> DrawnSamples | None:
+    def samples_under_way(self, *, again: int) -> PartialRollouts | None:
         """Finished and partial samples for later generations, on rank 0; `None` on the others, and under a plan without
         a staleness. All ranks call this together.
 
@@ -303,7 +306,7 @@ class HostCalls:
         """The outputs for this rank's samples, or the statistics of a training."""
         call, executor = self.executor.plan.graph.call(name), self.executor
         number = self._update + (EVALUATION_STEP if self._evaluates else 0)
-        executor.alarm.at(f"{name} of update {self._update + 1} (the samples of all ranks)")
+        executor.alarm.set_activity(f"{name} of update {self._update + 1} (the samples of all ranks)")
         if self.ahead is not None:
             self.ahead.check()
         # a negative size: the rank has no more prompts to generate from
@@ -362,7 +365,7 @@ class HostCalls:
         """For each batch, the samples of all ranks, numbered in rank order, and the number of this rank's first one.
         Omits the last batches, if not all ranks have them."""
         content = [(len(batch), batch.to_bytes() if len(batch) else b"") for batch in local_batches]
-        parts = from_every_rank(content, self.executor.placement.control)
+        parts = all_gather_object(content, self.executor.placement.control)
         return [self._joined(rank_parts) for rank_parts in zip(*parts, strict=False)]
 
     def _joined(self, rank_parts: Sequence[tuple[int, bytes]]) -> tuple[Rollouts, int]:

@@ -1,4 +1,4 @@
-"""`PPOHost`: adapts a PPO trainer, whose loop runs whole iterations, to a planned run."""
+"""`PPOAdapter`: adapts a PPO trainer, whose loop runs whole iterations, to a planned run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...plan.dataflow import Role
 from ...runtime.executor import Executor
-from ...runtime.samples.drawn_samples import DrawnSamples
+from ...runtime.samples.partial_rollouts import PartialRollouts
 from ..checkpoint.identity import Identity, data_checksum
 from ..checkpoint.write_errors import WriteErrors
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
 
-class PPOHost:
-    """The trainer's side of a PPO run (`placed_plan.Host`).
+class PPOAdapter:
+    """The trainer's side of a PPO run (`placed_plan.TrainerAdapter`).
 
     Args:
         trainer: a `PPOTrainer`.
@@ -41,10 +41,10 @@ class PPOHost:
     def stop_early(self) -> None:
         self.trainer.executor.cancel_early()
 
-    def samples_under_way(self) -> DrawnSamples | None:
+    def samples_under_way(self) -> PartialRollouts | None:
         return self.trainer.executor.samples_under_way(self.trainer.state.global_step)
 
-    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
+    def go_on_with(self, partial_samples: PartialRollouts | None) -> None:
         self.trainer.executor.go_on_with(partial_samples)
 
     def forget_step(self) -> None:
@@ -63,4 +63,4 @@ class PPOHost:
         """Does nothing: PPO has no state beyond that of other trainers."""
 
 
-__all__ = ["PPOHost"]
+__all__ = ["PPOAdapter"]

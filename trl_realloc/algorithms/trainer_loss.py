@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..plan.dataflow import DataflowGraph
 from .algorithm import TrainingLoss
-from .linear_loss import LINEAR_LOSS, LinearLoss, without_zero_slopes
+from .linear_loss import LINEAR_LOSS, LinearLoss, without_zero_grads
 from .rollout import Rollouts
 
 
 @dataclass(frozen=True)
-class HostLoss:
+class TrainerLoss:
     """An `Algorithm` without computations between the calls.
 
     Args:
@@ -31,7 +31,7 @@ class HostLoss:
 
     def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
         """One mini-batch: the samples that have a gradient."""
-        yield without_zero_slopes(samples)
+        yield without_zero_grads(samples)
 
     def loss(self, call: str) -> TrainingLoss:
         """The linear loss."""

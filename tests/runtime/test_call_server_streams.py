@@ -7,22 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from host_driven import GRAPH, PROMPTS, drive, rows, start
+from trainer_driven import GRAPH, PROMPTS, drive, rows, start
 
 from trl_realloc import Cluster
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Streams
+from trl_realloc.runtime.call_server import CallServer, KnownOutputs
 from trl_realloc.runtime.calls.generate_and_score import TEXTS
-from trl_realloc.runtime.host_calls import HostCalls, KnownOutputs
 
 
 WHOLE = flatten(Cluster(1, 1), generation_engine="transformers", graph=GRAPH)
 SCORING = {"actor.forward", "reference.forward"}
 
 
-def streamed(*calls: str) -> HostCalls:
+def streamed(*calls: str) -> CallServer:
     return start(replace(WHOLE, streams=Streams(calls or None)), 0)
 
 

@@ -10,13 +10,13 @@ import torch
 from policy_alone import execute, learned, roles
 from remax import options, sgd
 
-from trl_realloc.algorithms.host_loss import HostLoss
-from trl_realloc.algorithms.linear_loss import LOGPROB_SLOPES
+from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.trainer_loss import TrainerLoss
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.algorithm_graphs import grpo_graph
+from trl_realloc.runtime.call_server import CallServer
 from trl_realloc.runtime.executor import make_executor
-from trl_realloc.runtime.host_calls import HostCalls
 from trl_realloc.runtime.placement.placement import Placement
 
 
@@ -36,18 +36,18 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
-def start(plan: ExecutionPlan, rank: int) -> HostCalls:
+def start(plan: ExecutionPlan, rank: int) -> CallServer:
     """All ranks together."""
     placement = Placement(plan, rank, roles(plan.graph), options(sgd))
     placement.start()
-    return HostCalls(make_executor(placement, HostLoss(plan.graph), execute(placement).settings))
+    return CallServer(make_executor(placement, TrainerLoss(plan.graph), execute(placement).settings))
 
 
 def rows(outputs: Rollouts, column: str) -> list[list[Any]]:
     return [row.tolist() for row in outputs.ragged(column).rows()] if len(outputs) else []
 
 
-def drive(calls: HostCalls, own: slice, second_turn: bool) -> Outcome:
+def drive(calls: CallServer, own: slice, second_turn: bool) -> Outcome:
     """An update with this rank's part of the prompts.
 
     Args:
@@ -63,7 +63,7 @@ def drive(calls: HostCalls, own: slice, second_turn: bool) -> Outcome:
     scores = [calls.forward(name, samples) for name in ("actor.forward", "reference.forward")]
     logprobs, reference = (rows(s, c) for s, c in zip(scores, ("policy_logprobs", "ref_logprobs"), strict=True))
     if prompts:
-        slopes = [[(len(row) - at) * 0.01 for at in range(len(row))] for row in responses]
-        samples = samples.plus(**{LOGPROB_SLOPES: Ragged.of(slopes, torch.float32)})
+        grads = [[(len(row) - at) * 0.01 for at in range(len(row))] for row in responses]
+        samples = samples.plus(**{LOGPROB_GRADS: Ragged.of(grads, torch.float32)})
     calls.train(samples, 0.1)
     return Outcome(responses, again, logprobs, reference, learned(calls.executor))

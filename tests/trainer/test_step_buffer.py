@@ -1,4 +1,4 @@
-"""`Window`: from TRL's padded tensors to samples and back, and what is computed for a window of batches."""
+"""`StepBuffer`: from TRL's padded tensors to samples and back, and what is computed for an optimizer step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trl_realloc.algorithms.linear_loss import ENTROPY_SLOPES, LOGPROB_SLOPES
+from trl_realloc.algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.trainer.policy import loss_and_logprobs
-from trl_realloc.trainer.policy.loss_and_logprobs import Leaves, Rows, Window
+from trl_realloc.trainer.policy.loss_and_logprobs import LossInputs, Rows, StepBuffer
 from trl_realloc.trainer.policy.loss_in_engine import MAX_SENT, MicroBatch
 
 
@@ -86,9 +86,9 @@ class Calls:
         return Rollouts(policy_logprobs=values, entropies=column.like(values.values * 10))
 
 
-def window() -> tuple[Window, Calls]:
+def step_buffer() -> tuple[StepBuffer, Calls]:
     calls: Any = Calls()
-    return Window(calls, CPU), calls
+    return StepBuffer(calls, CPU), calls
 
 
 def rows_of(*responses: Sequence[int]) -> Rows:
@@ -96,14 +96,14 @@ def rows_of(*responses: Sequence[int]) -> Rows:
 
 
 def test_a_sample_is_computed_once_until_the_policy_changes() -> None:
-    made, calls = window()
+    made, calls = step_buffer()
     first, second = rows_of([5, 6], [8]), rows_of([8], [9, 9, 9])
     logprobs, entropies = made.of_policy(first, [second])
     assert logprobs.tolist() == [[5.25, 6.25], [8.25, 0.0]] and entropies[0, 0] == 52.5
     assert made.of_policy(second)[0].tolist() == [[8.25, 0, 0], [9.25, 9.25, 9.25]]
     assert calls.sizes == [3, 0], "the call of nothing is made too: other ranks may have something"
     for rows in (first, second):
-        made.add(Leaves(rows, *(leaf.requires_grad_() for leaf in made.of_policy(rows))), 1.0)
+        made.add(LossInputs(rows, *(leaf.requires_grad_() for leaf in made.of_policy(rows))), 1.0)
     assert len(made) == 2
     made.take()
     calls.shift = 0.5
@@ -111,47 +111,47 @@ def test_a_sample_is_computed_once_until_the_policy_changes() -> None:
 
 
 def test_the_same_response_to_another_prompt_is_another_sample() -> None:
-    made, calls = window()
+    made, calls = step_buffer()
     made.of_policy(Rows.of(*tensors([([3], [4, 5]), ([3, 4], [5]), ([2], [4, 5])])))
     assert calls.sizes == [3]
 
 
 def test_rows_without_any_response_take_part_in_every_call() -> None:
-    made, calls = window()
+    made, calls = step_buffer()
     rows = rows_of([], [])
     logprobs, entropies = made.of_policy(rows)
     assert logprobs.shape == entropies.shape == made.of_reference(rows).shape == (2, 1)
     assert not logprobs.any() and calls.sizes == [0, 0]
-    made.add(Leaves(rows, logprobs.requires_grad_(), entropies), 1.0)
-    (slopes,) = made.take().ragged(LOGPROB_SLOPES).rows()
-    assert slopes.tolist() == [0.0], "the optimizer makes its step"
+    made.add(LossInputs(rows, logprobs.requires_grad_(), entropies), 1.0)
+    (grads,) = made.take().ragged(LOGPROB_GRADS).rows()
+    assert grads.tolist() == [0.0], "the optimizer makes its step"
 
 
 @pytest.mark.parametrize("has_entropy_term", [True, False])
 def test_slopes_are_the_scaled_gradients_of_the_leaves(has_entropy_term: bool) -> None:
-    made, _ = window()
+    made, _ = step_buffer()
     parts = [rows_of([5, 6], []), rows_of([8])]
     for weight, rows in enumerate(parts, 1):
         logprobs, entropies = made.of_policy(rows)
-        leaves = Leaves(rows, logprobs.requires_grad_(), entropies.requires_grad_(has_entropy_term))
+        leaves = LossInputs(rows, logprobs.requires_grad_(), entropies.requires_grad_(has_entropy_term))
         (weight * (leaves.logprobs.sum() + 3 * leaves.entropies[leaves.rows.mask].sum())).backward()
         made.add(leaves, 0.5)
     samples = made.take()
     assert [row.tolist() for row in samples.ragged("responses").rows()] == [[5, 6], [8]]
-    assert samples.ragged(LOGPROB_SLOPES).values.tolist() == [0.5, 0.5, 1.0]
-    assert (ENTROPY_SLOPES in samples) == has_entropy_term
+    assert samples.ragged(LOGPROB_GRADS).values.tolist() == [0.5, 0.5, 1.0]
+    assert (ENTROPY_GRADS in samples) == has_entropy_term
     if has_entropy_term:
-        assert samples.ragged(ENTROPY_SLOPES).values.tolist() == [1.5, 1.5, 3.0]
+        assert samples.ragged(ENTROPY_GRADS).values.tolist() == [1.5, 1.5, 3.0]
 
 
 def test_a_loss_that_does_not_read_the_log_probabilities_has_slopes_of_zero() -> None:
-    made, _ = window()
+    made, _ = step_buffer()
     rows = rows_of([5, 6])
     logprobs, entropies = made.of_policy(rows)
-    leaves = Leaves(rows, logprobs.requires_grad_(), entropies.requires_grad_())
+    leaves = LossInputs(rows, logprobs.requires_grad_(), entropies.requires_grad_())
     leaves.entropies.sum().backward()
     made.add(leaves, 1.0)
-    assert made.take().ragged(LOGPROB_SLOPES).values.tolist() == [0.0, 0.0]
+    assert made.take().ragged(LOGPROB_GRADS).values.tolist() == [0.0, 0.0]
 
 
 def test_the_columns_of_samples_are_on_the_host() -> None:
@@ -176,7 +176,7 @@ def micro_batch(*responses: Sequence[int]) -> dict[str, Tensor]:
 
 
 class PassingCalls(Calls):
-    """Adds gradients by slopes of 0.25."""
+    """Adds gradients by token gradients of 0.25."""
 
     def __init__(self, control: object = None) -> None:
         super().__init__()
@@ -189,37 +189,38 @@ class PassingCalls(Calls):
         if not len(outputs):
             return outputs
         column = outputs.ragged("policy_logprobs")
-        return outputs.plus(**{LOGPROB_SLOPES: column.like(torch.full_like(column.values, 0.25))})
+        return outputs.plus(**{LOGPROB_GRADS: column.like(torch.full_like(column.values, 0.25))})
 
 
-def collected(made: Window, *generation: dict[str, Tensor], times: int = 1) -> list[float]:
-    """Slopes that are left for a step over the micro-batches of a generation, where TRL's loss has slopes of 0.25."""
+def collected(made: StepBuffer, *generation: dict[str, Tensor], times: int = 1) -> list[float]:
+    """Token gradients that are left for a step over the micro-batches of a generation, where TRL's loss has token
+    gradients of 0.25."""
     for at, inputs in list(enumerate(generation)) * times:
         after = generation[at + 1 :]
         rows = [Rows.of_inputs(each) for each in (inputs, *after)]
         used = made.in_one_pass(TRAINER, [inputs, *after], rows)
         logprobs, entropies = made.padded(rows[0], used)
-        leaves = Leaves(rows[0], logprobs.requires_grad_(), entropies, used)
+        leaves = LossInputs(rows[0], logprobs.requires_grad_(), entropies, used)
         (0.25 * leaves.logprobs.sum()).backward()
         made.add(leaves, 1.0)
-    slopes: list[float] = made.take().ragged(LOGPROB_SLOPES).values.tolist()
-    return slopes
+    grads: list[float] = made.take().ragged(LOGPROB_GRADS).values.tolist()
+    return grads
 
 
 def test_a_micro_batch_that_occurs_twice_in_a_step_counts_twice() -> None:
     """TRL repeats a generation's micro-batches where gradient_accumulation_steps is above steps_per_generation."""
     calls: Any = PassingCalls()
     once, again = micro_batch([5, 6], [8]), micro_batch([9])
-    assert collected(Window(calls, CPU), once, again) == [0.0], "the engines have added all"
+    assert collected(StepBuffer(calls, CPU), once, again) == [0.0], "the engines have added all"
     calls = PassingCalls()
-    assert collected(Window(calls, CPU), once, again, times=2) == [0.0] * 4 + [0.25] * 4
+    assert collected(StepBuffer(calls, CPU), once, again, times=2) == [0.0] * 4 + [0.25] * 4
     assert calls.added == [3]
 
 
 def test_graphs_are_kept_of_no_rows_that_the_loss_does_not_move() -> None:
     calls: Any = PassingCalls()
     still = {**micro_batch([5, 6], [8]), "advantages": torch.tensor([0.0, 1.0])}
-    Window(calls, CPU).in_one_pass(TRAINER, [still], [Rows.of_inputs(still)])
+    StepBuffer(calls, CPU).in_one_pass(TRAINER, [still], [Rows.of_inputs(still)])
     assert calls.sizes == [1, 1] and calls.trained[0] is False and calls.added == [1]
 
 
@@ -227,19 +228,19 @@ def test_graphs_are_kept_of_no_rows_that_the_loss_does_not_move() -> None:
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the other rank says, in the order of the collectives."""
     others: list[Any] = []
-    monkeypatch.setattr(loss_and_logprobs, "from_every_rank", lambda value, control: [value, others.pop(0)])
+    monkeypatch.setattr(loss_and_logprobs, "all_gather_object", lambda value, control: [value, others.pop(0)])
     return others
 
 
 def test_a_rank_whose_completions_are_all_masked_takes_part_in_the_pass_of_the_others(two_ranks: list[Any]) -> None:
     calls: Any = PassingCalls(control="a group")
     two_ranks += [100, [MicroBatch({}, torch.ones(1, 2, dtype=torch.bool), [0])]]
-    assert collected(Window(calls, CPU), micro_batch([], [])) == [0.0]
+    assert collected(StepBuffer(calls, CPU), micro_batch([], [])) == [0.0]
     assert calls.added == [0] and not two_ranks
 
 
 def test_micro_batches_that_are_too_large_to_be_sent_are_computed_in_two_passes(two_ranks: list[Any]) -> None:
     calls: Any = PassingCalls(control="a group")
     two_ranks += [MAX_SENT]
-    assert collected(Window(calls, CPU), micro_batch([5, 6], [8])) == [0.25] * 3
+    assert collected(StepBuffer(calls, CPU), micro_batch([5, 6], [8])) == [0.25] * 3
     assert not calls.added and calls.sizes[0] == 2 and not two_ranks

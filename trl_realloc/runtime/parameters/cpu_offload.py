@@ -1,4 +1,4 @@
-"""Moves a module's parameters between device and host memory around a call (the plan's `offload`: `Residency`), or
+"""Moves a module's parameters between device and host memory around a call (the plan's `offload`: `CPUOffload`), or
 frees them (`drop`: `DroppedCopy`).
 """
 
@@ -17,7 +17,7 @@ from ...engines.torch_compat import memory_of
 from ...engines.training.deepspeed_compat import is_partitioned, move_partition
 
 
-class Residency(ModelHook):
+class CPUOffload(ModelHook):
     """Moves a module's parameters to `device` before its first forward of a call, or earlier by `prefetch`, which may
     be called while another call runs. `release` moves them back to host memory.
 
@@ -34,7 +34,7 @@ class Residency(ModelHook):
         self._arrived: torch.Event | None = None
 
     @classmethod
-    def attach(cls, module: nn.Module, device: torch.device) -> Residency:
+    def attach(cls, module: nn.Module, device: torch.device) -> CPUOffload:
         """Add a hook to `module` and move its parameters to host memory."""
         hook = cls(device)
         add_hook_to_module(module, hook, append=True)

@@ -20,9 +20,9 @@ from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
 from trl_realloc.runtime.executor import Executor
-from trl_realloc.runtime.overlap.host_ahead import HostAhead
+from trl_realloc.runtime.overlap.ahead_server import AheadServer
 from trl_realloc.runtime.overlap.in_flight import request_number
-from trl_realloc.runtime.samples.drawn_samples import DrawnSamples
+from trl_realloc.runtime.samples.partial_rollouts import PartialRollouts
 from trl_realloc.runtime.samples.results import POLICY_VERSIONS, ages
 
 
@@ -45,9 +45,9 @@ class Loop:
         self.ahead = {e.rank: self._host(e) for e in self.job.executors}
 
     @staticmethod
-    def _host(executor: Executor) -> HostAhead:
+    def _host(executor: Executor) -> AheadServer:
         assert executor.ahead is None, "whose iterations are not the executor's"
-        return HostAhead(executor.placement, executor.alarm, executor.runner, executor.exchange)
+        return AheadServer(executor.placement, executor.alarm, executor.runner, executor.exchange)
 
     def _generate(self, executor: Executor, number: int, prompts: Sequence[Rollouts]) -> Rollouts:
         output = self.ahead[executor.rank].generate(number, prompts)
@@ -72,7 +72,7 @@ class Loop:
             raise ExceptionGroup("the ranks", errors)
         return results
 
-    def each(self, work: Callable[[HostAhead], Any]) -> list[Any]:
+    def each(self, work: Callable[[AheadServer], Any]) -> list[Any]:
         results, errors = self.job.together(lambda executor: work(self.ahead[executor.rank]))
         assert not errors
         return results
@@ -97,8 +97,8 @@ def test_every_rank_gets_all_samples_of_each_generation_and_none_is_too_old(
     draw: Any, versions: int, train_s: float
 ) -> None:
     lengths = lengths_of(draw, 6)
-    for of_rank in Loop(stale(PLAN, versions), lengths, train_s=train_s).run(0, 6):
-        for number, samples in enumerate(of_rank):
+    for rank_values in Loop(stale(PLAN, versions), lengths, train_s=train_s).run(0, 6):
+        for number, samples in enumerate(rank_values):
             check(number, samples, lengths[number], versions)
 
 
@@ -120,7 +120,7 @@ def test_other_prompts_than_were_announced_are_generated_anew() -> None:
 def test_samples_go_on_after_the_engines_were_used_for_something_else() -> None:
     loop = Loop(stale(PLAN, 1), [[40] * SAMPLES] * 6, step_s=1e-2, train_s=0.0)
     made = loop.run(0, 2)[0]
-    loop.each(HostAhead.stop)
+    loop.each(AheadServer.stop)
     assert {number for engine in loop.job.engines.values() for number in engine.moved}, "nothing was under way"
     for number, samples in enumerate([*made, *loop.run(2, 4)[0]]):
         check(number, samples, [40] * SAMPLES, 1)
@@ -132,7 +132,7 @@ def test_a_resumed_run_draws_no_token_again() -> None:
     loop.run(0, 2)
     saved = loop.each(lambda host: host.drawn(2))
     assert saved[1:] == [None] * 3
-    drawn = DrawnSamples.from_tensors(replace(saved[0], next=2).to_tensors())
+    drawn = PartialRollouts.from_tensors(replace(saved[0], next=2).to_tensors())
     assert drawn.next == 2
     assert len(drawn) > sum(d.stopped is None for of in drawn.samples.values() for d in of.values()) > 0
 

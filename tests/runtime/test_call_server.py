@@ -7,28 +7,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from host_driven import GRAPH, PROMPTS, drive, rows, start
+from trainer_driven import GRAPH, PROMPTS, drive, rows, start
 
 from trl_realloc import Cluster
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.host_calls import HostCalls
-from trl_realloc.runtime.samples.drawn_samples import DrawnSamples
+from trl_realloc.runtime.call_server import CallServer
+from trl_realloc.runtime.samples.partial_rollouts import PartialRollouts
 
 
 PLAN = flatten(Cluster(1, 1), generation_engine="transformers", graph=GRAPH)
 
 
 @pytest.fixture(scope="module")
-def calls() -> HostCalls:
+def calls() -> CallServer:
     return start(PLAN, 0)
 
 
-def drawn(calls: HostCalls) -> list[list[int]]:
+def drawn(calls: CallServer) -> list[list[int]]:
     return rows(calls.generate(PROMPTS), "responses")
 
 
-def test_draws_depend_on_the_update_and_the_generation_in_it_and_on_nothing_else(calls: HostCalls) -> None:
+def test_draws_depend_on_the_update_and_the_generation_in_it_and_on_nothing_else(calls: CallServer) -> None:
     calls.at(3)
     first, second = drawn(calls), drawn(calls)
     calls.at(4)
@@ -36,7 +36,7 @@ def test_draws_depend_on_the_update_and_the_generation_in_it_and_on_nothing_else
     calls.at(3, evaluates=True)
     evaluated = drawn(calls)
     assert len({str(found) for found in (first, second, other, evaluated)}) == 4
-    again = HostCalls(calls.executor)
+    again = CallServer(calls.executor)
     again.at(3)
     calls.at(3)
     calls.at(3)  # said again in the same update, it changes nothing
@@ -45,7 +45,7 @@ def test_draws_depend_on_the_update_and_the_generation_in_it_and_on_nothing_else
     assert drawn(again) == second
 
 
-def test_an_evaluation_of_an_update_is_repeated_with_or_without_training_calls_between(calls: HostCalls) -> None:
+def test_an_evaluation_of_an_update_is_repeated_with_or_without_training_calls_between(calls: CallServer) -> None:
     calls.at(7)
     of_training = [drawn(calls)]
     evaluations = []
@@ -61,14 +61,14 @@ def test_an_evaluation_of_an_update_is_repeated_with_or_without_training_calls_b
     assert len({str(found) for found in every}) == len(every) == 4
 
 
-def test_a_call_of_nothing_gives_nothing(calls: HostCalls) -> None:
+def test_a_call_of_nothing_gives_nothing(calls: CallServer) -> None:
     calls.at(5)
     assert not len(calls.generate([])) and not len(calls.forward("actor.forward", Rollouts()))
     calls.finish_turns()
     calls.finish_turns()
 
 
-def test_an_update_trains_the_policy_that_the_next_calls_use(calls: HostCalls) -> None:
+def test_an_update_trains_the_policy_that_the_next_calls_use(calls: CallServer) -> None:
     found = drive(calls, slice(None), second_turn=True)
     flat = [[sum(rows_of, []) for rows_of in (found.logprobs, found.reference)]]
     assert torch.allclose(*map(torch.tensor, flat[0])), "before training the policy is its reference"
@@ -76,7 +76,7 @@ def test_an_update_trains_the_policy_that_the_next_calls_use(calls: HostCalls) -
     assert after.logprobs != found.logprobs and len(after.reference) == len(PROMPTS)
 
 
-def test_each_call_is_timed_once(calls: HostCalls) -> None:
+def test_each_call_is_timed_once(calls: CallServer) -> None:
     calls.take_spans()
     drive(calls, slice(None), second_turn=False)
     names = [span.call for span in calls.take_spans()]
@@ -84,7 +84,7 @@ def test_each_call_is_timed_once(calls: HostCalls) -> None:
     assert calls.take_spans() == ()
 
 
-def test_equal_samples_are_computed_once(calls: HostCalls) -> None:
+def test_equal_samples_are_computed_once(calls: CallServer) -> None:
     calls.at(6)
     columns = {
         "prompts": Ragged.of([[5, 6], [7], [5, 6]], torch.long),
@@ -96,7 +96,7 @@ def test_equal_samples_are_computed_once(calls: HostCalls) -> None:
     assert [span.samples for span in calls.take_spans()] == [2]
 
 
-def test_a_model_keeps_the_graphs_of_samples_that_it_may_be_trained_on_alone(calls: HostCalls) -> None:
+def test_a_model_keeps_the_graphs_of_samples_that_it_may_be_trained_on_alone(calls: CallServer) -> None:
     def graphs() -> int:
         gc.collect()
         return sum(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in gc.get_objects())
@@ -120,23 +120,23 @@ def test_the_context_is_around_each_call() -> None:
             entered.append(False)
 
     made = replace(PLAN, name="the same")
-    calls = HostCalls(start(made, 0).executor, Around)
+    calls = CallServer(start(made, 0).executor, Around)
     calls.at(0)
     calls.generate(PROMPTS)
     assert entered == [True, False]
 
 
-def test_generations_go_on_being_counted_where_nothing_was_drawn_ahead(calls: HostCalls) -> None:
+def test_generations_go_on_being_counted_where_nothing_was_drawn_ahead(calls: CallServer) -> None:
     """As at the last generation of a run: a run that goes on draws no random numbers of its first generations again."""
 
     class Ahead:
-        def drawn(self, number: int) -> DrawnSamples:
-            return DrawnSamples()
+        def drawn(self, number: int) -> PartialRollouts:
+            return PartialRollouts()
 
-        def restore(self, drawn: DrawnSamples) -> None:
+        def restore(self, drawn: PartialRollouts) -> None:
             assert not len(drawn)
 
-    saved, resumed = HostCalls(calls.executor, generation=5), HostCalls(calls.executor)
+    saved, resumed = CallServer(calls.executor, generation=5), CallServer(calls.executor)
     saved.ahead = resumed.ahead = Ahead()  # type: ignore[assignment]
     resumed.go_on_with(saved.samples_under_way(again=1))
     assert resumed.generation == 4

@@ -1,5 +1,5 @@
-"""A rank of two that trains by the slopes of a loss under ZeRO, tensor and pipeline groups, beside one whole copy that
-trains by the loss itself. In float64.
+"""A rank of two that trains by the token gradients of a loss under ZeRO, tensor and pipeline groups, beside one whole
+copy that trains by the loss itself. In float64.
 
 Writes `<case>.json` on rank 0: the largest difference in parameters, relative difference in gradient norms, and the
 number of samples of each step.
@@ -19,10 +19,10 @@ in_float64.read_float32_as_float64()  # before anything that computes is importe
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from slopes import bonus, clipped, samples_of, sequence_level, with_slopes  # noqa: E402
 from split import CPU, SIZES, deal, gap, groups, head_of, optimizer  # noqa: E402
+from token_grads import bonus, clipped, samples_of, sequence_level, with_grads  # noqa: E402
 
-from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_slopes  # noqa: E402
+from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_grads  # noqa: E402
 from trl_realloc.algorithms.rollout import Rollouts  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup  # noqa: E402
 from trl_realloc.engines.training import sliced_head  # noqa: E402
@@ -60,7 +60,7 @@ def run(case: dict[str, Any], alone: Any) -> dict[str, Any]:
     counts, norms = list[int](), list[float]()
     # all samples, all but every third, none
     for batch in (samples, samples, with_zeros(samples, 3), with_zeros(samples, 1)):
-        linear = without_zero_slopes(with_slopes(batch, loss, whole))
+        linear = without_zero_grads(with_grads(batch, loss, whole))
         own = deal(linear, dp, rank // (tp * pp), {})
         whole.train(batch, loss, 60, 1e-3)
         # gradients that are dropped, then those of the step in two parts, with a forward between

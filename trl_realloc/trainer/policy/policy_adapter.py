@@ -1,6 +1,6 @@
-"""`PolicyHost`: adapts a trainer of one policy, such as GRPO's, whose loop is TRL's, to a planned run.
+"""`PolicyAdapter`: adapts a trainer of one policy, such as GRPO's, whose loop is TRL's, to a planned run.
 
-It combines the calls of the loop (`runtime.host_calls`), the loss (`loss_and_logprobs`), the rewards
+It combines the calls of the loop (`runtime.call_server`), the loss (`loss_and_logprobs`), the rewards
 (`reward_scoring`), the prompts of later generations (`ahead`) and the difference of engine and trainer (`mismatch`).
 """
 
@@ -18,11 +18,11 @@ from ...algorithms.prompts import columns_of, is_made_when_read
 from ...algorithms.rewards import event_loop, is_async
 from ...engines.generation.sampling_checks import engine_only_settings
 from ...plan.dataflow import Role
+from ...runtime.call_server import CallServer
 from ...runtime.calls.training_calls import check_first_weights
 from ...runtime.executor import Executor
-from ...runtime.host_calls import HostCalls
-from ...runtime.process_groups import from_every_rank, meet
-from ...runtime.samples.drawn_samples import DrawnSamples
+from ...runtime.process_groups import all_gather_object, barrier
+from ...runtime.samples.partial_rollouts import PartialRollouts
 from ..checkpoint.identity import Identity, prompts_checksum
 from ..checkpoint.resuming import ENTROPY_STATE, ResumeSetting
 from ..checkpoint.write_errors import WriteErrors
@@ -30,13 +30,13 @@ from ..checks.data_checks import check_rows, stream_too_short
 from ..checks.fixed_settings import fixed_attributes, refuse_changed
 from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
-from .forced_tokens import ForcedTokens
-from .host_spans import HostSpans
 from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
-from .planned_generation import HostGeneration, finish_turns, takes_turns
+from .planned_generation import EngineGeneration, finish_turns, takes_turns
 from .reward_scoring import Scoring
+from .single_candidates import SingleCandidates
 from .trl_sampling import tokenizer_of
+from .user_spans import FunctionSpans
 
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ CORRECTS = "corrects_mismatch"  # in a checkpoint's manifest: `EngineMismatch.co
 _NOT_CORRECTED = ", and vllm_importance_sampling_correction is left out"
 
 
-class PolicyHost:
-    """The trainer's side of a run of GRPO or RLOO (`placed_plan.Host`).
+class PolicyAdapter:
+    """The trainer's side of a run of GRPO or RLOO (`placed_plan.TrainerAdapter`).
 
     Args:
         trainer: a `PlannedPolicyTrainer`.
@@ -61,14 +61,14 @@ class PolicyHost:
     iteration = "generation"
     calls_on_save = False
     counters: tuple[str, ...] = ("global_step",)
-    calls: HostCalls
+    calls: CallServer
     loss: EngineLoss
     mismatch: EngineMismatch
-    forced: ForcedTokens
+    forced: SingleCandidates
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.spans = HostSpans(trainer)
+        self.spans = FunctionSpans(trainer)
         self.scoring, self.ahead = Scoring(trainer, self.spans), PromptsAhead(trainer)
         self._generations = 0  # generations under earlier plans
 
@@ -101,7 +101,7 @@ class PolicyHost:
         trainer.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
         self.mismatch = EngineMismatch(trainer, engine_only)
-        self.forced = ForcedTokens(sampling, full_vocabulary=full)
+        self.forced = SingleCandidates(sampling, full_vocabulary=full)
         if takes_turns(trainer):
             finish_turns(trainer, lambda: self.calls.finish_turns())  # a plan change replaces `self.calls`
 
@@ -191,7 +191,7 @@ class PolicyHost:
         trainer, run = self.trainer, self.trainer.run
         run.checkpoints.finish(wait=False)
         # a callback may have delayed one rank, and the loss is gathered next
-        meet(run.placed.placement.control)
+        barrier(run.placed.placement.control)
         self.mismatch.end_update()
         yield
         if trainer.control.should_training_stop:
@@ -204,7 +204,7 @@ class PolicyHost:
         if trainer.control.should_training_stop:
             return
         placed = run.placed
-        lengths = [n for of_rank in from_every_rank(period.lengths, placed.placement.control) for n in of_rank]
+        lengths = [n for local in all_gather_object(period.lengths, placed.placement.control) for n in local]
         updates = trainer.state.max_steps - trainer.state.global_step
         left = updates * trainer.args.gradient_accumulation_steps // self._micro_batches
         with self.mode_kept():
@@ -230,7 +230,7 @@ class PolicyHost:
         finally:
             self.trainer.model.train(training)
 
-    # --- the host of a run ------------------------------------------------------------------------------------------
+    # --- the adapter of a run ---------------------------------------------------------------------------------------
 
     def hold(self, models: Mapping[Role, PreTrainedModel]) -> None:
         trainer = self.trainer
@@ -240,11 +240,11 @@ class PolicyHost:
 
     def follow(self, executor: Executor) -> None:
         trainer = self.trainer
-        self.calls = HostCalls(executor, self.mode_kept, self._generations)
+        self.calls = CallServer(executor, self.mode_kept, self._generations)
         self.loss = EngineLoss(trainer, self.calls)
         context_length = executor.placement.options.context_length
         eos_token_id = tokenizer_of(trainer.processing_class).eos_token_id
-        trainer.vllm_generation = HostGeneration(self.calls, context_length, self.scoring, eos_token_id)
+        trainer.vllm_generation = EngineGeneration(self.calls, context_length, self.scoring, eos_token_id)
         # TRL's loop then begins with a generation, like a new trainer's
         trainer._step, trainer._buffered_inputs = 0, None
 
@@ -252,14 +252,14 @@ class PolicyHost:
         self.calls.stop()
         self._generations = self.calls.generation
 
-    def samples_under_way(self) -> DrawnSamples | None:
+    def samples_under_way(self) -> PartialRollouts | None:
         # TRL's loop generates again if the run resumes within a generation, or before an optimizer step that failed and
         # whose micro-batches are counted
         micro_batches, on_each = self.trainer._step, self._micro_batches
         begun, trained = -(-micro_batches // on_each), (micro_batches - self.loss.untrained) // on_each
         return self.calls.samples_under_way(again=begun - trained)
 
-    def go_on_with(self, partial_samples: DrawnSamples | None) -> None:
+    def go_on_with(self, partial_samples: PartialRollouts | None) -> None:
         self.calls.go_on_with(partial_samples)
 
     @property
@@ -298,4 +298,4 @@ class PolicyHost:
                 (folder / ENTROPY_STATE).write_text(json.dumps(state), encoding="utf-8")
 
 
-__all__ = ["PolicyHost"]
+__all__ = ["PolicyAdapter"]

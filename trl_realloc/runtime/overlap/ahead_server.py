@@ -1,4 +1,4 @@
-"""`HostAhead`: generation for another library's loop under a plan with a staleness. While the loop trains on a batch,
+"""`AheadServer`: generation for another library's loop under a plan with a staleness. While the loop trains on a batch,
 the engines generate the next ones. At each new generation they take the trained parameters.
 
 An *iteration* is a generation with all optimizer steps on its samples. All calls but the generation are run when the
@@ -17,13 +17,13 @@ from ..calls.call_runner import CallRunner
 from ..calls.generate_and_score import Step
 from ..failures.alarm import Alarm, JobFailed
 from ..placement.placement import Placement
-from ..samples.drawn_samples import DrawnSamples, checksum
 from ..samples.exchange import CallOutput, CallsFailed, Exchange
+from ..samples.partial_rollouts import PartialRollouts, checksum
 from ..samples.routes import RESULTS
 from .batches_ahead import BatchesAhead
 
 
-class HostAhead:
+class AheadServer:
     """One rank's part. All methods are called by all ranks together.
 
     Args:
@@ -69,7 +69,7 @@ class HostAhead:
         batches.admit()
         generates = batches.generate.name in batches.placement.generators
         while generates and not current.is_published:
-            self.alarm.at(f"{batches.generate.name} of generation {number + 1}")
+            self.alarm.set_activity(f"{batches.generate.name} of generation {number + 1}")
             self.alarm.check()
             batches.poll()
             batches.publish()
@@ -79,9 +79,9 @@ class HostAhead:
                 outcome = current.running.inputs.collect(batches.generate.name)
             except CallsFailed as failed:
                 outcome = failed.of_job()
-        self.alarm.at(f"waiting for the samples of generation {number + 1}")
+        self.alarm.set_activity(f"waiting for the samples of generation {number + 1}")
         sent = replace(outcome, spans=()) if isinstance(outcome, CallOutput) else outcome
-        received = self.exchange.spread(sent)
+        received = self.exchange.broadcast(sent)
         assert received is not None, "the first rank has collected it"
         if isinstance(received, JobFailed):
             raise received from current.running.failure
@@ -102,10 +102,10 @@ class HostAhead:
         """Stop the engines, so that they can be used for something else. The next iteration resumes the samples."""
         self.batches.stop()
 
-    def drawn(self, number: int) -> DrawnSamples | None:
+    def drawn(self, number: int) -> PartialRollouts | None:
         """Finished and partial samples of the iterations from `number` on, on rank 0; `None` on the others."""
         return self.batches.drawn(number)
 
-    def restore(self, partial_samples: DrawnSamples) -> None:
+    def restore(self, partial_samples: PartialRollouts) -> None:
         """Resume the samples of a checkpoint. Before the first iteration, with the same values on all ranks."""
         self.batches.restore(partial_samples)

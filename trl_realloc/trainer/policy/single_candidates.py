@@ -1,8 +1,8 @@
-"""`ForcedTokens`: tokens whose sampling left the engine one candidate, in the losses of GRPO and RLOO.
+"""`SingleCandidates`: tokens whose sampling left the engine one candidate, in the losses of GRPO and RLOO.
 
 A grammar, a minimum number of tokens or top-p may leave a single candidate. The engine's log-probability of it is 0, so
 the trainer's log-probability and gradient are set to 0 too. If rules by probability leave several tokens, see
-`engines/training/token_support`.
+`engines/training/sampling_mask`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def engine_logprobs(inputs: Mapping[str, Any]) -> Tensor | None:
     return inputs.get(SAMPLED, inputs.get(ENGINE))
 
 
-class ForcedTokens:
+class SingleCandidates:
     """The forced tokens of a generation, and then of its training micro-batches.
 
     Args:
@@ -37,7 +37,7 @@ class ForcedTokens:
     """
 
     def __init__(self, sampling: Sampling, *, full_vocabulary: bool) -> None:
-        self._may_be = not full_vocabulary and (sampling.support is not None or bool(engine_only_settings(sampling)))
+        self._may_be = not full_vocabulary and (sampling.mask is not None or bool(engine_only_settings(sampling)))
         self._sampled: Sequence[Sequence[float | None] | Tensor] | Tensor = ()
 
     def begin_generation(self, sampled: Sequence[Sequence[float | None] | Tensor] | None) -> None:

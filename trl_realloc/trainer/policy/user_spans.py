@@ -1,4 +1,4 @@
-"""`HostSpans`: when each rank ran the user's reward functions and tools, which TRL's loop calls on the host.
+"""`FunctionSpans`: when each rank ran the user's reward functions and tools, which TRL's loop calls on the host.
 
 PPO's run inside the plan's `reward.forward`, and are timed in `algorithms/rewards`.
 """
@@ -15,13 +15,13 @@ from transformers import Trainer
 
 from ...algorithms.rewards import awaited, is_async
 from ...plan.timeline import TOOL, Span
-from ...runtime.process_groups import from_every_rank
+from ...runtime.process_groups import all_gather_object
 
 
 AT_ONCE_S = 1e-3  # calls of one function with shorter gaps are one span
 
 
-class HostSpans:
+class FunctionSpans:
     """Times functions, and collects the spans of all ranks on rank 0.
 
     Args:
@@ -31,7 +31,7 @@ class HostSpans:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._own: list[Span] = []
-        self._of_all: list[Span] = []
+        self._all_spans: list[Span] = []
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that each call has a span. The wrapper of an async function (`is_async`) is async. Any
@@ -86,13 +86,13 @@ class HostSpans:
     def collect(self) -> None:
         """Send this rank's spans to rank 0. All ranks call this together, after the rewards of a generation."""
         local_spans, self._own = _merged(self._own), []
-        of_ranks = from_every_rank(local_spans, self.trainer.placement.control)
+        per_rank = all_gather_object(local_spans, self.trainer.placement.control)
         if self.trainer.accelerator.is_main_process:
-            self._of_all += [span for of_rank in of_ranks for span in of_rank]
+            self._all_spans += [span for rank_values in per_rank for span in rank_values]
 
     def take(self) -> tuple[Span, ...]:
         """The spans of all ranks since the last call, on rank 0; empty on the others."""
-        taken, self._of_all = tuple(self._of_all), []
+        taken, self._all_spans = tuple(self._all_spans), []
         return taken
 
 

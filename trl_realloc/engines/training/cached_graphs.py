@@ -22,7 +22,7 @@ MIN_USED = 2 / 3
 MIN_FREE = 1 / 4  # least share of the host's memory that must be free to keep a graph there
 
 
-class KeptForward:
+class CachedGraphs:
     """The outputs of micro-batches with their graphs; empty at first."""
 
     def __init__(self) -> None:
@@ -65,10 +65,10 @@ class KeptForward:
         self.forget()
         keys, taken = token_keys(samples), list[tuple[list[int], Mapping[str, Ragged]]]()
         left = dict.fromkeys(range(len(keys))) if graphs else {}
-        for of_batch, outputs in graphs:
-            row_of = {key: row for row, key in enumerate(token_keys(of_batch))}
+        for batch, outputs in graphs:
+            row_of = {key: row for row, key in enumerate(token_keys(batch))}
             positions = [position for position in left if keys[position] in row_of]
-            if not positions or samples.select(positions).tokens < MIN_USED * of_batch.tokens:
+            if not positions or samples.select(positions).tokens < MIN_USED * batch.tokens:
                 continue
             rows = [row_of[keys[position]] for position in positions]
             taken.append((positions, {name: column.select(rows) for name, column in outputs.items()}))

@@ -1,4 +1,5 @@
-"""Losses that are not linear in log-probabilities and entropies, samples for them, and their slopes by autograd."""
+"""Losses that are not linear in log-probabilities and entropies, samples for them, and their token gradients by
+autograd."""
 
 from __future__ import annotations
 
@@ -54,12 +55,13 @@ def samples_of(engine: ScoringEngine, count: int = 8, vocabulary: int = 50) -> R
     )
 
 
-def with_slopes(samples: Rollouts, loss: TokenLoss, engine: ScoringEngine) -> Rollouts:
-    """The samples with the slopes of a loss at the engine's weights; of the entropies if the loss depends on them."""
+def with_grads(samples: Rollouts, loss: TokenLoss, engine: ScoringEngine) -> Rollouts:
+    """The samples with the token gradients of a loss at the engine's weights; of the entropies if the loss depends on
+    them."""
     leaves = {n: c.like(c.values.clone().requires_grad_()) for n, c in engine.forward(samples, 30).items()}
     if not leaves:
         return samples
     loss(leaves, samples)[0].backward()
-    names = {"logprobs": "logprob_slopes", "entropy": "entropy_slopes"}
-    slopes = {names[n]: c.like(c.values.grad) for n, c in leaves.items() if c.values.grad is not None}
-    return samples.plus(**slopes)
+    names = {"logprobs": "logprob_grads", "entropy": "entropy_grads"}
+    grads = {names[n]: c.like(c.values.grad) for n, c in leaves.items() if c.values.grad is not None}
+    return samples.plus(**grads)

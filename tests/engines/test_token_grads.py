@@ -1,5 +1,5 @@
-"""Training by the slopes of a loss gives the parameters that training by the loss itself gives: in float64, with one
-process. With several, `tests/multiprocess/test_slopes.py`."""
+"""Training by the token gradients of a loss gives the parameters that training by the loss itself gives: in float64,
+with one process. With several, `tests/multiprocess/test_token_grads.py`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from slopes import bonus, clipped, samples_of, sequence_level, with_slopes
 from test_replicated import ALONE, CPU, config
+from token_grads import bonus, clipped, samples_of, sequence_level, with_grads
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from trl_realloc.algorithms.algorithm import TokenLoss
-from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_slopes
+from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_grads
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.packed_forward import PolicyHead
@@ -55,8 +55,8 @@ def test_steps_by_the_slopes_of_a_loss_are_the_steps_of_the_loss(
     before = state(direct)
     for _ in range(3):
         direct.train(samples, loss, 30, 0.5)
-        linear = with_slopes(samples, loss, by_slopes)
-        assert ("entropy_slopes" in linear) == (loss is bonus)
+        linear = with_grads(samples, loss, by_slopes)
+        assert ("entropy_grads" in linear) == (loss is bonus)
         by_slopes.train(linear, LinearLoss(), 17, 0.5)
         assert by_slopes.grad_norm == pytest.approx(direct.grad_norm, rel=1e-10) and direct.grad_norm > 0.05
     assert furthest(state(direct), before) > 1e-2, "nothing was learned"
@@ -65,7 +65,7 @@ def test_steps_by_the_slopes_of_a_loss_are_the_steps_of_the_loss(
 
 def test_gradients_that_are_added_before_a_step_are_of_the_step() -> None:
     whole, added = engine(), engine()
-    samples = with_slopes(samples_of(whole), bonus, whole)
+    samples = with_grads(samples_of(whole), bonus, whole)
     added.add_gradients(samples, LinearLoss(), 30)
     added.drop()
     parts = [added.add_gradients(samples.select(part), told, 17) for part in ([5, 2], [7, 0, 1])]
@@ -74,29 +74,29 @@ def test_gradients_that_are_added_before_a_step_are_of_the_step() -> None:
     assert added.grad_norm == pytest.approx(whole.grad_norm, rel=1e-10)
     assert furthest(state(added), state(whole)) < 1e-10
     for part, made in zip(([5, 2], [7, 0, 1]), parts, strict=True):
-        of_tokens = samples.ragged("logprob_slopes").select(part).values
-        torch.testing.assert_close(made["slopes"], of_tokens.float())
+        of_tokens = samples.ragged("logprob_grads").select(part).values
+        torch.testing.assert_close(made["grads"], of_tokens.float())
         assert made["lengths"].tolist() == samples.lengths[part].tolist()
 
 
 def told(outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
     """The linear loss, with statistics of response tokens and of samples."""
-    of_tokens = {"slopes": samples.ragged("logprob_slopes").values, "lengths": samples.lengths}
+    of_tokens = {"grads": samples.ragged("logprob_grads").values, "lengths": samples.lengths}
     return LinearLoss()(outputs, samples)[0], of_tokens
 
 
 @pytest.mark.parametrize("keeps", ["some", "none"])
 @pytest.mark.parametrize("budget", [1, 17, 1000])
 def test_samples_without_slopes_may_be_left_out_of_an_update(keeps: str, budget: int) -> None:
-    """The momentum and the weight decay of the steps before go on in a step without any slope."""
+    """The momentum and the weight decay of the steps before go on in a step without any token gradient."""
     whole, fewer = engine(), engine()
     samples = samples_of(whole)
     advantages = samples.ragged("advantages")
     equal_rewards = samples.tensor("index") % 2 == 0 if keeps == "some" else torch.ones(len(samples), dtype=torch.bool)
     second = samples.plus(advantages=advantages.like(advantages.values * ~equal_rewards[advantages.row_of]))
     for batch in (samples, second):
-        before, linear = state(whole), with_slopes(batch, clipped, whole)
-        dropped = without_zero_slopes(linear)
+        before, linear = state(whole), with_grads(batch, clipped, whole)
+        dropped = without_zero_grads(linear)
         whole.train(linear, LinearLoss(), budget, 0.5)
         fewer.train(dropped, LinearLoss(), budget, 0.5)
     assert len(dropped) == (4 if keeps == "some" else 1)

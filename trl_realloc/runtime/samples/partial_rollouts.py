@@ -1,6 +1,5 @@
-"""`DrawnSamples`: finished and partial samples of batches that have not been trained. Checkpoints and changes of plan
-keep them, so that a resumed run draws no token again and trains no sample twice.
-"""
+"""`PartialRollouts`: finished and partial samples of batches that have not been trained. Checkpoints and changes of
+plan keep them, so that a resumed run draws no token again and trains no sample twice."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Drawn:
 
 
 @dataclass
-class DrawnSamples:
+class PartialRollouts:
     """Finished and partial samples of iterations that have not been trained.
 
     Args:
@@ -58,7 +57,7 @@ class DrawnSamples:
     def __len__(self) -> int:
         return sum(map(len, self.samples.values()))
 
-    def add(self, other: DrawnSamples) -> None:
+    def add(self, other: PartialRollouts) -> None:
         """Add the samples of another rank."""
         for number, samples in other.samples.items():
             self.samples.setdefault(number, {}).update(samples)
@@ -66,7 +65,7 @@ class DrawnSamples:
         self.update_of |= other.update_of
         self.sampling = self.sampling or other.sampling
 
-    def of_batch(
+    def for_batch(
         self, number: int, batch: PromptBatch, versions: int, sampling: Sampling | None
     ) -> Mapping[int, Drawn]:
         """The samples of an iteration, by index, except samples with tokens that would be too old.
@@ -106,24 +105,24 @@ class DrawnSamples:
         }
 
     @staticmethod
-    def from_tensors(content: Mapping[str, Any]) -> DrawnSamples:
+    def from_tensors(content: Mapping[str, Any]) -> PartialRollouts:
         """The inverse of `to_tensors`."""
         samples = {number: _drawn(columns) for number, columns in content["samples"].items()}
         sampling = None if content["sampling"] is None else Sampling(**content["sampling"])
         numbers = dict(content["checksums"]), dict(content["update_of"])
-        return DrawnSamples(samples, *numbers, sampling, content.get("next", 0))
+        return PartialRollouts(samples, *numbers, sampling, content.get("next", 0))
 
 
 def _columns(samples_by_index: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
-    drawn_samples = list(samples_by_index.values())
+    partial_rollouts = list(samples_by_index.values())
     return {
         "index": torch.tensor(list(samples_by_index), dtype=torch.long),
-        "lengths": torch.tensor([len(sample.token_ids) for sample in drawn_samples], dtype=torch.long),
-        "token_ids": Ragged.of([sample.token_ids for sample in drawn_samples], torch.long).values,
-        "logprobs": Ragged.of([sample.logprobs for sample in drawn_samples], torch.float64).values,
-        "versions": Ragged.of([sample.versions for sample in drawn_samples], torch.long).values,
-        "stopped": torch.tensor([_UNFINISHED if s.stopped is None else int(s.stopped) for s in drawn_samples]),
-        "seconds": torch.tensor([sample.seconds for sample in drawn_samples], dtype=torch.float64),
+        "lengths": torch.tensor([len(sample.token_ids) for sample in partial_rollouts], dtype=torch.long),
+        "token_ids": Ragged.of([sample.token_ids for sample in partial_rollouts], torch.long).values,
+        "logprobs": Ragged.of([sample.logprobs for sample in partial_rollouts], torch.float64).values,
+        "versions": Ragged.of([sample.versions for sample in partial_rollouts], torch.long).values,
+        "stopped": torch.tensor([_UNFINISHED if s.stopped is None else int(s.stopped) for s in partial_rollouts]),
+        "seconds": torch.tensor([sample.seconds for sample in partial_rollouts], dtype=torch.float64),
     }
 
 

@@ -16,21 +16,21 @@ import torch
 from mailboxes import Mailboxes
 
 from trl_realloc import Cluster
-from trl_realloc.algorithms.host_loss import HostLoss
-from trl_realloc.algorithms.linear_loss import LOGPROB_SLOPES
+from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.trainer_loss import TrainerLoss
 from trl_realloc.engines.base import Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Call, CallKind
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
+from trl_realloc.runtime.call_server import CallServer
 from trl_realloc.runtime.calls.call_runner import CallRunner
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.calls.training_calls import GRAD_NORM
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm
-from trl_realloc.runtime.host_calls import HostCalls
 from trl_realloc.runtime.samples.exchange import Exchange
 from trl_realloc.runtime.samples.shares import Share
 
@@ -98,18 +98,18 @@ class NamesEngine(Arithmetic):
         return Rollouts(index=index, responses=Ragged.of([[self.placement.rank]] * len(index), torch.long))
 
 
-def update(calls: HostCalls, rank: int, slope: float = 0.1) -> list[Rollouts]:
+def update(calls: CallServer, rank: int, grad: float = 0.1) -> list[Rollouts]:
     prompts = [[1000 * rank + at] for at in range(SAMPLES)]
     calls.at(0)
     made = calls.generate(prompts)
     samples = Rollouts(prompts=Ragged.of(prompts, torch.long), responses=made.ragged("responses"))
     scores = calls.forward("actor.forward", samples)
-    slopes = torch.full_like(scores.ragged("entropies").values, slope if rank == 1 else 0.1)
-    trained = calls.train(samples.plus(**{LOGPROB_SLOPES: scores.ragged("entropies").like(slopes)}), 0.1)
+    grads = torch.full_like(scores.ragged("entropies").values, grad if rank == 1 else 0.1)
+    trained = calls.train(samples.plus(**{LOGPROB_GRADS: scores.ragged("entropies").like(grads)}), 0.1)
     return [samples.plus(**scores), trained]
 
 
-def turns(calls: HostCalls, rank: int) -> list[tuple[int, int]]:
+def turns(calls: CallServer, rank: int) -> list[tuple[int, int]]:
     """The engines of two samples that have a second turn, in the first and in the second."""
     prompts, again = [[1000 * rank + at] for at in range(SAMPLES)], [rank, rank + 4]
     calls.at(0)
@@ -119,7 +119,7 @@ def turns(calls: HostCalls, rank: int) -> list[tuple[int, int]]:
 
 
 def run(
-    ranks: int, drive: Callable[[HostCalls, int], Any] = update, kind: type[CallRunner] = Arithmetic
+    ranks: int, drive: Callable[[CallServer, int], Any] = update, kind: type[CallRunner] = Arithmetic
 ) -> tuple[list[Any], Mailboxes]:
     """What all ranks do with their samples: the result of each, or its error. By default one update, in which each
     generates, scores and trains: the samples and the training's result."""
@@ -130,11 +130,11 @@ def run(
     def work(rank: int) -> None:
         placement: Any = NoEngines(plan, rank)
         settings = CallSettings(Sampling(TOKENS, 1.0), 0, None, tokenizer, [], {})
-        algorithm, alarm = HostLoss(GRAPH), Alarm()
+        algorithm, alarm = TrainerLoss(GRAPH), Alarm()
         exchange = Exchange(plan, rank, messages=boxes.of(rank))
         runner = kind(placement, algorithm, settings, alarm)
         try:
-            outcomes[rank] = drive(HostCalls(Executor(placement, exchange, algorithm, settings, alarm, runner)), rank)
+            outcomes[rank] = drive(CallServer(Executor(placement, exchange, algorithm, settings, alarm, runner)), rank)
         except NonFiniteError as error:
             outcomes[rank] = error
 
@@ -163,11 +163,11 @@ def test_a_rank_gets_its_part_and_not_the_samples_of_all() -> None:
         # the number of samples of every rank, and the names of columns in messages
         assert many[name] < 1.1 * few[name], name
     column = SAMPLES * TOKENS * 8  # bytes of a rank's responses; those of all ranks are eight times as many
-    assert few["received"] < 6 * column, "its responses three times, log-probabilities, entropies and slopes"
+    assert few["received"] < 6 * column, "its responses three times, log-probabilities, entropies and token gradients"
 
 
 def test_numbers_that_are_not_finite_are_refused_on_every_rank_before_anything_is_trained() -> None:
-    outcomes, _ = run(4, partial(update, slope=float("nan")))
+    outcomes, _ = run(4, partial(update, grad=float("nan")))
     assert {type(outcome) for outcome in outcomes} == {NonFiniteError}
     assert {outcome.sample for outcome in outcomes} == {SAMPLES}, "the first one of the second rank"
     with pytest.raises(NonFiniteError, match="Nothing was trained on this batch"):

@@ -1,7 +1,7 @@
-"""Restricts logits to the sampling support (top-k, top-p and min-p), so that log-probabilities match the sampling
+"""Restricts logits to the sampling mask (top-k, top-p and min-p), so that log-probabilities match the sampling
 distribution.
 
-Every rule keeps the tokens whose logits reach a threshold, so a row's support is one number. The sampling itself is in
+Every rule keeps the tokens whose logits reach a threshold, so a row's mask is one number. The sampling itself is in
 `engines/generation/token_draw`.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base import Support
+from ..base import SamplingMask
 from ..mesh_group import MeshGroup
 
 
@@ -21,10 +21,14 @@ from ..mesh_group import MeshGroup
 HALVINGS = 28
 
 
-def keep_support(
-    x: Tensor, targets: Tensor, support: Support, is_here: Tensor | None = None, group: MeshGroup | None = None
+def keep_mask(
+    x: Tensor,
+    targets: Tensor,
+    mask: SamplingMask,
+    is_here: Tensor | None = None,
+    group: MeshGroup | None = None,
 ) -> Tensor:
-    """Set the logits of tokens outside the support to -inf in place, but never the target's: it was sampled, so the
+    """Set the logits of tokens outside the mask to -inf in place, but never the target's: it was sampled, so the
     engine kept it, although rounding may put it on the other side of the threshold here.
 
     Args:
@@ -39,12 +43,12 @@ def keep_support(
         `keep_above` finds the same tokens.
     """
     least = x.new_full((len(x), 1), -torch.inf)
-    if support.min_p > 0:
-        least = least.clamp(min=math.log(support.min_p))
-    if support.top_k:
-        least = torch.maximum(least, _kth_largest(x, support.top_k, group))
-    if support.top_p < 1:
-        least = _nucleus(x, least, support.top_p, group)
+    if mask.min_p > 0:
+        least = least.clamp(min=math.log(mask.min_p))
+    if mask.top_k:
+        least = torch.maximum(least, _kth_largest(x, mask.top_k, group))
+    if mask.top_p < 1:
+        least = _nucleus(x, least, mask.top_p, group)
     # between two tokens, so that the rounding of a recomputed logit changes nothing
     below = highest_of(x.masked_fill(x >= least, -torch.inf), group)
     least = torch.where(below.isinf(), below, (least + below) / 2)[:, 0]
@@ -56,7 +60,7 @@ def keep_above(x: Tensor, least: Tensor, targets: Tensor, is_here: Tensor | None
     """Set the logits below a threshold to -inf in place, except the target's. Returns `x`.
 
     Args:
-        x: (rows, ids), logits with any offset. `targets` and `is_here` as in `keep_support`.
+        x: (rows, ids), logits with any offset. `targets` and `is_here` as in `keep_mask`.
         least: (rows,), thresholds with the same offset.
     """
     if not x.shape[1]:

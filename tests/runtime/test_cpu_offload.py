@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training.packed_forward import PolicyHead
-from trl_realloc.runtime.parameters.residency import DroppedCopy, Residency
+from trl_realloc.runtime.parameters.cpu_offload import CPUOffload, DroppedCopy
 
 
 def test_a_forward_brings_the_parameters_in_once_and_release_takes_them_back() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
     data = torch.randn(3, 4)
     expected = module(data)
-    hook = Residency.attach(module, torch.device("cpu"))
+    hook = CPUOffload.attach(module, torch.device("cpu"))
     assert not hook.resident and hook.moves == 0, "attached, it waits in host memory"
     for call in (1, 2):
         for _micro_batch in range(3):
@@ -32,7 +32,7 @@ def test_a_forward_brings_the_parameters_in_once_and_release_takes_them_back() -
 
 def test_the_hosts_copy_is_made_once_for_a_frozen_role_never_changes() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
-    hook = Residency.attach(module, torch.device("cpu"))
+    hook = CPUOffload.attach(module, torch.device("cpu"))
     kept = {name: tensor.data_ptr() for name, tensor in hook.host.items()}
     module(torch.randn(1, 4))
     hook.release()
@@ -42,7 +42,7 @@ def test_the_hosts_copy_is_made_once_for_a_frozen_role_never_changes() -> None:
 
 def test_a_role_is_prefetched_again_after_it_was_released() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
-    hook = Residency.attach(module, torch.device("cpu"))
+    hook = CPUOffload.attach(module, torch.device("cpu"))
     for moves in (1, 2):
         hook.prefetch()
         assert hook.resident and hook.moves == moves
@@ -51,7 +51,7 @@ def test_a_role_is_prefetched_again_after_it_was_released() -> None:
 
 def test_a_prefetched_call_moves_nothing_more() -> None:
     module = nn.Linear(4, 4).requires_grad_(False)
-    hook = Residency.attach(module, torch.device("cpu"))
+    hook = CPUOffload.attach(module, torch.device("cpu"))
     hook.prefetch()
     hook.prefetch()
     assert hook.resident and hook.moves == 1
@@ -62,7 +62,7 @@ def test_a_prefetched_call_moves_nothing_more() -> None:
 def test_a_pipelines_stage_brings_the_parameters_in_too() -> None:
     """It calls for the hidden states that it passes on, not for the head's outputs."""
     head = PolicyHead(tiny.policy(), 1.0).requires_grad_(False)
-    hook = Residency.attach(head, torch.device("cpu"))
+    hook = CPUOffload.attach(head, torch.device("cpu"))
     prompts = Ragged.of([[5, 6, 7]], torch.long)
     samples = Rollouts(index=torch.arange(1), prompts=prompts, responses=Ragged.of([[8]], torch.long))
     assert head(samples, returns_hidden=True).shape == (1, 4, 32)
@@ -77,7 +77,7 @@ def test_of_a_parameter_that_a_group_shares_this_ranks_part_moves() -> None:
         module = nn.Linear(4, 4, bias=False).requires_grad_(False)
         part = DTensor.from_local(module.weight.data, DeviceMesh("cpu", [0]), [Shard(0)])
         module.weight = nn.Parameter(part, requires_grad=False)
-        hook = Residency.attach(module, torch.device("cpu"))
+        hook = CPUOffload.attach(module, torch.device("cpu"))
         hook.host["weight"] = torch.full((4, 4), 2.0)  # as if host and device were two places
         hook.prefetch()
         hook.release()
