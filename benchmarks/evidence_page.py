@@ -70,6 +70,10 @@ def tables(rows: Sequence[Row]) -> list[str]:
         ),
         *table(["right after updates", *updates], ([label(row), *at_updates(row, updates)] for row in rows)),
         *table(
+            ["rewards of the trainings, this package minus TRL", "runs", "first half", "last half", "all updates"],
+            reward_differences(rows),
+        ),
+        *table(
             ["run", "greedy, before and after", "engine against trainer", "plan", "hardware", "commit", "`--rows`"],
             map(run, rows),
         ),
@@ -119,6 +123,28 @@ def result(row: Row) -> list[str]:
 def at_updates(row: Row, updates: Sequence[int]) -> list[str]:
     shares = {update: share for update, _, share in row["curve"]}
     return [f"{shares[update]:.1%}" if update in shares else "" for update in updates]
+
+
+def reward_differences(rows: Sequence[Row]) -> list[list[str]]:
+    """The mean rewards of updates on the same prompts, with the standard error of the mean over updates. TRL's PPO
+    shuffles its prompts otherwise, so it has no pairs."""
+    of_trl = {row["name"]: row["rewards"] for row in rows}
+    pairs = [
+        [ours - trl for ours, trl in zip(row["rewards"], of_trl[other], strict=True)]
+        for row in rows
+        if (other := row["name"].replace("-ours-", "-trl-")) in of_trl and row["arm"] == "ours"
+        if row["algorithm"] != "ppo"
+    ]
+    if not pairs:
+        return []
+    half = len(pairs[0]) // 2
+    parts = (slice(half), slice(half, None), slice(None))
+    pooled = [[100 * difference for pair in pairs for difference in pair[part]] for part in parts]
+    errors = [statistics.stdev(values) / len(values) ** 0.5 for values in pooled]
+    points = [
+        f"{statistics.fmean(values):+.1f} ± {error:.1f} points" for values, error in zip(pooled, errors, strict=True)
+    ]
+    return [["GRPO and RLOO", str(len(pairs)), *points]]
 
 
 def run(row: Row) -> list[str]:

@@ -151,13 +151,13 @@ class Fault:
 
     def listen(self) -> None:
         """Know where this rank is, as its watchdog does."""
-        at = Alarm.at
+        set_activity = Alarm.set_activity
 
         def listening(alarm: Alarm, where: str) -> None:
             self.where = where
-            at(alarm, where)
+            set_activity(alarm, where)
 
-        Alarm.at = listening  # type: ignore[method-assign]
+        Alarm.set_activity = listening  # type: ignore[method-assign]
 
     def before(self, owner: Any, name: str) -> None:
         """Happen before a method is run."""

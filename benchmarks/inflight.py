@@ -3,12 +3,11 @@
     python benchmarks/inflight.py --json benchmarks/results/inflight.json
 
 Llamas with random weights in float32, in four to six buckets. The engine has one core and decodes 32 samples. Each
-round loads the same buckets three times: with no generation (`copy_ms`, the seconds of `load`), during a generation
-that keeps its keys and values, and during one that computes them again. `stop_ms` is the time from the end of the last
-decode step before the update to the moment at which the next may begin, by the engine's clock. `next_ms` is the time
-from the end of `load` until every sample has a token of the new parameters, with the prefill of `recompute`. `step_ms`
-is the mean of 32 decode steps before the update. `within` counts the rounds in which the stop was at most one step and
-1.25 copies.
+round loads the same buckets twice: with no generation (`copy_ms`, the seconds of `load`), and during a generation.
+`stop_ms` is the time from the end of the last decode step before the update to the moment at which the next may begin,
+by the engine's clock. `next_ms` is the time from the end of `load` until every sample has a token of the new
+parameters. `step_ms` is the mean of 32 decode steps before the update. `within` counts the rounds in which the stop was
+at most one step and 1.25 copies.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from trl_realloc.engines.generation.vllm import VLLMEngine  # noqa: E402
 
 SAMPLES, PROMPT, RESPONSE, AT_LEAST = 32, 32, 448, 24  # the last: tokens drawn before an update
 SIZES = {"3M": (256, 2, 1024), "14M": (384, 6, 4096), "38M": (512, 8, 12288)}  # hidden size, layers, vocabulary
-UPDATES = (Updates.KEEP, Updates.RECOMPUTE)
 
 
 def model_of(size: str) -> Any:
@@ -104,40 +102,37 @@ class Rounds:
 
     def run(self) -> None:
         self.note("copy", self.load())
-        for updates in UPDATES:
-            generation = self.engine.start(self.requests, Sampling(RESPONSE, 1.0), updates)
-            seconds_until(generation, AT_LEAST)
-            before = tokens_of(generation.peek())
-            seconds = seconds_until(generation, before + 32)
-            self.note("step", seconds / (tokens_of(generation.peek()) - before))
-            self.load()
-            self.note(f"stop {updates}", self.engine.stopped_s)
-            self.note(f"next {updates}", seconds_until_drawn(generation, self.version))
-            generation.close()
+        generation = self.engine.start(self.requests, Sampling(RESPONSE, 1.0), Updates.KEEP)
+        seconds_until(generation, AT_LEAST)
+        before = tokens_of(generation.peek())
+        seconds = seconds_until(generation, before + 32)
+        self.note("step", seconds / (tokens_of(generation.peek()) - before))
+        self.load()
+        self.note("stop", self.engine.stopped_s)
+        self.note("next", seconds_until_drawn(generation, self.version))
+        generation.close()
 
 
-def row(size: str, parameters: int, updates: Updates, numbers: dict[str, list[float]]) -> dict[str, Any]:
+def row(size: str, parameters: int, numbers: dict[str, list[float]]) -> dict[str, Any]:
     def both(name: str, values: list[float]) -> dict[str, float]:
         at = min(len(values) - 1, round(0.95 * (len(values) - 1)))
         return {f"{name}_ms": round(median(values), 2), f"{name}_ms_95": round(sorted(values)[at], 2)}
 
-    stop = numbers[f"stop {updates}"]
-    bound = [step + 1.25 * copy for step, copy in zip(numbers["step"][::2], numbers["copy"], strict=True)]
+    bound = [step + 1.25 * copy for step, copy in zip(numbers["step"], numbers["copy"], strict=True)]
     return {
         "model": size,
         "megabytes": round(4 * parameters / 1e6, 1),
-        "updates": str(updates),
-        "rounds": len(stop),
+        "rounds": len(bound),
         **both("step", numbers["step"]),
         **both("copy", numbers["copy"]),
-        **both("stop", stop),
-        **both("next", numbers[f"next {updates}"]),
+        **both("stop", numbers["stop"]),
+        **both("next", numbers["next"]),
         "bound_ms": round(median(numbers["step"]) + 1.25 * median(numbers["copy"]), 2),
-        "within": sum(s <= b for s, b in zip(stop, bound, strict=True)),
+        "within": sum(s <= b for s, b in zip(numbers["stop"], bound, strict=True)),
     }
 
 
-def measure(size: str, rounds: int) -> list[dict[str, Any]]:
+def measure(size: str, rounds: int) -> dict[str, Any]:
     model = model_of(size)
     named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     parameters = sum(parameter.numel() for _, parameter in named)
@@ -156,7 +151,7 @@ def measure(size: str, rounds: int) -> list[dict[str, Any]]:
                 made.run()
         finally:
             engine.close()
-    return [row(size, parameters, updates, made.rows) for updates in UPDATES]
+    return row(size, parameters, made.rows)
 
 
 def main() -> None:
@@ -168,11 +163,10 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for size in options.sizes:
-        for result in measure(size, options.rounds):
-            rows.append(result)
-            if len(rows) == 1:
-                print("  ".join(f"{name:>10}" for name in result))
-            print("  ".join(f"{value:>10}" for value in result.values()), flush=True)
+        rows.append(measure(size, options.rounds))
+        if len(rows) == 1:
+            print("  ".join(f"{name:>10}" for name in rows[0]))
+        print("  ".join(f"{value:>10}" for value in rows[-1].values()), flush=True)
     if options.json:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False

@@ -84,10 +84,8 @@ def main(path: Path) -> None:
         draw_layout(figure.add_subplot(grid[1, column]), target, name, shapes[name], "tp 2, pp 2 on 0-3")
     draw_schedule(figure.add_subplot(grid[:, 3]), schedule, mesh.size)
     figure.savefig(path, dpi=120)
-    print(
-        f"{schedule.wire_bytes:,} bytes on the wire, of them {schedule.node_bytes:,} between nodes; the lower bound is "
-        f"{schedule.lower_bound_bytes:,}."
-    )
+    inside, between = (sent.sum() for sent, _ in schedule.traffic())
+    print(f"{inside + between:,.0f} bytes on the wire, of them {between:,.0f} between nodes.")
 
 
 if __name__ == "__main__":

@@ -106,9 +106,7 @@ def test_what_there_is_no_time_for_is_left_and_not_counted_as_failed(tmp_path: P
     assert (list(ended), left) == (["first"], ["slow", "after"])
 
 
-def test_a_rank_that_fails_ends_the_others_and_its_output_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_ends_others_and_its_output_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_lanes, "GRACE_S", 0.5)
     code = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(60)"
     ended, _ = run([part("two", code, ranks=2)], tmp_path)

@@ -32,9 +32,7 @@ def prepare(demo: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_a_step_and_the_processes_that_it_has_started_in_one_line(
-    demo: Path, tmp_path: Path, ending: signal.Signals
-) -> None:
+def test_an_interrupt_ends_a_step_with_all_its_processes(demo: Path, tmp_path: Path, ending: signal.Signals) -> None:
     (tmp_path / "step.py").write_text(
         "import pathlib, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"

@@ -31,15 +31,8 @@ LIGHT = INSTALL[1].split() if INSTALL else []  # of the command for `show`, `pla
 
 def run(command: Sequence[str | Path], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env={**kept, **environment},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    how = {"capture_output": True, "text": True, "timeout": 200, "check": False}
+    return subprocess.run(list(map(str, command)), cwd=folder, env={**kept, **environment}, **how)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +138,7 @@ def changelog() -> str:
         (["compare", "run", "run"], "1.00x"),
     ],
 )
-def test_the_installed_command_works_without_torch(
-    environment: Path, tmp_path: Path, command: list[str | Path], printed: str
-) -> None:
+def test_the_command_needs_no_torch(environment: Path, tmp_path: Path, command: list[str | Path], printed: str) -> None:
     (tmp_path / "run").mkdir()
     Timeline(Span("actor.train", 0, 2.0 * n, 2.0 * n + 1, n) for n in range(3)).save(tmp_path / "run" / "timeline.json")
     ended = run([environment / "bin" / "trl-realloc", *command], tmp_path)
@@ -155,9 +146,7 @@ def test_the_installed_command_works_without_torch(
     assert printed in ended.stdout
 
 
-def test_the_installed_recipes_are_planned_and_their_plans_shown_without_torch(
-    environment: Path, tmp_path: Path
-) -> None:
+def test_the_installed_recipes_are_planned_and_plans_shown_without_torch(environment: Path, tmp_path: Path) -> None:
     """Those of models whose config is in the package: `grpo/` and `smollm2/` name models of the Hub."""
     plans = [f"{path.parent.name}/{path.name}" for path in (ROOT / "recipes").glob("*/*plan.yaml")]
     plans += [f"plans/{path.name}" for path in (ROOT / "recipes" / "plans").glob("*.yaml")]
@@ -178,17 +167,13 @@ def test_the_installed_recipes_are_planned_and_their_plans_shown_without_torch(
 @pytest.mark.parametrize(
     "command", [["grpo", "--config", "llama-8b/grpo.yaml"], ["profile", "demo/ppo.yaml"], ["plan", "demo/ppo.yaml"]]
 )
-def test_work_for_torch_is_refused_in_a_sentence_where_torch_is_missing(
-    environment: Path, tmp_path: Path, command: list[str | Path]
-) -> None:
+def test_work_for_torch_is_refused_without_torch(environment: Path, tmp_path: Path, command: list[str | Path]) -> None:
     ended = run([environment / "bin" / "trl-realloc", *command], tmp_path)
     assert ended.returncode == 2 and "needs torch, which is not installed here" in ended.stderr
     assert "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
-def test_without_torch_the_package_is_the_wheels_and_misses_a_library_by_name(
-    environment: Path, tmp_path: Path
-) -> None:
+def test_without_torch_the_package_is_the_wheels_and_names_what_it_misses(environment: Path, tmp_path: Path) -> None:
     code = "import trl_realloc; print(trl_realloc.__file__); trl_realloc.ExecutionPlan; trl_realloc.PPOTrainer"
     ended = run([environment / "bin" / "python", "-c", code], tmp_path)
     assert ended.stdout.startswith(str(environment))

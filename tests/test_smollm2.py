@@ -80,9 +80,7 @@ def made(row: Any, curve: list[tuple[int, float, float]]) -> dict[str, Any]:
     }
 
 
-def test_rows_that_are_in_the_results_are_not_made_again(
-    evidence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_rows_are_not_remade(evidence: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, asked = evidence.rows_of("cpu")[:3], list[str]()
 
     def make(row: Any, updates: int, folder: Path) -> dict[str, Any]:

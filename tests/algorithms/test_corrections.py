@@ -100,9 +100,7 @@ def test_weights_of_policies_that_have_nothing_in_common_are_finite(mode: Any, f
 
 @fast
 @given(LENGTHS, SEEDS, modes, st.data())
-def test_the_weights_of_a_sample_do_not_depend_on_the_others(
-    lengths: list[int], seed: int, mode: Any, data: st.DataObject
-) -> None:
+def test_weights_of_a_sample_are_its_own(lengths: list[int], seed: int, mode: Any, data: st.DataObject) -> None:
     samples, correction = old(lengths, seed), Correction(mode)
     some = data.draw(st.permutations(range(len(lengths))))[: max(1, len(lengths) // 2)]
     whole, part = importance_weights(samples, correction), importance_weights(samples.select(some), correction)
@@ -144,9 +142,7 @@ def loss_of(rules: PPOSettings, batch: Rollouts, new: Tensor, cut: list[list[int
 
 @fast
 @given(LENGTHS, SEEDS, modes)
-def test_where_proximal_and_behaviour_policy_are_equal_it_is_plain_ppo(
-    lengths: list[int], seed: int, mode: Any
-) -> None:
+def test_where_proximal_and_behaviour_policy_are_one_it_is_plain_ppo(lengths: list[int], seed: int, mode: Any) -> None:
     samples = scored(lengths, seed)
     equal = samples.plus(proximal_logprobs=samples.ragged("logprobs"))
     new = samples.ragged("logprobs").values + 0.3 * drawn(lengths, torch.Generator().manual_seed(seed + 1)).values
@@ -209,9 +205,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(
 
 @fast
 @given(LENGTHS, SEEDS, modes, st.integers(1, 60))
-def test_no_cut_into_micro_batches_changes_the_corrected_loss(
-    lengths: list[int], seed: int, mode: Any, budget: int
-) -> None:
+def test_micro_batches_do_not_change_the_corrected_loss(lengths: list[int], seed: int, mode: Any, budget: int) -> None:
     rules = correcting(mode, 1.5, 0.5)
     batch = mini_batch(old(lengths, seed), rules)
     new = batch.ragged("logprobs").values + 0.3 * drawn(lengths, torch.Generator().manual_seed(seed + 1)).values

@@ -90,9 +90,7 @@ def test_slopes_that_are_not_finite_are_refused_with_their_sample(column: str, n
 
 
 @given(LENGTHS, st.integers(0, 100), st.booleans())
-def test_exactly_the_samples_without_a_slope_go_and_the_gradient_stays(
-    lengths: list[int], seed: int, has_entropy: bool
-) -> None:
+def test_only_samples_without_a_slope_go_and_gradients_stay(lengths: list[int], seed: int, has_entropy: bool) -> None:
     generator, count = torch.Generator().manual_seed(seed), sum(lengths)
 
     def drawn() -> Tensor:

@@ -174,9 +174,7 @@ def test_what_is_prepared_does_not_hang_on_the_order_of_samples(
 
 @fast
 @given(st.integers(1, 3), st.integers(1, 4), SEEDS, st.booleans())
-def test_with_match_trl_every_rank_is_prepared_as_if_alone(
-    ranks: int, local: int, seed: int, whiten_rewards: bool
-) -> None:
+def test_with_match_trl_a_rank_is_prepared_as_if_alone(ranks: int, local: int, seed: int, whiten_rewards: bool) -> None:
     draw = np.random.default_rng(seed)
     samples = scored(draw.integers(1, LIMIT + 1, size=ranks * local).tolist(), seed)
     rules = replace(PLAIN, match_trl=True, local_batch_size=local, whiten_rewards=whiten_rewards)
@@ -237,9 +235,7 @@ def weighed(samples: Rollouts, rules: PPOSettings) -> tuple[Rollouts, SampleWeig
 
 @fast
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), SEEDS, st.booleans())
-def test_over_all_tokens_the_weights_sum_to_one(
-    ranks: int, micro: int, per_device: int, seed: int, match_trl: bool
-) -> None:
+def test_weights_of_all_tokens_sum_to_one(ranks: int, micro: int, per_device: int, seed: int, match_trl: bool) -> None:
     local = micro * per_device
     lengths = np.random.default_rng(seed).integers(1, LIMIT + 1, size=ranks * local).tolist()
     rules = replace(

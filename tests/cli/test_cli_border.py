@@ -92,9 +92,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [b"", b"\x7fELF\0\1", "name: ä".encode("latin-1"), "name: a".encode("utf-16"), b"[" * 100_000, b'{"a": ', b"7"],
     ids=["empty", "binary", "latin-1", "utf-16", "nested", "torn", "a number"],
 )
-def test_a_file_of_another_kind_is_refused_by_its_name(
-    folder: Path, name: str, data: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_file_kind_is_named(folder: Path, name: str, data: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / name).write_bytes(data)
     if name == "run/metrics.jsonl" and not data:  # nothing is logged yet
         assert main(READERS[name]) == 0
@@ -102,218 +100,176 @@ def test_a_file_of_another_kind_is_refused_by_its_name(
     assert Path(name).name in refusal(READERS[name], capsys)
 
 
-def _edited(name: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
+def _edited(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     """The JSON file with one thing in it changed."""
 
-    def edit(folder: Path) -> None:
-        value = json.loads((folder / name).read_text())
+    def edit(path: Path) -> None:
+        value = json.loads(path.read_text())
         change(value)
-        (folder / name).write_text(json.dumps(value))
+        path.write_text(json.dumps(value))
 
     return edit
 
 
-def _written(name: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(text) and None
+def _written(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(text) and None
 
 
 def _recipe(line: str) -> Callable[[Path], None]:
-    return _written("ppo.yaml", f"sft_model_path: policy\nreward_model_path: reward\n{line}\n")
+    return _written(f"sft_model_path: policy\nreward_model_path: reward\n{line}\n")
 
 
 def _config(**changes: Any) -> Callable[[Path], None]:
-    return _edited("policy/config.json", lambda config: config.update(changes))
+    return _edited(lambda config: config.update(changes))
 
 
 def _observation(**changes: Any) -> Callable[[Path], None]:
-    return _edited("profile.json", lambda profile: profile["observations"][0].update(changes))
+    return _edited(lambda profile: profile["observations"][0].update(changes))
+
+
+def _update(**changes: Any) -> Callable[[Path], None]:
+    return _written(json.dumps({"step": 1, SCORES: 1.0, "time/step": 1.0, "tokens/s": 1, **changes}))
 
 
 def _link(**values: Any) -> Callable[[Path], None]:
     """The profile with messages and reductions that have these values."""
-    rows = [
-        {"work": w, "model": "", "seconds": 0.1, "devices": 2, "bytes": 9.0, **values} for w in ("send", "all_reduce")
-    ]
-    return _edited("profile.json", lambda profile: profile["observations"].extend(rows))
+    row = {"model": "", "seconds": 0.1, "devices": 2, "bytes": 9.0, **values}
+    return _edited(lambda profile: profile["observations"].extend({"work": w, **row} for w in ("send", "all_reduce")))
 
 
-WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "text for a number": (
-        "ppo.yaml",
-        _recipe("response_length: many"),
-        "response_length must be a whole number from 1",
-    ),
-    "nothing for a number": ("ppo.yaml", _recipe("num_ppo_epochs:"), "num_ppo_epochs must be a whole number from 1"),
-    "a list for a number": ("ppo.yaml", _recipe("num_mini_batches: [1]"), "not [1]"),
-    "a batch of none": ("ppo.yaml", _recipe("per_device_train_batch_size: 0"), "from 1, not 0"),
-    "an absurd batch": ("ppo.yaml", _recipe("per_device_train_batch_size: 99999999999"), "than the 10,000,000 that"),
-    "an unknown engine": ("ppo.yaml", _recipe("generation_engine: sglang"), "'vllm' or 'transformers' (or None), not"),
-    "a share above 1": ("ppo.yaml", _recipe("vllm_gpu_memory_utilization: 2"), "above 0 to 1 (or None), not 2"),
-    "a discount above 1": ("ppo.yaml", _recipe("gamma: 2.0"), "gamma must be a finite number from 0 to 1"),
-    "a number that is none": ("ppo.yaml", _recipe("kl_coef: .nan"), "kl_coef must be a finite number, not nan"),
-    "a key twice": ("ppo.yaml", _recipe("sft_model_path: other"), "'sft_model_path' is written twice (line 3)"),
-    "a model that is a number": ("ppo.yaml", _recipe("value_model_path: 5"), "is a model's name or path, not 5"),
-    "a model with a long name": ("ppo.yaml", _recipe(f"value_model_path: {'x' * 5000}"), "no config.json in"),
-    "a plan as a recipe": ("ppo.yaml", lambda at: shutil.copy(at / "plan.yaml", at / "ppo.yaml") and None, "is a plan"),
-    "an algorithm that is a list": ("ppo.yaml", _recipe("algorithm: [ppo]"), "there is no algorithm ['ppo']"),
-    "an algorithm that is a mapping": ("ppo.yaml", _recipe("algorithm: {a: 1}"), "there is no algorithm {'a': 1}"),
-    "a number for a boolean": ("ppo.yaml", _recipe("vllm_enable_sleep_mode: 3"), "must be true or false, not 3"),
-    "a word for a boolean": ("ppo.yaml", _recipe("bf16: 'off'"), "bf16 must be true or false, not 'off'"),
-    "uneven mini-batches": (
-        "ppo.yaml",
-        _recipe("num_mini_batches: 3"),
-        "= 8 episodes do not divide into num_mini_batches 3 equal parts",
-    ),
-    "an engine that takes the device": (
-        "ppo.yaml",
-        _recipe("vllm_gpu_memory_utilization: 1.0"),
-        "set vllm_gpu_memory_utilization to at most 0.88",
-    ),
-    "an engine that leaves no room for contexts": (
-        "ppo.yaml",
-        _recipe("vllm_gpu_memory_utilization: 0.9"),
-        "vllm_gpu_memory_utilization 0.9 reserves 72.0 GB",
-    ),
-    "a date that is none": ("ppo.yaml", _recipe("run_name: 2020-13-45"), "month must be in 1..12"),
-    "no heads": ("policy/config.json", _config(num_attention_heads=0), "num_attention_heads must be a whole number"),
-    "negative layers": ("policy/config.json", _config(num_hidden_layers=-2), "must be a whole number from 1 to 10,000"),
-    "absurd layers": ("policy/config.json", _config(num_hidden_layers=10**9), "it is 1000000000"),
-    "no vocabulary": ("policy/config.json", _edited("policy/config.json", lambda c: c.pop("vocab_size")), "is missing"),
-    "text for a size": ("policy/config.json", _config(hidden_size="wide"), "it is 'wide'"),
-    "uneven key heads": ("policy/config.json", _config(num_key_value_heads=3), "cannot share 3 key/value heads"),
-    "a family that is a list": (
-        "policy/config.json",
-        _config(model_type=["llama"]),
-        "has none; those with one are gemma",
-    ),
-    "a profile without devices": (
-        "profile.json",
-        _edited("profile.json", lambda p: p.pop("devices")),
-        "devices is missing",
-    ),
-    "a profile of no devices": ("profile.json", _edited("profile.json", lambda p: p.update(devices=0)), "devices is 0"),
-    "an unknown key": ("profile.json", _observation(colour=1), "there is no key observations[0].colour"),
-    "an unknown key of two lines": (
-        "profile.json",
-        _observation(**{"a\x85b": 1}),
-        r"there is no key observations[0].'a\x85b'",
-    ),
-    "no time at all": (
-        "profile.json",
-        _observation(seconds=0),
-        "observations[0].seconds is 0, but work takes some time",
-    ),
-    "negative time": ("profile.json", _observation(seconds=-1), "observations[0].seconds is -1"),
-    "time that is text": ("profile.json", _observation(seconds="long"), "observations[0].seconds is 'long'"),
-    "no tokens": ("profile.json", _observation(tokens=0), "observations[0].tokens is 0"),
-    "messages of nothing": ("profile.json", _link(bytes=0), "].bytes is 0"),
-    "a reduction of one device": ("profile.json", _link(devices=1), "].devices is 1"),
-    "sharing that is text": (
-        "profile.json",
-        _edited("profile.json", lambda p: p.update(sharing="yes")),
-        "sharing is 'yes'",
-    ),
-    "a profile of other models": (
-        "profile.json",
-        _edited("profile.json", lambda p: [row.update(model="m") for row in p["observations"]]),
-        "profile.json has no measurements of llama of",
-    ),
-    "a memory of nothing": ("profile.json", _edited("profile.json", lambda p: p.update(memory=0)), "memory is 0"),
-    "corrections of nothing": (
-        "profile.json",
-        _edited("profile.json", lambda p: p["corrections"].update(calls={"actor.train": 0})),
-        "corrections.calls.actor.train is 0",
-    ),
-    "a plan of no nodes": (
-        "plan.yaml",
-        _written("plan.yaml", "cluster: {nodes: 0, devices_per_node: 2}"),
-        "from 1, not 0",
-    ),
-    "an absurd cluster": (
-        "plan.yaml",
-        _written("plan.yaml", "cluster: {nodes: 99999999, devices_per_node: 99999999}"),
-        "than the 1,048,576 devices",
-    ),
-    "aliases of aliases": (
-        "plan.yaml",
-        _written(
-            "plan.yaml",
-            "a: &a [x,x,x,x,x,x,x,x,x]\n"
-            + "".join(f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+WRONG: dict[str, dict[str, tuple[Callable[[Path], None], str]]] = {
+    "ppo.yaml": {
+        "text for a number": (_recipe("response_length: many"), "response_length must be a whole number from 1"),
+        "nothing for a number": (_recipe("num_ppo_epochs:"), "num_ppo_epochs must be a whole number from 1"),
+        "a list for a number": (_recipe("num_mini_batches: [1]"), "not [1]"),
+        "a batch of none": (_recipe("per_device_train_batch_size: 0"), "from 1, not 0"),
+        "an absurd batch": (_recipe("per_device_train_batch_size: 99999999999"), "than the 10,000,000 that"),
+        "an unknown engine": (_recipe("generation_engine: sglang"), "'vllm' or 'transformers' (or None), not"),
+        "a share above 1": (_recipe("vllm_gpu_memory_utilization: 2"), "above 0 to 1 (or None), not 2"),
+        "a discount above 1": (_recipe("gamma: 2.0"), "gamma must be a finite number from 0 to 1"),
+        "a number that is none": (_recipe("kl_coef: .nan"), "kl_coef must be a finite number, not nan"),
+        "a key twice": (_recipe("sft_model_path: other"), "'sft_model_path' is written twice (line 3)"),
+        "a model that is a number": (_recipe("value_model_path: 5"), "is a model's name or path, not 5"),
+        "a model with a long name": (_recipe(f"value_model_path: {'x' * 5000}"), "no config.json in"),
+        "a plan as a recipe": (lambda path: shutil.copy("plan.yaml", path) and None, "is a plan"),
+        "an algorithm that is a list": (_recipe("algorithm: [ppo]"), "there is no algorithm ['ppo']"),
+        "an algorithm that is a mapping": (_recipe("algorithm: {a: 1}"), "there is no algorithm {'a': 1}"),
+        "a number for a boolean": (_recipe("vllm_enable_sleep_mode: 3"), "must be true or false, not 3"),
+        "a word for a boolean": (_recipe("bf16: 'off'"), "bf16 must be true or false, not 'off'"),
+        "uneven mini-batches": (
+            _recipe("num_mini_batches: 3"),
+            "= 8 episodes do not divide into num_mini_batches 3 equal parts",
         ),
-        "more than 20,000 values",
-    ),
-    "a mesh of many digits": (
-        "plan.yaml",
-        _written(
-            "plan.yaml",
-            f"cluster: {{nodes: 1, devices_per_node: 1}}\ncalls: {{actor.train: {{mesh: '0-{'9' * 5000}'}}}}",
+        "an engine that takes the device": (
+            _recipe("vllm_gpu_memory_utilization: 1.0"),
+            "set vllm_gpu_memory_utilization to at most 0.88",
         ),
-        "a mesh is written as 0-3",
-    ),
-    "a call's name of two lines": (
-        "plan.yaml",
-        _written("plan.yaml", 'cluster: {nodes: 1, devices_per_node: 1}\ncalls: {"actor\\n.train\\x85": 7}'),
-        r"'actor\n.train\x85': an assignment reads like",
-    ),
-    "many unknown keys": (
-        "plan.yaml",
-        _written("plan.yaml", "\n".join(f"k{n}: 1" for n in range(9000))),
-        "8,990 more keys",
-    ),
-    "metrics without a step": (
-        "run/metrics.jsonl",
-        _written("run/metrics.jsonl", json.dumps({SCORES: 1.0, "time/step": 1.0})),
-        "line 1: there is no 'step'",
-    ),
-    "metrics of text": (
-        "run/metrics.jsonl",
-        _written("run/metrics.jsonl", json.dumps({"step": 1, SCORES: "good", "time/step": 1.0, "tokens/s": 1})),
-        "'objective/scores' is 'good', and must be a finite number",
-    ),
-    "an update in no time": (
-        "run/metrics.jsonl",
-        _written("run/metrics.jsonl", json.dumps({"step": 1, SCORES: 1.0, "time/step": 0, "tokens/s": 1})),
-        "'time/step' is 0",
-    ),
-    "completions without scores": (
-        "run/completions.json",
-        _written("run/completions.json", '{"before": [{"query": "a"}], "after": []}'),
-        "before[0].score is missing",
-    ),
-    "a span of no device": (
-        "run/timeline.json",
-        _edited("run/timeline.json", lambda t: t["spans"][0].__setitem__(1, -1)),
-        "spans[0].device is -1",
-    ),
-    "a span of a time that no clock shows": (
-        "run/estimate.json",
-        _edited("run/estimate.json", lambda t: t["spans"][0].__setitem__(2, -1e308)),
-        "spans[0].start is -1e+308",
-    ),
-    "more samples than any run has": (
-        "run/estimate.json",
-        _edited("run/estimate.json", lambda t: t["spans"][0].__setitem__(7, 10**400)),
-        "spans[0].samples is 10000",
-    ),
-    "a span that is short": (
-        "run/timeline.json",
-        _edited("run/timeline.json", lambda t: t["spans"][1].pop()),
-        "spans[1] has 8 values for 9 columns",
-    ),
+        "an engine that leaves no room for contexts": (
+            _recipe("vllm_gpu_memory_utilization: 0.9"),
+            "vllm_gpu_memory_utilization 0.9 reserves 72.0 GB",
+        ),
+        "a date that is none": (_recipe("run_name: 2020-13-45"), "month must be in 1..12"),
+        "no models": (_written("response_length: 16"), "names no models"),
+        "a model that is not there": (_recipe("value_model_path: nowhere"), "no config.json in 'nowhere'"),
+        "a misspelt key": (
+            _recipe("respones_length: 9"),
+            "no setting 'respones_length'; did you mean 'response_length'?",
+        ),
+        "a quantized model": (_recipe("load_in_4bit: true"), "PPO is not trained under load_in_4bit"),
+        "a model of FSDP": (_recipe("fsdp: full_shard"), "PPO is not trained under fsdp"),
+    },
+    "policy/config.json": {
+        "no heads": (_config(num_attention_heads=0), "num_attention_heads must be a whole number"),
+        "negative layers": (_config(num_hidden_layers=-2), "must be a whole number from 1 to 10,000"),
+        "absurd layers": (_config(num_hidden_layers=10**9), "it is 1000000000"),
+        "no vocabulary": (_edited(lambda c: c.pop("vocab_size")), "is missing"),
+        "text for a size": (_config(hidden_size="wide"), "it is 'wide'"),
+        "uneven key heads": (_config(num_key_value_heads=3), "cannot share 3 key/value heads"),
+        "a family that is a list": (_config(model_type=["llama"]), "has none (known: gemma"),
+    },
+    "profile.json": {
+        "a profile without devices": (_edited(lambda p: p.pop("devices")), "devices is missing"),
+        "a profile of no devices": (_edited(lambda p: p.update(devices=0)), "devices is 0"),
+        "an unknown key": (_observation(colour=1), "there is no key observations[0].colour"),
+        "an unknown key of two lines": (_observation(**{"a\x85b": 1}), r"there is no key observations[0].'a\x85b'"),
+        "no time at all": (_observation(seconds=0), "observations[0].seconds is 0, below the minimum of"),
+        "negative time": (_observation(seconds=-1), "observations[0].seconds is -1"),
+        "time that is text": (_observation(seconds="long"), "observations[0].seconds is 'long'"),
+        "no tokens": (_observation(tokens=0), "observations[0].tokens is 0"),
+        "messages of nothing": (_link(bytes=0), "].bytes is 0"),
+        "a reduction of one device": (_link(devices=1), "].devices is 1"),
+        "sharing that is text": (_edited(lambda p: p.update(sharing="yes")), "sharing is 'yes'"),
+        "a profile of other models": (
+            _edited(lambda p: [row.update(model="m") for row in p["observations"]]),
+            "profile.json has no measurements of llama of",
+        ),
+        "a memory of nothing": (_edited(lambda p: p.update(memory=0)), "memory is 0"),
+        "corrections of nothing": (
+            _edited(lambda p: p["calibration"].update(calls={"actor.train": 0})),
+            "calibration.calls.actor.train is 0",
+        ),
+    },
+    "plan.yaml": {
+        "a plan of no nodes": (_written("cluster: {nodes: 0, devices_per_node: 2}"), "from 1, not 0"),
+        "an absurd cluster": (
+            _written("cluster: {nodes: 99999999, devices_per_node: 99999999}"),
+            "than the 1,048,576 devices",
+        ),
+        "aliases of aliases": (
+            _written(
+                "a: &a [x,x,x,x,x,x,x,x,x]\n"
+                + "".join(
+                    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+                )
+            ),
+            "more than 20,000 values",
+        ),
+        "a mesh of many digits": (
+            _written(f"cluster: {{nodes: 1, devices_per_node: 1}}\ncalls: {{actor.train: {{mesh: '0-{'9' * 5000}'}}}}"),
+            "a mesh is written as 0-3",
+        ),
+        "a call's name of two lines": (
+            _written('cluster: {nodes: 1, devices_per_node: 1}\ncalls: {"actor\\n.train\\x85": 7}'),
+            r"'actor\n.train\x85': an assignment reads like",
+        ),
+        "many unknown keys": (_written("\n".join(f"k{n}: 1" for n in range(9000))), "8,990 more keys"),
+    },
+    "run/metrics.jsonl": {
+        "metrics without a step": (_written(json.dumps({SCORES: 1.0, "time/step": 1.0})), "line 1: there is no 'step'"),
+        "metrics of text": (_update(**{SCORES: "good"}), "'objective/scores' is 'good', and must be a finite number"),
+        "an update in no time": (_update(**{"time/step": 0}), "'time/step' is 0"),
+    },
+    "run/completions.json": {
+        "completions without scores": (
+            _written('{"before": [{"query": "a"}], "after": []}'),
+            "before[0].score is missing",
+        )
+    },
+    "run/timeline.json": {
+        "a span of no device": (_edited(lambda t: t["spans"][0].__setitem__(1, -1)), "spans[0].device is -1"),
+        "a span that is short": (_edited(lambda t: t["spans"][1].pop()), "spans[1] has 8 values for 9 columns"),
+    },
+    "run/estimate.json": {
+        "a span of a time that no clock shows": (
+            _edited(lambda t: t["spans"][0].__setitem__(2, -1e308)),
+            "spans[0].start is -1e+308",
+        ),
+        "more samples than any run has": (
+            _edited(lambda t: t["spans"][0].__setitem__(7, 10**400)),
+            "spans[0].samples is 10000",
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_value_is_refused_with_the_file_and_the_key(
-    folder: Path, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, wrong, told = WRONG[case]
-    wrong(folder)
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in WRONG.items() for case in cases])
+def test_a_wrong_value_is_named_by_key(folder: Path, name: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong, told = WRONG[name][case]
+    wrong(folder / name)
     said = refusal(READERS[name], capsys)
     assert told in said
     assert Path(name).name in said or "vllm_gpu_memory_utilization" in told  # which the whole job has
-    assert "would do" not in said, "no number of devices mends it"
+    assert "of these devices would" not in said, "no number of devices mends it"
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -343,12 +299,17 @@ def test_a_report_takes_an_estimate_without_spans_and_names_that_look_like_formu
         ("plan ppo.yaml --cluster h100:8 --prompt-tokens 0", "--prompt-tokens is a number from 1"),
         ("plan ppo.yaml --cluster h100:8 --explain actor.trian", "--explain: there is no call 'actor.trian'; did you"),
         ("plan ppo.yaml --cluster h100:8 -o run/plan.yaml/x.yaml", "cannot be written"),
+        ("plan ppo.yaml --cluster h100", "written as h100:16x8"),
+        ("plan ppo.yaml --cluster h10:2x8", "no specification of 'h10'; did you mean 'h100'"),
+        ("plan ppo.yaml --profile absent.json", "cannot be read"),
+        ("plan ppo.yaml -o ppo.yaml/plan.yaml", "cannot be written"),
+        ("plan ppo.yml --cluster h100:8", "did you mean 'ppo.yaml'"),
         ("plan ppo.yaml --devices -1", "1 or more, not -1"),
-        ("plan ppo.yaml --devices 100000", "so many processes would be started"),
+        ("plan ppo.yaml --devices 100000", "--devices 100000: too many processes for this machine"),
         ("plan ppo.yaml --profile profile.json --nodes 3", "is a measurement of 1 node(s), but --nodes is 3"),
         ("plan ppo.yaml --nodes 2", "this machine, which is one node"),
         ("plan ppo.yaml --nodes 0", "--nodes is 1 or more, not 0"),
-        ("plan ppo.yaml --cluster h100:8 --nodes 4", "--cluster says how many nodes there are; leave --nodes out"),
+        ("plan ppo.yaml --cluster h100:8 --nodes 4", "--cluster sets the number of nodes; leave --nodes out"),
         ("plan ppo.yaml --cluster h100:8 --engine transformers --zero-stage 3", "--engine and --zero-stage are for"),
         ("plan ppo.yaml --cluster h100:8 --engine vllm", "--engine is for a preset"),
         ("plan flatten --devices 8 --cluster h100:8", "--cluster is for a recipe, and flatten is a preset"),
@@ -366,6 +327,8 @@ def test_a_report_takes_an_estimate_without_spans_and_names_that_look_like_formu
         (f"plan {'x' * 5000}", "is neither a recipe nor a preset"),
         ("show /dev/zero", "no regular file"),
         ("show run", "it is a folder"),
+        ("show ppo.yaml", "is a recipe, and not a plan; trl-realloc plan"),
+        ("compare policy policy", "a run writes it to its output_dir when it ends"),
         ("plan run", "it is a folder"),
         ("profile ppo.yaml -o ppo.yaml/profile.json", "cannot be written to ppo.yaml/profile.json"),
         ("profile ppo.yaml --devices -1", "give a number from 1"),
@@ -489,13 +452,13 @@ def test_a_recipe_that_this_machine_cannot_run_is_refused_with_the_way_to_plan_i
 
 
 def test_a_plan_for_measured_gpus_fits_their_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _edited("profile.json", lambda profile: profile.update(is_accelerator=True, memory=1e6))(folder)
+    _edited(lambda profile: profile.update(is_accelerator=True, memory=1e6))(folder / "profile.json")
     assert main(READERS["profile.json"]) == 2
     assert "has 0.0 GB of a device" in capsys.readouterr().err
 
 
 def test_a_profile_of_two_nodes_is_planned_for_two_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _edited("profile.json", lambda profile: profile.update(nodes=2))(folder)
+    _edited(lambda profile: profile.update(nodes=2))(folder / "profile.json")
     assert main([*READERS["profile.json"], "-o", "new.yaml"]) == 0, capsys.readouterr().err
     assert ExecutionPlan.load(folder / "new.yaml").cluster == Cluster(2, 1)
     assert main([*READERS["profile.json"], "--nodes", "2"]) == 0
@@ -504,9 +467,7 @@ def test_a_profile_of_two_nodes_is_planned_for_two_nodes(folder: Path, capsys: p
     )
 
 
-def test_a_cluster_is_checked_before_the_recipes_models_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_is_checked_before_models_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model_name_or_path: /nowhere/model\nreward_model_path: /nowhere/reward\noutput_dir: out\n")
     err = refusal(["plan", str(recipe), "--cluster", "h100x8"], capsys)

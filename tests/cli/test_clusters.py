@@ -9,6 +9,7 @@ import pytest
 
 from trl_realloc.cli.main import main
 from trl_realloc.common.errors import PlanError
+from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.planner.cost.hardware import DEVICES, parse_cluster
 from trl_realloc.planner.recipe.recipe import read_recipe
@@ -34,9 +35,7 @@ def answer(capsys: pytest.CaptureFixture[str], picture: Path, *arguments: str) -
     return said.out
 
 
-def test_clusters_are_compared_by_the_same_work_and_with_honest_baselines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clusters_are_compared_by_equal_work_and_baselines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture, own = tmp_path / "clusters.png", RECIPES / "llama-8b" / "plan.yaml"
     size = ExecutionPlan.load(own).cluster.size
@@ -57,19 +56,12 @@ def test_clusters_are_compared_by_the_same_work_and_with_honest_baselines(
             ExecutionPlan.from_dict(plan["plan"])
     best, colocated = small["plans"]["best"], small["plans"]["colocated"]
     assert best["saves_over_colocated"] == pytest.approx(1 - best["seconds"] / colocated["seconds"])
-    devices = {(call["mesh"]["first"], call["mesh"]["size"]) for call in _meshes(colocated["plan"])}
-    assert devices == {(0, size)}, "every call on all devices"
+    meshes = {assignment.mesh for assignment in ExecutionPlan.from_dict(colocated["plan"]).assignments.values()}
+    assert meshes == {DeviceMesh(0, size)}, "every call on all devices"
     assert picture.stat().st_size > 5000
 
 
-def _meshes(plan: dict[str, object]) -> list[dict[str, dict[str, int]]]:
-    parsed = ExecutionPlan.from_dict(plan)
-    return [{"mesh": {"first": a.mesh.first, "size": a.mesh.size}} for a in parsed.assignments.values()]
-
-
-def test_the_table_says_what_fits_what_it_saves_and_where_the_knee_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_says_what_fits_and_saves_and_the_knee(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     said = answer(capsys, tmp_path / "c.png", "--clusters", "h100:8,h200:8,rtx4090:1", "--episodes", "256")
     words = " ".join(said.split())
@@ -121,9 +113,7 @@ def test_a_device_of_ones_own_is_described_by_a_file(tmp_path: Path) -> None:
         (("{bandwidth: 32e9}", "{bandwidth: -1}"), "inside.bandwidth is -1"),
     ],
 )
-def test_a_device_that_is_described_wrongly_is_refused_by_its_key(
-    change: tuple[str, str], said: str, tmp_path: Path
-) -> None:
+def test_a_wrong_description_of_a_device_is_refused_by_key(change: tuple[str, str], said: str, tmp_path: Path) -> None:
     file = tmp_path / "gpu.yaml"
     file.write_text(GPU.replace(*change))
     with pytest.raises(PlanError, match=said):
@@ -145,9 +135,7 @@ def test_episodes_are_the_same_on_every_cluster_where_they_are_said() -> None:
         assert len({work.updates for work in works}) == 1
 
 
-def test_clusters_are_compared_by_iterations_of_one_size_where_it_is_not_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clusters_are_compared_by_equal_iterations_if_unset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """That of the recipe on the largest of them, in whatever order they are named."""
     pytest.importorskip("matplotlib")
     for clusters in ("h100:8,h100:2x8", "h100:2x8,h100:8"):

@@ -37,28 +37,20 @@ def priced(recipe: Recipe, pricing: Pricing, plan: ExecutionPlan) -> PricedPlan:
     return problem.priced_plan(problem.state_of(plan.assignments), plan.name)
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_a_recipes_plan_fits_and_takes_what_its_page_says_and_no_longer_than_what_is_found_now(name: str) -> None:
-    check_figures(f"{name}/ppo", RECIPES / name / "ppo.yaml", RECIPES / name / "plan.yaml", CLUSTERS[name])
+OF_GROUPS = [("llama-8b/grpo", "h100:8"), ("llama-8b/rloo-lora", "h100:1")]
 
 
-def test_the_recipe_of_grpo_has_the_figures_of_its_page_and_names_its_plan() -> None:
-    recipe, plan = RECIPES / "llama-8b" / "grpo.yaml", RECIPES / "llama-8b" / "grpo-plan.yaml"
-    check_figures("llama-8b/grpo", recipe, plan, "h100:8")
-    assert yaml.safe_load(recipe.read_text())["plan"] == "recipes/llama-8b/grpo-plan.yaml"
-
-
-def test_the_recipe_of_adapters_has_the_figures_of_its_page_and_names_its_plan() -> None:
-    recipe, plan = RECIPES / "llama-8b" / "rloo-lora.yaml", RECIPES / "llama-8b" / "rloo-lora-plan.yaml"
-    assert read_recipe(recipe, PROMPT).algorithm == "rloo"
-    check_figures("llama-8b/rloo-lora", recipe, plan, "h100:1")
-    assert yaml.safe_load(recipe.read_text())["plan"] == "recipes/llama-8b/rloo-lora-plan.yaml"
-
-
-def check_figures(name: str, path: Path, plan_path: Path, cluster: str) -> None:
-    recipe = read_recipe(path, PROMPT)
+@pytest.mark.parametrize(("name", "cluster"), [(f"{folder}/ppo", CLUSTERS[folder]) for folder in CLUSTERS] + OF_GROUPS)
+def test_a_recipes_plan_fits_and_takes_what_its_page_says_and_no_longer_than_what_is_found_now(
+    name: str, cluster: str
+) -> None:
+    recipe = read_recipe(RECIPES / f"{name}.yaml", PROMPT)
+    folder, algorithm = name.split("/")
+    named = f"recipes/{folder}/plan.yaml" if algorithm == "ppo" else f"recipes/{name}-plan.yaml"
+    assert recipe.algorithm == algorithm.partition("-")[0]
+    assert yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["plan"] == named
     pricing = pricing_of(recipe, cluster)
-    plan = ExecutionPlan.from_yaml(plan_path.read_text())
+    plan = ExecutionPlan.from_yaml((RECIPES.parent / named).read_text())
     plan.check_world(pricing.cluster.size)
     assert plan.graph == recipe.graph
     shipped = priced(recipe, pricing, plan)
@@ -71,10 +63,9 @@ def check_figures(name: str, path: Path, plan_path: Path, cluster: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_recipe_names_its_plan_and_a_launch_of_as_many_processes(name: str) -> None:
+def test_a_recipe_names_a_launch_of_as_many_processes_as_its_plan_has(name: str) -> None:
     text = (RECIPES / name / "ppo.yaml").read_text()
     size = parse_cluster(CLUSTERS[name])[0].size
-    assert yaml.safe_load(text)["plan"] == f"recipes/{name}/plan.yaml"
     launch = next((RECIPES / name).glob("*.slurm"), None)
     if launch is not None:
         said = launch.read_text()

@@ -119,9 +119,7 @@ values = st.recursive(
 
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(keys | st.text(max_size=6), values, max_size=3))
-def test_any_settings_are_taken_or_refused_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any]
-) -> None:
+def test_settings_are_taken_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.environ", {"PATH": "/usr/bin"})
     path = tmp_path / "ppo.yaml"
@@ -148,9 +146,7 @@ def test_a_boolean_may_be_written_as_0_or_1(tmp_path: Path, number: int, expecte
 
 
 @pytest.mark.parametrize(("bf16", "fp16"), [("true", "true"), ("yes", "1")])
-def test_both_kinds_of_mixed_precision_are_refused_by_the_run_and_the_planner(
-    tmp_path: Path, bf16: str, fp16: str
-) -> None:
+def test_both_mixed_precisions_are_refused_by_the_run_and_the_planner(tmp_path: Path, bf16: str, fp16: str) -> None:
     path = tmp_path / "ppo.yaml"
     with pytest.raises(RecipeError, match="fp16 and bf16"):
         parsed(path, f"fp16: {fp16}\n", "--bf16", bf16)

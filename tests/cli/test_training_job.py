@@ -47,9 +47,7 @@ def launched(words: str) -> tuple[list[str], list[str]]:
         ("accelerate_config: mine.yaml\n", "--machine_rank 1", ["--config_file", "mine.yaml", "--machine_rank", "1"]),
     ],
 )
-def test_a_recipe_or_the_command_line_says_how_many_processes_run(
-    recipe: Path, written: str, words: str, launcher: list[str]
-) -> None:
+def test_recipe_or_command_line_sets_the_processes(recipe: Path, written: str, words: str, launcher: list[str]) -> None:
     recipe.write_text(f"output_dir: out\n{written}")
     options, rest = launched(f"--learning_rate 1e-6 --config grpo.yaml {words}")
     assert options == launcher

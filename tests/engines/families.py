@@ -29,13 +29,8 @@ from transformers import (
 
 
 VOCABULARY = 96
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.1,
-}
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "initializer_range": 0.1}
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED: dict[str, Any] = {**SHAPE, **SPECIAL, "intermediate_size": 48, "num_key_value_heads": 2}
 
@@ -55,14 +50,8 @@ FAMILIES: dict[str, tuple[PretrainedConfig, bool]] = {
     # its window is in the mask alone, and shows only in samples that are longer
     "qwen2-moe, window 7": (
         Qwen2MoeConfig(
-            **GROUPED,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            num_experts=4,
-            num_experts_per_tok=4,
-            use_sliding_window=True,
-            sliding_window=7,
-            max_window_layers=0,
+            **{**GROUPED, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4},
+            **{"num_experts_per_tok": 4, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
         ),
         False,
     ),

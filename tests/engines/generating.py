@@ -20,19 +20,10 @@ ENDLESS, MANY = Sampling(max_tokens=200, temperature=0.7), 20_000
 
 def llama(seed: int, tied: bool = False) -> LlamaForCausalLM:
     """A random Llama whose distributions are far from uniform, so that wrong weights show."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the least that vLLM's attention on the CPU takes
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        architectures=["LlamaForCausalLM"],
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # vLLM's least on the CPU
+    rest = {"max_position_embeddings": LENGTH, "tie_word_embeddings": tied, "initializer_range": 0.2}
+    config = LlamaConfig(**sizes, **heads, **rest, architectures=["LlamaForCausalLM"])
     torch.manual_seed(seed)
     return LlamaForCausalLM(config).eval()
 

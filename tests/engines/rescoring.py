@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from trl_realloc.engines.base import Completion, Generation, GenerationRequest, Unfinished, Updates
+from trl_realloc.engines.base import Completion, Generation, GenerationRequest, Unfinished
 from trl_realloc.engines.generation.vllm import VLLMEngine
 
 
 Models = Mapping[int, LlamaForCausalLM]  # by version
 
 TEMPERATURE = 0.7
-TAKING = [Updates.KEEP, Updates.RECOMPUTE]
 
 
 def wait_for(generation: Generation, tokens: int) -> list[Unfinished]:
@@ -72,20 +71,6 @@ def kept_keys(
     return (torch.cat(rows) / TEMPERATURE).log_softmax(-1)
 
 
-def recomputed_keys(
-    models: Models, prompt: Sequence[int], tokens: Sequence[int], versions: Sequence[int]
-) -> torch.Tensor:
-    """The distribution of each token (tokens, vocabulary), where the keys of all positions are of its parameters."""
-    ids = torch.tensor([[*prompt, *tokens]])
-    with torch.no_grad():
-        by_version = {v: models[v](ids).logits[0, len(prompt) - 1 : -1] for v in set(versions)}
-    rows = torch.stack([by_version[version][place] for place, version in enumerate(versions)])
-    return (rows / TEMPERATURE).log_softmax(-1)
-
-
-REFERENCE = {Updates.KEEP: kept_keys, Updates.RECOMPUTE: recomputed_keys}
-
-
 def error_of(expected: torch.Tensor, logprobs: Sequence[float], tokens: Sequence[int]) -> float:
     own = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     return float((own - torch.tensor(logprobs)).abs().max())
@@ -105,9 +90,7 @@ def shifted(versions: Sequence[int]) -> list[int]:
     return [versions[0], *versions[:-1]]
 
 
-def assert_exact(
-    models: Models, asked: Sequence[GenerationRequest], got: Sequence[Completion], updates: Updates
-) -> None:
+def assert_exact(models: Models, asked: Sequence[GenerationRequest], got: Sequence[Completion]) -> None:
     """Each token is of its version, and drawn with the random number of its place."""
     wrong = []
     for request, completion in zip(asked, got, strict=True):
@@ -115,11 +98,11 @@ def assert_exact(
         assert len(completion.versions) == len(completion.token_ids) == len(completion.logprobs)
         assert list(completion.versions) == sorted(completion.versions)
         tokens, versions = completion.token_ids, completion.versions
-        expected = REFERENCE[updates](models, request.prompt_ids, tokens, versions)
+        expected = kept_keys(models, request.prompt_ids, tokens, versions)
         assert error_of(expected, completion.logprobs, tokens) < 1e-4
         assert drawn_by(request.seed, expected, tokens)
         assert not drawn_by(request.seed + 1000, expected, tokens)
         if len(set(versions)) > 1:
-            other = REFERENCE[updates](models, request.prompt_ids, tokens, shifted(versions))
+            other = kept_keys(models, request.prompt_ids, tokens, shifted(versions))
             wrong.append(error_of(other, completion.logprobs, tokens))
     assert not wrong or min(wrong) > 1e-2, "a version that is a token off would not be noticed"

@@ -143,13 +143,8 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 MIXTURES: dict[str, PreTrainedModel] = {
     "qwen2-moe, window 7": FAMILIES["qwen2-moe, window 7"][0],
     "mixtral": MixtralConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
+        **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
     ),
 }
 
@@ -317,9 +312,7 @@ def test_two_checkpoints_that_differ_in_one_small_tensor_have_other_fingerprints
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_a_head_that_differs_from_the_embedding_is_kept_by_whoever_has_the_config_alone(
-    differs: bool, tmp_path: Path
-) -> None:
+def test_a_head_unlike_the_embedding_is_kept_by_whoever_has_the_config_alone(differs: bool, tmp_path: Path) -> None:
     """vLLM, and the empty model of a new plan, would tie it by `tie_word_embeddings`."""
     tiny.policy(tie_word_embeddings=True).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -336,9 +329,7 @@ def test_a_head_that_differs_from_the_embedding_is_kept_by_whoever_has_the_confi
     assert loaded.config.tie_word_embeddings, "the user's own config is left as it is"
 
 
-def test_an_error_of_ours_is_raised_and_does_not_make_every_rank_load_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_makes_no_rank_load_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.policy().save_pretrained(tmp_path)
 
     def broken(*given: Any) -> Any:

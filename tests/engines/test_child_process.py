@@ -59,9 +59,7 @@ def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[Path],
     mine.rmdir()
 
 
-def test_only_shared_memory_that_the_process_made_is_unlinked(
-    child: tuple[subprocess.Popen[bytes], list[Path], Path],
-) -> None:
+def test_only_shared_memory_of_the_process_is_unlinked(child: tuple[subprocess.Popen[bytes], list[Path], Path]) -> None:
     started, theirs, shared = child
     assert shared.exists()
     remove_shared_memory_names(session_members(started.pid), started_at(started.pid))

@@ -31,9 +31,7 @@ def test_a_lock_that_a_killed_job_left_is_removed(tmp_path: Path, caplog: pytest
     assert f"removed {lock}" in caplog.text
 
 
-def test_a_lock_whose_holder_lives_is_left_and_the_holder_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_with_a_living_holder_is_left_and_it_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lock = lock_of(tmp_path)
     with subprocess.Popen(["sleep", "60"], stdin=lock.open("x+")) as holder:
         with caplog.at_level(logging.WARNING):
@@ -68,7 +66,5 @@ def test_the_folder_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"offload_param": {"device": "nvme", "nvme_path": "/local"}}, True),
     ],
 )
-def test_of_what_deepspeed_is_configured_to_do_only_nvme_drives_need_a_compiled_op(
-    zero: dict[str, object], expected: bool
-) -> None:
+def test_of_deepspeeds_settings_only_nvme_drives_need_a_compiled_op(zero: dict[str, object], expected: bool) -> None:
     assert compiles({"zero_optimization": zero}) == expected

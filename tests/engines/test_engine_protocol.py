@@ -415,9 +415,7 @@ def test_an_empty_prompt_is_refused(generator: Any) -> None:
         list(engine.generate(asked, SAMPLING))
 
 
-def test_tokens_of_a_users_own_generate_have_the_log_probabilities_of_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_of_a_users_own_generate_have_the_models_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(1)
     engine = TransformersEngine(lambda: contextlib.nullcontext(model), CPU, batch_size=8)
     own = model.generate

@@ -13,18 +13,7 @@ import torch
 from generating import buckets, requests, samples
 from holding import held
 from limits import patience
-from rescoring import (
-    TAKING,
-    TEMPERATURE,
-    Models,
-    assert_exact,
-    error_of,
-    kept_keys,
-    recomputed_keys,
-    the_rest,
-    wait_for,
-    wait_until_idle,
-)
+from rescoring import TEMPERATURE, Models, assert_exact, error_of, kept_keys, the_rest, wait_for, wait_until_idle
 from transformers import LlamaForCausalLM
 
 from trl_realloc.engines.base import EngineError, Sampling, Updates
@@ -57,14 +46,11 @@ def engine(shared: VLLMEngine, models: Models) -> VLLMEngine:
     return shared
 
 
-@pytest.mark.parametrize("updates", TAKING)
-def test_every_token_is_of_its_version_and_those_before_an_update_are_as_if_it_had_not_come(
-    engine: VLLMEngine, models: Models, updates: Updates
-) -> None:
+def test_every_token_is_of_its_version_and_earlier_ones_see_no_update(engine: VLLMEngine, models: Models) -> None:
     asked = requests(ROWS + 12)  # the last ones wait until others have finished
     untouched = samples(engine, asked, LONG)
     with held(engine, 60) as hold:
-        generation = engine.start(asked, LONG, updates)
+        generation = engine.start(asked, LONG, Updates.KEEP)
         for version in (2, 3):
             hold(60 * (version - 1))
             wait_for(generation, 60 * (version - 1))
@@ -80,16 +66,13 @@ def test_every_token_is_of_its_version_and_those_before_an_update_are_as_if_it_h
         assert after.token_ids[:drawn] == before.token_ids[:drawn]
         assert after.logprobs[:drawn] == before.logprobs[:drawn]
         assert after.token_ids != before.token_ids
-    assert_exact(models, asked, got, updates)
+    assert_exact(models, asked, got)
     generation.close()
     assert {version for sample in samples(engine, asked[:2], LONG) for version in sample.versions} == {3}
 
 
-@pytest.mark.parametrize("updates", TAKING)
-def test_updates_come_with_and_without_requests_and_several_one_after_the_other(
-    engine: VLLMEngine, models: Models, updates: Updates
-) -> None:
-    generation = engine.start([], LONG, updates)
+def test_updates_come_with_and_without_requests_and_several_in_a_row(engine: VLLMEngine, models: Models) -> None:
+    generation = engine.start([], LONG, Updates.KEEP)
     for version in (2, 3):
         engine.load(buckets(models[version]), version)
         assert engine.stopped_s == 0
@@ -102,42 +85,36 @@ def test_updates_come_with_and_without_requests_and_several_one_after_the_other(
     got = the_rest(generation)
     assert {version for completion in got for version in completion.versions} <= {3, 4, 5}
     assert all({3, 5} <= set(completion.versions) for completion in got)
-    assert_exact(models, asked, got, updates)
+    assert_exact(models, asked, got)
     engine.load(buckets(models[6]), 6)
     generation.add(asked)
     again = the_rest(generation)
     assert {version for completion in again for version in completion.versions} == {6}
-    assert_exact(models, asked, again, updates)
+    assert_exact(models, asked, again)
     generation.close()
 
 
-@pytest.mark.parametrize("updates", TAKING)
-def test_a_new_request_finds_no_keys_of_earlier_parameters(
-    engine: VLLMEngine, models: Models, updates: Updates
-) -> None:
+def test_a_new_request_finds_no_keys_of_earlier_parameters(engine: VLLMEngine, models: Models) -> None:
     """Prompts longer than a block of the prefix cache, and the same ones again: running, waiting, and after updates."""
     short = Sampling(max_tokens=60, temperature=TEMPERATURE)
     asked = requests(ROWS, length=150)
     waiting = [replace(request, index=request.index + 500) for request in asked]
     with held(engine, 5):
-        generation = engine.start([*asked, *waiting], short, updates)
+        generation = engine.start([*asked, *waiting], short, Updates.KEEP)
         wait_for(generation, 5)
         engine.load(buckets(models[2]), 2)
     later = [replace(request, index=request.index + 1000) for request in asked]
     generation.add(later)
     got = the_rest(generation)
-    assert_exact(models, [*asked, *waiting, *later], got, updates)
+    assert_exact(models, [*asked, *waiting, *later], got)
     assert {version for completion in got[ROWS:] for version in completion.versions} == {2}
     generation.close()
 
 
-@pytest.mark.parametrize("updates", TAKING)
-def test_samples_are_withdrawn_and_come_back_after_an_update(
-    engine: VLLMEngine, models: Models, updates: Updates
-) -> None:
+def test_samples_are_withdrawn_and_come_back_after_an_update(engine: VLLMEngine, models: Models) -> None:
     asked = requests(8)
     with held(engine, 50) as hold:
-        generation = engine.start(asked, LONG, updates)
+        generation = engine.start(asked, LONG, Updates.KEEP)
         wait_for(generation, 50)
         moved = generation.withdraw([request.index for request in asked[:4]])
         assert all(set(unfinished.versions) == {1} for unfinished in moved)
@@ -149,7 +126,7 @@ def test_samples_are_withdrawn_and_come_back_after_an_update(
         wait_for(generation, 120)
         engine.load(buckets(models[3]), 3)
     got = the_rest(generation)
-    assert_exact(models, asked[4:], got[4:], updates)
+    assert_exact(models, asked[4:], got[4:])
     for request, completion, unfinished in zip(asked, got[:4], moved, strict=False):
         count = len(unfinished.token_ids)
         assert completion.token_ids[:count] == unfinished.token_ids
@@ -157,10 +134,8 @@ def test_samples_are_withdrawn_and_come_back_after_an_update(
         assert completion.versions[:count] == unfinished.versions
         assert set(completion.versions) == {1, 2, 3}
         tokens, versions = completion.token_ids, completion.versions
-        if updates is Updates.KEEP:  # version 2 has computed the keys of what it was given
-            expected = kept_keys(models, request.prompt_ids, tokens, versions, already=count)
-        else:
-            expected = recomputed_keys(models, request.prompt_ids, tokens, versions)[count:]
+        # version 2 has computed the keys of what it was given
+        expected = kept_keys(models, request.prompt_ids, tokens, versions, already=count)
         assert error_of(expected, completion.logprobs[count:], tokens[count:]) < 1e-4
     generation.close()
 
@@ -207,10 +182,7 @@ def test_samples_that_finish_before_the_first_bucket_comes_are_not_lost(engine: 
     generation.close()
 
 
-@pytest.mark.parametrize("updates", TAKING)
-def test_no_token_is_drawn_while_the_engine_has_a_part_of_the_parameters(
-    engine: VLLMEngine, models: Models, updates: Updates
-) -> None:
+def test_no_token_is_drawn_while_the_engine_has_a_part_of_the_parameters(engine: VLLMEngine, models: Models) -> None:
     asked = requests(ROWS)
 
     def slow() -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -222,13 +194,13 @@ def test_no_token_is_drawn_while_the_engine_has_a_part_of_the_parameters(
 
     with held(engine, 20) as hold:
         decode_on = partial(hold, LONG.max_tokens)
-        generation = engine.start(asked, LONG, updates)
+        generation = engine.start(asked, LONG, Updates.KEEP)
         wait_for(generation, 20)
         engine.load(slow(), 2)
     assert 0.6 <= engine.stopped_s < patience(3)
     got = the_rest(generation)
     assert all(set(completion.versions) == {1, 2} for completion in got)
-    assert_exact(models, asked, got, updates)
+    assert_exact(models, asked, got)
     generation.close()
 
 
@@ -259,17 +231,15 @@ def nothing(model: LlamaForCausalLM) -> Iterator[list[tuple[str, torch.Tensor]]]
         (nothing, EngineError, "no bucket held"),
     ],
 )
-@pytest.mark.parametrize("updates", TAKING)
 def test_a_failed_update_closes_the_generation_with_its_reason(
     engine: VLLMEngine,
     models: Models,
     broken: Callable[[LlamaForCausalLM], Iterator[list[tuple[str, torch.Tensor]]]],
     error: type[Exception],
     reason: str,
-    updates: Updates,
 ) -> None:
     with held(engine, 20):
-        generation = engine.start(requests(ROWS + 4), LONG, updates)
+        generation = engine.start(requests(ROWS + 4), LONG, Updates.KEEP)
         wait_for(generation, 20)
         with pytest.raises(error, match=reason):
             engine.load(broken(models[2]), 2)
@@ -279,9 +249,9 @@ def test_a_failed_update_closes_the_generation_with_its_reason(
             call()
     generation.close()
     with pytest.raises(EngineError, match="no complete weights"):
-        engine.start(requests(1), LONG, updates)
+        engine.start(requests(1), LONG, Updates.KEEP)
     engine.load(buckets(models[3]), 3)
     asked = requests(4)
-    generation = engine.start(asked, LONG, updates)
-    assert_exact(models, asked, the_rest(generation), updates)
+    generation = engine.start(asked, LONG, Updates.KEEP)
+    assert_exact(models, asked, the_rest(generation))
     generation.close()

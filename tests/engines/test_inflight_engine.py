@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from generating import buckets, llama, requests
 from holding import held
-from rescoring import TAKING, TEMPERATURE, Models, assert_exact, the_rest, wait_for
+from rescoring import TEMPERATURE, Models, assert_exact, the_rest, wait_for
 
 from trl_realloc.engines.base import Sampling, Updates
 from trl_realloc.engines.generation.engine_process import engine_environment
@@ -40,20 +40,19 @@ def test_steps_under_way_are_waited_for_and_their_tokens_are_of_the_version_befo
 ) -> None:
     engine, log = two_batches
     sampling = Sampling(max_tokens=120, temperature=TEMPERATURE)
-    for updates in TAKING:
-        engine.load(buckets(models[1]), 1)
-        asked = requests(24)
-        with held(engine, 10) as hold:
-            generation = engine.start(asked[:5], sampling, updates)
-            for version in range(2, 7):
-                hold(10 * (version - 1))
-                wait_for(generation, 10 * (version - 1))
-                generation.add(asked[4 * version - 3 : 4 * version + 1] if version < 6 else asked[21:])
-                engine.load(buckets(models[version]), version)
-        got = the_rest(generation)
-        assert_exact(models, asked, got, updates)
-        assert {version for completion in got for version in completion.versions} >= {1, 3, 6}
-        generation.close()
+    engine.load(buckets(models[1]), 1)
+    asked = requests(24)
+    with held(engine, 10) as hold:
+        generation = engine.start(asked[:5], sampling, Updates.KEEP)
+        for version in range(2, 7):
+            hold(10 * (version - 1))
+            wait_for(generation, 10 * (version - 1))
+            generation.add(asked[4 * version - 3 : 4 * version + 1] if version < 6 else asked[21:])
+            engine.load(buckets(models[version]), version)
+    got = the_rest(generation)
+    assert_exact(models, asked, got)
+    assert {version for completion in got for version in completion.versions} >= {1, 3, 6}
+    generation.close()
     under_way = [int(line.split()[-1]) for line in log.read_text().splitlines() if line.startswith("under way:")]
     assert max(under_way) >= 1
     assert engine.version == 6
@@ -84,9 +83,7 @@ if __name__ == "__main__":
             withdrawn += len(running.withdraw([each * number + 7], 1))
             running.settle()
             running.peek()
-            running.updated(number, keep=number % 2 == 0)
-            if number % 2:
-                assert llm.reset_prefix_cache(reset_running_requests=True)
+            running.updated(number)
         assert done + withdrawn == each
 
     def used():
@@ -108,9 +105,7 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_grows_with_the_requests_and_updates_of_a_long_generation(
-    run_with_vllm: Callable[..., str], tmp_path: Path
-) -> None:
+def test_nothing_grows_with_the_requests_and_updates_served(run_with_vllm: Callable[..., str], tmp_path: Path) -> None:
     llama(0).config.save_pretrained(tmp_path)
     environment = engine_environment(1, sorted(os.sched_getaffinity(0))[:1], None)
     del environment["PYTHONPATH"]

@@ -117,8 +117,7 @@ class Moves:
 
 @pytest.mark.oldest  # what is used of vLLM to withdraw samples is private
 def test_samples_that_move_at_random_moments_are_those_that_do_not_move(engines: list[VLLMEngine]) -> None:
-    chance, moved, again, tokens = random.Random(5), 0, 0, 0
-    before = sum(engine.tokens_given_out() for engine in engines)
+    chance, moved, again = random.Random(5), 0, 0
     for number in range(200):
         asked = requests(48, seed=1000 * number)
         expected = samples(engines[number % 2], asked, STOPPING)
@@ -135,7 +134,6 @@ def test_samples_that_move_at_random_moments_are_those_that_do_not_move(engines:
         assert_same(moves.completions, expected)
         assert all(decoded >= 0 for decoded in moves.decoded)
         assert sum(moves.decoded) == sum(len(completion.token_ids) for completion in expected)
-        tokens += sum(moves.decoded)
         moved += sum(moves.moves.values())
         again += sum(count > 1 for count in moves.moves.values())
         if moved >= 500 and again >= 50:
@@ -143,8 +141,6 @@ def test_samples_that_move_at_random_moments_are_those_that_do_not_move(engines:
     print(f"{moved} samples moved, {again} of them several times, in {number + 1} generations")
     assert moved >= 500
     assert again >= 50
-    given_out = sum(engine.tokens_given_out() for engine in engines) - before
-    assert given_out == 2 * tokens, "by vLLM's own count no token was decoded twice, moved or not"
 
 
 def test_a_sample_can_be_continued_after_each_of_its_tokens(one: VLLMEngine) -> None:
@@ -232,9 +228,7 @@ def test_requests_can_be_added_when_all_others_have_finished(one: VLLMEngine) ->
     assert_same(got, expected)
 
 
-def test_a_generation_that_is_closed_in_the_middle_leaves_the_engine_free(
-    one: VLLMEngine, model: LlamaForCausalLM
-) -> None:
+def test_a_generation_closed_in_its_middle_leaves_the_engine_free(one: VLLMEngine, model: LlamaForCausalLM) -> None:
     expected = samples(one, requests(8), LONG)
     with held(one, 8):
         generation = one.start(requests(64), LONG)
@@ -260,10 +254,10 @@ def test_a_generation_that_is_closed_in_the_middle_leaves_the_engine_free(
     [
         (
             Unfinished(100, (5,) * 64, (-1.0,) * 64, (1,) * 64),
-            "request 100 has begun with 64 tokens, and max_tokens is 64",
+            "request 100 has begun with 64 tokens, and max_tokens is 64: there is nothing left",
         ),
         (Unfinished(100, (5, 3), (-1.0, -1.0), (1, 1)), "request 100 has begun with a stop token"),
-        (Unfinished(101, (5,), (-1.0,), (1,)), "request 100 has begun with the tokens of 101"),
+        (Unfinished(101, (5,), (-1.0,), (1,)), "request 100 continues tokens of request 101"),
         (Unfinished(100, (5, 6), (-1.0,), (1, 1)), "2 tokens and 1 log-probabilities"),
         (Unfinished(100, (5, 6), (-1.0, -1.0), (1,)), "2 tokens and 1 versions"),
         (Unfinished(100, (5, 128), (-1.0, -1.0), (1, 1)), "outside the model's vocabulary of 128"),

@@ -67,9 +67,7 @@ def round_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_loaded_model_in_16_bits_packs_whatever_the_device_rounds(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_16_bits_packs_whatever_is_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     round_as_a_gpu(monkeypatch)
     model = causal("llama").to(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

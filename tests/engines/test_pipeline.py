@@ -87,9 +87,7 @@ class Sent:
         Sent.under_way -= 1
 
 
-def test_a_stage_that_scores_keeps_as_many_of_its_hidden_states_as_there_are_stages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stage_that_scores_keeps_a_hidden_state_for_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     head, ran = ValueHead(tiny.classifier()).eval(), list[int]()
     pipeline = StagePipeline(head, MeshGroup((0, 1, 2), 0), CPU, hidden=head.model.config.hidden_size)
     monkeypatch.setattr(dist, "isend", Sent)

@@ -80,9 +80,7 @@ def test_no_free_port_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("value", ["65536", "70000", "0", "-5", "any", "8000:9000", "9" * 5000])
-def test_a_value_of_vllm_port_that_is_no_port_is_refused_with_what_to_do(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_port_that_is_no_port_is_refused_with_what_to_do(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PORT", value)
     with pytest.raises(OSError, match=f"VLLM_PORT is '{value[:20]}.*not a port; set it to a number from 1 to 65535"):
         reserve_port()

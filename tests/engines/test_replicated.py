@@ -35,17 +35,9 @@ State = dict[str, Tensor]
 
 
 def config(**options: Any) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-        pad_token_id=0,
-        **options,
-    )
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaConfig(**sizes, **heads, initializer_range=0.2, pad_token_id=0, **options)
 
 
 def policy_head() -> PolicyHead:
@@ -153,9 +145,7 @@ def test_gradients_are_clipped_by_their_global_norm(samples: Rollouts) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_gradients_that_the_optimizer_leaves_out_are_not_added_up_over_the_steps(
-    samples: Rollouts, dtype: torch.dtype | None
-) -> None:
+def test_gradients_that_no_optimizer_has_do_not_add_up_over_steps(samples: Rollouts, dtype: torch.dtype | None) -> None:
     """A user's optimizer may hold some of the trainable parameters."""
 
     def score_alone(module: nn.Module) -> torch.optim.Optimizer:

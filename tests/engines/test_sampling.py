@@ -128,9 +128,7 @@ def assert_drawn_so(
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_tokens_have_the_log_probabilities_of_transformers_own_processors(
-    loaded: VLLMEngine, model: LlamaForCausalLM, name: str
-) -> None:
+def test_tokens_have_transformers_log_probabilities(loaded: VLLMEngine, model: LlamaForCausalLM, name: str) -> None:
     sampling, asked = SAMPLINGS[name], requests(24)
     got = samples(loaded, asked, sampling)
     assert_drawn_so(model, asked, got, sampling)
@@ -151,9 +149,7 @@ def test_a_sample_is_the_same_alone_and_in_any_batch(loaded: VLLMEngine, model: 
         assert tokens(samples(engine, asked[5:6], SAMPLINGS[name])) == whole[5:6]
 
 
-def test_a_response_ends_with_any_of_the_stop_tokens_or_at_its_own_limit(
-    loaded: VLLMEngine, model: LlamaForCausalLM
-) -> None:
+def test_a_response_ends_with_any_stop_token_or_at_its_limit(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
     asked = [replace(request, max_tokens=(None, 1, 7, 23)[i % 4]) for i, request in enumerate(requests(24))]
     for engine in (loaded, in_place(model)):
         free = samples(engine, requests(24))
@@ -169,15 +165,12 @@ def test_a_response_ends_with_any_of_the_stop_tokens_or_at_its_own_limit(
         assert ended == stops
 
 
-@pytest.mark.parametrize("updates", [Updates.KEEP, Updates.RECOMPUTE])
-def test_a_moved_sample_goes_on_with_its_penalty_and_its_limit(
-    loaded: VLLMEngine, model: LlamaForCausalLM, updates: Updates
-) -> None:
+def test_a_moved_sample_goes_on_with_its_penalty_and_its_limit(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
     sampling = replace(SAMPLINGS["all together"], max_tokens=100, stop_token_ids=())
     asked = [replace(request, max_tokens=90 + i % 11) for i, request in enumerate(requests(16))]
     expected = samples(loaded, asked, sampling)
     with held(loaded, 20):
-        generation = loaded.start(asked, sampling, updates)
+        generation = loaded.start(asked, sampling, Updates.KEEP)
         wait_for(generation, 20)
         moved = generation.withdraw([request.index for request in asked[:8]])
         assert len(moved) == 8
@@ -194,9 +187,7 @@ def test_a_moved_sample_goes_on_with_its_penalty_and_its_limit(
 
 
 @pytest.mark.oldest
-def test_a_regular_expression_is_matched_and_the_tokens_have_its_distribution(
-    loaded: VLLMEngine, model: LlamaForCausalLM
-) -> None:
+def test_tokens_match_a_regular_expression_by_its_distribution(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
     asked, tokenizer = requests(24), letters()
     sampling = replace(SAMPLING, regex="[a-e]{3}([0-9]|x)+", stop_token_ids=(EOS,))
     got = samples(loaded, asked, sampling)
@@ -215,7 +206,7 @@ def test_a_regular_expression_is_matched_and_the_tokens_have_its_distribution(
     exact = samples(loaded, asked, replace(SAMPLING, regex="ab"))
     assert {completion.token_ids for completion in exact} == {(*tokenizer.convert_tokens_to_ids(["a", "b"]), EOS)}
     assert all(completion.stopped for completion in exact), "the eos token that a grammar ends with"
-    with pytest.raises(EngineError, match="vLLM refuses to draw tokens so: "):
+    with pytest.raises(EngineError, match="vLLM refuses these sampling settings: "):
         loaded.generate(asked, replace(SAMPLING, regex="[a-"))
     assert len(samples(loaded, asked)) == len(asked), "the engine goes on"
     with pytest.raises(EngineError, match="no structured outputs"):
@@ -260,9 +251,7 @@ def test_several_responses_to_a_prompt_compute_it_once(loaded: VLLMEngine, model
     assert computed(short, samples(loaded, short)) == group * BLOCK, "less than a block and a token is not shared"
 
 
-def test_the_next_turn_computes_what_is_new_and_new_parameters_compute_all(
-    loaded: VLLMEngine, model: LlamaForCausalLM
-) -> None:
+def test_the_next_turn_computes_the_new_and_new_parameters_all(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
     first = [GenerationRequest(i, prompt(i, 2 * BLOCK + 9), i) for i in range(8)]
     got = samples(loaded, first)
     assert computed(first, got) == sum(len(request.prompt_ids) for request in first)
@@ -280,9 +269,7 @@ def test_the_next_turn_computes_what_is_new_and_new_parameters_compute_all(
         assert_drawn_so(other if version == 1 else model, turn, anew, SAMPLING)
 
 
-def test_a_generation_after_updates_in_flight_uses_no_keys_of_earlier_parameters(
-    loaded: VLLMEngine, model: LlamaForCausalLM
-) -> None:
+def test_after_updates_in_flight_no_earlier_keys_are_used(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
     asked = [GenerationRequest(i, prompt(i, 3 * BLOCK + 1), i) for i in range(8)]
     generation = loaded.start(asked, replace(SAMPLING, max_tokens=80), Updates.KEEP)
     other = llama(8)

@@ -43,7 +43,7 @@ def drawn_from(logits: Tensor, sampling_mask: SamplingMask) -> Tensor:
     return keep_nucleus(logits, torch.full((len(logits),), sampling_mask.top_p)) if sampling_mask.top_p < 1 else logits
 
 
-def some_support(seed: int) -> SamplingMask:
+def some_mask(seed: int) -> SamplingMask:
     draw = random.Random(seed)
     of_all = SamplingMask(
         draw.choice([1.0, 0.3, 0.8, 0.95, 0.999]), draw.choice([0, 1, 7, 100]), draw.choice([0.0, 0.02, 0.3])
@@ -68,14 +68,12 @@ def in_slices(leaf: Tensor, targets: Tensor, temperature: float, sampling_mask: 
 
 @pytest.mark.parametrize("way", ["whole", "in slices", "split"])
 @pytest.mark.parametrize("seed", range(12))
-def test_logprobs_entropies_and_gradients_are_those_of_the_tokens_that_an_engine_keeps(
-    way: str, seed: int, alone: MeshGroup
-) -> None:
+def test_logprobs_entropies_and_gradients_are_of_kept_tokens(way: str, seed: int, alone: MeshGroup) -> None:
     """And of the target, also where it is not among them: rounding may have put it on the other side."""
     draw = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(TOKENS, VOCABULARY, generator=draw, dtype=torch.float64)
     logits[0, 3:6] = logits[0, 3]  # equal ones, which are kept together
-    sampling_mask, temperature = some_support(seed), 0.7
+    sampling_mask, temperature = some_mask(seed), 0.7
     targets = torch.randint(VOCABULARY, (TOKENS,), generator=draw)
     targets[:4] = logits[:4].argmin(-1)
     ways: dict[str, Callable[..., Any]] = {
@@ -99,10 +97,10 @@ def test_a_token_that_was_forced_has_no_gradient() -> None:
     assert not logprobs.any() and not entropy.any() and leaf.grad is not None and not leaf.grad.any()
 
 
-def test_only_rules_by_probability_are_a_support() -> None:
-    assert Sampling(8, 1.0).sampling_mask is None
-    assert Sampling(8, 0.5, repetition_penalty=1.2, regex="a+").sampling_mask is None
-    assert Sampling(8, 1.0, top_p=0.9, top_k=5).sampling_mask == SamplingMask(0.9, 5)
+def test_only_rules_by_probability_are_a_sampling_mask() -> None:
+    assert Sampling(8, 1.0).mask is None
+    assert Sampling(8, 0.5, repetition_penalty=1.2, regex="a+").mask is None
+    assert Sampling(8, 1.0, top_p=0.9, top_k=5).mask == SamplingMask(0.9, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,7 +125,7 @@ def policy_of(first: Tensor, second: Tensor, pair: tuple[int, int], sampling_mas
 
 
 @pytest.mark.parametrize(
-    "support",
+    "sampling_mask",
     [SamplingMask(top_p=0.8), SamplingMask(top_k=3), SamplingMask(min_p=0.2), SamplingMask(0.9, 4, 0.05)],
     ids=str,
 )

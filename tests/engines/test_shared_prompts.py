@@ -159,9 +159,7 @@ def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("budget", [10, 50, 1 << 20])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_an_engine_computes_a_prompt_once_and_learns_the_same(
-    budget: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_computed_once_for_equal_steps(budget: int, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a prompt is longer than a micro-batch, and where the training begins with the graphs of the scoring
     forward."""
     samples = group()

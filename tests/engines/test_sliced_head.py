@@ -18,12 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.packed_forward import PolicyHead
-from trl_realloc.engines.training.sliced_head import (
-    SlicedLogprobs,
-    logits_are_of_head,
-    row_slices,
-    works_in_slices,
-)
+from trl_realloc.engines.training.sliced_head import SlicedLogprobs, logits_are_of_head, row_slices, works_in_slices
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 from trl_realloc.plan.assignment import LOGITS_SLICE
 from trl_realloc.planner.cost.activation_memory import slice_bytes
@@ -94,9 +89,7 @@ def test_slices_give_the_numbers_and_gradients_of_whole_logits(
 
 
 @pytest.mark.usefixtures("in_slices")
-def test_an_adapted_policy_learns_in_slices_and_its_frozen_head_gets_no_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_adapted_policy_learns_in_slices_its_frozen_head_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     head = PolicyHead(get_peft_model(tiny.policy(), LoraConfig(task_type="CAUSAL_LM")), 1.0)
     assert_same(head, rollouts(), monkeypatch)
     assert all("lora_" in name for name in learned(head, rollouts())[1])
@@ -133,9 +126,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_computed_whole() -> N
         *((family, False) for family in ("gemma2", "cohere", "granite")),
     ],
 )
-def test_whether_a_model_changes_its_logits_is_known_before_it_has_weights(
-    family: str, expected: bool, is_meta: bool
-) -> None:
+def test_whether_a_model_changes_logits_is_known_before_weights(family: str, expected: bool, is_meta: bool) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 60}
     if family not in ("gpt2", "gpt_neox", "opt"):
         sizes |= {"num_key_value_heads": 1, "intermediate_size": 48, "head_dim": 16}

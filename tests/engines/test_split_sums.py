@@ -32,9 +32,7 @@ class Group:
 
 
 @pytest.mark.parametrize(("owner", "replica"), [(-1, 1), (1, 1), (1, 0)])
-def test_copies_are_made_equal_after_a_sum_over_replicas_that_each_end_makes_for_itself(
-    owner: int, replica: int
-) -> None:
+def test_copies_are_made_equal_after_a_sum_over_replicas_that_each_end_makes(owner: int, replica: int) -> None:
     """Three replicas and more add in an order that may differ between groups. The copies of a weight that one replica
     steps are made equal among its ranks."""
     done: list[tuple[str, str, int]] = []

@@ -102,9 +102,7 @@ def test_the_repetition_penalty_is_that_of_transformers(logits: Tensor, penalty:
 
 
 @given(logits=ROWS, k=K, p=P, uniform=st.floats(0, 1, exclude_max=True))
-def test_only_tokens_that_were_kept_are_drawn_and_their_probabilities_sum_to_1(
-    logits: Tensor, k: int, p: float, uniform: float
-) -> None:
+def test_only_kept_tokens_are_drawn_and_they_sum_to_1(logits: Tensor, k: int, p: float, uniform: float) -> None:
     kept = limited(logits, k, p)
     logprobs = kept.log_softmax(-1)
     assert torch.allclose(logprobs.double().exp().sum(-1), torch.ones(len(logits), dtype=torch.float64), atol=1e-5)

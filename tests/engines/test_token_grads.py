@@ -44,9 +44,7 @@ def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("loss", [clipped, sequence_level, bonus])
-def test_steps_by_the_slopes_of_a_loss_are_the_steps_of_the_loss(
-    loss: TokenLoss, sliced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_by_a_losss_slopes_are_its_steps(loss: TokenLoss, sliced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if sliced:
         monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)
         monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 3 * 50)

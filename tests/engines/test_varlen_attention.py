@@ -11,13 +11,7 @@ import tiny
 import torch
 from test_sliced_head import rollouts
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    Qwen2Config,
-    modeling_utils,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen2Config, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -168,9 +162,7 @@ def test_torchs_attention_for_different_lengths_gets_the_samples_and_the_window(
     torch.testing.assert_close(computed(), expected)
 
 
-def test_torchs_attention_is_used_on_a_gpu_in_16_bits_and_where_nothing_changes_the_scores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_torchs_attention_is_used_on_a_gpu_in_16_bits_with_plain_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen_attention, "has_kernel", lambda *_: True)
     on_gpu = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 9, 128), "device": torch.device("cuda")}
     like = type("Like", (), on_gpu)

@@ -34,7 +34,7 @@ from generating import (
 )
 from holding import held, spoiled
 from limits import patience
-from rescoring import TAKING, Models, assert_exact, wait_for
+from rescoring import Models, assert_exact, wait_for
 from shared_memory import left, names
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -95,9 +95,7 @@ def pair(start: Start) -> VLLMEngine:
     return start(tensor_parallel_size=2, cpu_cores=[cores[0], cores[-1]])
 
 
-def test_the_same_seeds_draw_the_same_tokens_as_generation_by_transformers(
-    loaded: VLLMEngine, model: LlamaForCausalLM
-) -> None:
+def test_equal_seeds_draw_the_tokens_that_transformers_draws(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
     reference = TransformersEngine(lambda: contextlib.nullcontext(model), torch.device("cpu"), batch_size=8)
     sampling = Sampling(max_tokens=24, temperature=0.7, stop_token_ids=(3,))
     for one, other in zip(
@@ -141,6 +139,12 @@ def test_new_weights_change_the_samples_and_agree_with_their_model(loaded: VLLME
         assert worst_difference(other, asked, after, 0.7) < 1e-4
 
 
+def assert_without_weights(engine: VLLMEngine) -> None:
+    assert engine.version == -1
+    with pytest.raises(EngineError, match="no complete weights"):
+        engine.generate(requests(1), SAMPLING)
+
+
 def test_a_torn_update_refuses_to_generate_until_a_whole_one(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
     def torn() -> Iterator[list[tuple[str, torch.Tensor]]]:
         for number, bucket in enumerate(buckets(llama(3))):
@@ -150,9 +154,7 @@ def test_a_torn_update_refuses_to_generate_until_a_whole_one(loaded: VLLMEngine,
 
     with pytest.raises(ConnectionError, match="lost a rank"):
         loaded.load(torn(), 2)
-    assert loaded.version == -1
-    with pytest.raises(EngineError, match="no complete weights"):
-        loaded.generate(requests(1), SAMPLING)
+    assert_without_weights(loaded)
     loaded.load(buckets(model), 3)
     assert worst_difference(model, requests(4), samples(loaded, requests(4)), 0.7) < 1e-4
 
@@ -192,9 +194,7 @@ def test_one_other_bit_in_the_engine_is_refused_with_both_digests(
         r"\(1 of 21 tensors differ\)\.\n",
         capsys.readouterr().out,
     )
-    assert loaded.version == -1
-    with pytest.raises(EngineError, match="no complete weights"):
-        loaded.generate(requests(1), SAMPLING)
+    assert_without_weights(loaded)
     loaded.load(buckets(model), 5)
     assert worst_difference(model, requests(4), samples(loaded, requests(4)), 0.7) < 1e-4
 
@@ -251,9 +251,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_generated(
     assert len(samples(loaded, requests(2))) == 2
 
 
-def test_a_killed_engine_is_reported_at_once_with_its_name_and_how_it_ended(
-    engine: VLLMEngine, model: LlamaForCausalLM
-) -> None:
+def test_a_killed_engine_is_reported_at_once_with_name_and_cause(engine: VLLMEngine, model: LlamaForCausalLM) -> None:
     shared_before = names()
     engine.load(buckets(model), 1)
     session = engine.pid
@@ -306,14 +304,11 @@ def test_two_tensor_parallel_processes_hold_the_same_model(pair: VLLMEngine, mod
     assert all(name.startswith("@") for name in unix_sockets(pair.pid))
 
 
-@pytest.mark.parametrize("updates", TAKING)
-def test_two_tensor_parallel_processes_take_new_parameters_while_they_generate(
-    pair: VLLMEngine, models: Models, updates: Updates
-) -> None:
+def test_tensor_parallel_processes_take_new_parameters_while_they_generate(pair: VLLMEngine, models: Models) -> None:
     asked = {request.index: request for request in requests(100)}  # of which 64 are decoded at the same time
     pair.load(buckets(models[1]), 1)
     with held(pair, 10):
-        generation = pair.start([*asked.values()], ENDLESS, updates)
+        generation = pair.start([*asked.values()], ENDLESS, Updates.KEEP)
         wait_for(generation, 10)
         pair.load(buckets(models[2]), 2)
     ended: dict[frozenset[int], list[Completion]] = defaultdict(list)
@@ -323,12 +318,10 @@ def test_two_tensor_parallel_processes_take_new_parameters_while_they_generate(
     generation.close()
     assert ended.keys() == {frozenset({1, 2}), frozenset({2})}
     got = [completion for of_versions in ended.values() for completion in of_versions[:40]]
-    assert_exact(models, [asked[completion.index] for completion in got], got, updates)
+    assert_exact(models, [asked[completion.index] for completion in got], got)
 
 
-def test_processes_that_wait_for_each_other_do_not_give_up_their_core_between_two_looks(
-    run_with_vllm: Callable[..., str],
-) -> None:
+def test_processes_that_wait_for_each_other_keep_their_core_between_looks(run_with_vllm: Callable[..., str]) -> None:
     """Linux 6.18 lets processes that do so win: the engine's owner had no core for seconds. In a process of its own,
     because vLLM stays out of this one."""
     code = """
@@ -444,9 +437,7 @@ def test_an_engine_wakes_for_weights_and_for_samples(start: Start, model: LlamaF
     expected = samples(engine, requests(8))
     engine.sleep()
     engine.sleep()
-    assert engine.version == -1
-    with pytest.raises(EngineError, match="no complete weights"):
-        engine.generate(requests(1), SAMPLING)
+    assert_without_weights(engine)
     engine.load(buckets(model), 1)
     assert samples(engine, requests(8)) == expected
     left = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))
@@ -473,9 +464,7 @@ def test_an_argument_of_the_users_reaches_the_engine_and_its_log_is_kept(
     logged: tuple[VLLMEngine, Path, set[str]], model: LlamaForCausalLM
 ) -> None:
     engine, log, _ = logged
-    assert engine.version == -1
-    with pytest.raises(EngineError, match="no complete weights"):
-        engine.generate(requests(1), SAMPLING)
+    assert_without_weights(engine)
     engine.load(buckets(model), 1)
     engine.sleep()
     assert engine.version == 1, "at level 1 it keeps its weights"
@@ -486,9 +475,7 @@ def test_an_argument_of_the_users_reaches_the_engine_and_its_log_is_kept(
     assert lines[1].startswith("--- engine 9, started 20")
 
 
-def test_a_stopped_engine_is_reported_within_its_step_timeout(
-    logged: tuple[VLLMEngine, Path, set[str]], model: LlamaForCausalLM
-) -> None:
+def test_a_stopped_engine_is_told_in_time(logged: tuple[VLLMEngine, Path, set[str]], model: LlamaForCausalLM) -> None:
     engine, _, shared_before = logged
     engine.load(buckets(model), 1)
     session = engine.pid
@@ -553,9 +540,7 @@ def test_the_engine_is_no_rank_of_the_job_and_counts_gpus_as_it_does(monkeypatch
     assert (on_cores["VLLM_CPU_OMP_THREADS_BIND"], on_cores["OMP_NUM_THREADS"]) == ("0,2|4,6", "2")
 
 
-def test_an_engine_on_the_cpu_compiles_where_the_user_says_so_and_one_on_a_gpu_always(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_cpu_engine_compiles_where_asked_and_a_gpus_always(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environments: list[dict[str, str]] = []
     monkeypatch.setattr(vllm, "EngineProcess", lambda *arguments: environments.append(arguments[2]))
     LlamaConfig().save_pretrained(tmp_path)

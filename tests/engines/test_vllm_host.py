@@ -72,9 +72,7 @@ def test_an_engine_that_generates_with_the_weights_that_it_kept_wakes_whole() ->
 @pytest.mark.parametrize(
     ("repeatable", "on_cpu", "by_seed"), [(False, False, False), (True, False, True), (False, True, True)]
 )
-def test_vllms_own_sampler_draws_on_a_gpu_unless_the_draw_is_to_repeat_exactly(
-    repeatable: bool, on_cpu: bool, by_seed: bool
-) -> None:
+def test_vllms_sampler_draws_on_a_gpu_unless_draws_must_repeat(repeatable: bool, on_cpu: bool, by_seed: bool) -> None:
     assert draws_by_seed({"repeatable_sampling": repeatable}, on_cpu) == by_seed
 
 
@@ -94,9 +92,7 @@ def test_flashinfers_sampler_does_not_draw_on_a_gpu(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("given", "level"), [(None, "INFO"), ("ERROR", "INFO"), ("WARNING", "WARNING"), ("DEBUG", "DEBUG")]
 )
-def test_an_engines_log_has_what_vllm_says_though_trl_silences_it(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, level: str
-) -> None:
+def test_an_engines_log_keeps_what_vllm_says(monkeypatch: pytest.MonkeyPatch, given: str | None, level: str) -> None:
     if given is None:
         monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     else:
@@ -104,9 +100,7 @@ def test_an_engines_log_has_what_vllm_says_though_trl_silences_it(
     assert engine_environment(1, None, [0])["VLLM_LOGGING_LEVEL"] == level
 
 
-def test_this_packages_sampler_draws_in_vllms_older_model_runner_in_all_releases(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_this_packages_sampler_draws_in_vllms_older_runner_in_all_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.32 takes its newest runner where nothing is said, and refuses there the processors of the older one."""
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment(1, None, [0])

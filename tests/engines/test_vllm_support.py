@@ -59,7 +59,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one(arguments: dict[str
         ("data_parallel_size", "set dp of the call"),
         ("gpu_memory_utilization", "set vllm_gpu_memory_utilization"),
         ("trust_remote_code", "whose family Transformers has"),
-        ("logprobs_mode", "training needs each token's probability as drawn"),
+        ("logprobs_mode", "training needs each token's probability as sampled"),
     ],
 )
 def test_an_argument_that_is_decided_elsewhere_is_refused_with_what_to_set(name: str, remedy: str) -> None:

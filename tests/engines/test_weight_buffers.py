@@ -15,9 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from trl_realloc.engines.generation.vllm import send_weights
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.generation.weight_buffers import WeightBuffers, by_cuda_ipc
-from trl_realloc.engines.generation.weight_sender import send_weights
 
 
 def bucket() -> list[tuple[str, torch.Tensor]]:
@@ -235,9 +235,7 @@ def loads_of_toys() -> tuple[str | None, str | None, str | None]:
 
 
 @pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
-def test_a_load_is_complete_with_all_that_a_checkpoint_has_and_not_if_vllm_lost_some(
-    vllm_process: ProcessPoolExecutor,
-) -> None:
+def test_a_load_is_complete_with_all_of_a_checkpoint_not_if_vllm_lost_some(vllm_process: ProcessPoolExecutor) -> None:
     whole, short, lost = vllm_process.submit(loads_of_toys).result(timeout=180)
     assert whole is None
     assert short is not None and "no bucket held second.weight (1 in all)" in short
@@ -347,9 +345,7 @@ def handles_after_loads() -> list[int]:
 
 
 @pytest.mark.skipif(not is_vllm_available(), reason="the worker's side is vLLM's")
-def test_a_slot_on_the_gpu_is_opened_once_by_a_handle_and_closed_before_it_is_freed(
-    vllm_process: ProcessPoolExecutor,
-) -> None:
+def test_a_slot_on_the_gpu_is_opened_once_and_closed_before_it_is_freed(vllm_process: ProcessPoolExecutor) -> None:
     """torch frees memory that has been shared only if its count is exactly 0."""
     counts = vllm_process.submit(handles_after_loads).result(timeout=180)
     assert counts == [0] * 8, "two slots in each load, and two more where they grew"

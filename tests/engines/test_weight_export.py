@@ -45,15 +45,8 @@ from trl_realloc.engines.models import adapted_policy, frozen_copy, generated_co
 from trl_realloc.engines.training.weight_export import buckets, why_not_merged
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-}
+SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "tied llama": LlamaConfig(**SMALL, tie_word_embeddings=True),

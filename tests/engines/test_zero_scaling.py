@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_realloc.engines.training.zero_scaling import check_gradients, loss_scale, set_loss_scale
+from trl_realloc.engines.training.zero_gradients import check_gradients, loss_scale, set_loss_scale
 
 
 pytestmark = pytest.mark.deepspeed

@@ -49,9 +49,7 @@ def test_buckets_of_gradients_are_smaller_than_deepspeeds_own_where_the_user_nam
     assert size(None, 1234) == 1234
 
 
-def test_a_copy_is_cast_as_deepspeed_casts_what_it_trains_not_the_frequencies_of_its_rotary_embedding(
-    tmp_path: Path,
-) -> None:
+def test_a_copy_is_cast_as_deepspeed_casts_but_not_the_frequencies_of_its_rotary_embedding(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, max_position_embeddings=2048, **sizes))
     model.save_pretrained(tmp_path)
@@ -155,15 +153,8 @@ def test_deepspeed_does_not_turn_the_engines_autocast_off(stage: int, monkeypatc
     layer = head.model.model.layers[0].mlp.up_proj
     layer.register_forward_hook(lambda module, given, output: seen.add(output.dtype))
     mesh = MeshGroup((0,), 0, dist.group.WORLD)
-    made = ZeroEngine(
-        head,
-        mesh,
-        torch.device("cpu"),
-        stage=stage,
-        alone=mesh.group,
-        compute_dtype=torch.bfloat16,
-        make_optimizer=adamw,
-    )
+    how = {"stage": stage, "alone": mesh.group, "compute_dtype": torch.bfloat16, "make_optimizer": adamw}
+    made = ZeroEngine(head, mesh, torch.device("cpu"), **how)
     made.train(rollouts(4), mean_logprob, 64, 1e-3)
     made.forward(rollouts(4), 64)
     assert seen == {torch.bfloat16}

@@ -11,9 +11,7 @@ from trl_realloc.trainer.checkpoint.manifest import damage, read_manifest
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
 
-def test_hosts_with_a_disk_each_resume_from_the_newest_checkpoint_that_is_whole_among_them(
-    two_starts: TwoStarts,
-) -> None:
+def test_hosts_with_a_disk_each_resume_from_the_newest_whole_checkpoint_among_them(two_starts: TwoStarts) -> None:
     first, second = two_starts.hosts
     assert (first.out / "stopped/checkpoint-1/training_state/__0_0.distcp").is_file()
     assert not (first.out / "stopped/checkpoint-1" / CRITIC).exists(), "it has no part in the critic"

@@ -29,8 +29,7 @@ ON_TWO_EACH = {"flatten": "flatten", "separate": "separate", "split within hosts
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """What one process logs."""
-    made = tiny.trainer(tmp_path_factory.mktemp("alone"), plan="flatten", **share(1))
-    made.train()
+    made = tiny.trained(tmp_path_factory.mktemp("alone"), plan="flatten", **share(1))
     made.close()
     return tiny.updates(made)
 

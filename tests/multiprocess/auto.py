@@ -44,8 +44,7 @@ def main() -> None:
     cache.measure = lambda *given, **named: measured.append(1) or measure(*given, **named)
     if options.pop("fails", False):
         fail_while_measuring()
-    made = tiny.trainer(folder, given={"reward_model": tiny.classifier(2)}, **options)
-    made.train()
+    made = tiny.trained(folder, given={"reward_model": tiny.classifier(2)}, **options)
     if made.accelerator.is_main_process:
         found = made.setup.job_plan.priced
         said = {"measured": len(measured), "plan": made.plan.to_dict(), "estimate": found.timeline.seconds_per_step}

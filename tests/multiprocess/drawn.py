@@ -20,16 +20,8 @@ from trl_realloc.plan.model_spec import FAMILIES
 from trl_realloc.trainer.checks.plan_checks import check_layouts
 
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 52, "num_attention_heads": 4, "head_dim": 8}
+SIZES |= {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 
 
 def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[str, Any]:

@@ -45,12 +45,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MAX_BYTES, _MAX_FDS = 1 << 17, 64
 _HIGH = 1 << 10  # descriptors of an engine are below
 # what is read when vLLM, torch and OpenMP are loaded, as `engine_process.engine_environment` sets it
-_ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "GOMP_SPINCOUNT": "5000",
-    "OMP_NUM_THREADS": "1",
-}
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "INFO", "GOMP_SPINCOUNT": "5000"}
+_ENVIRONMENT |= {"OMP_NUM_THREADS": "1"}
 
 
 def imports() -> None:

@@ -53,7 +53,7 @@ def main() -> None:
         finite = all(bool(value.isfinite().all()) for value in tiny.weights(made).values())
         row = {k: v for row in made.state.log_history for k, v in row.items() if k.startswith("skipped_updates/")}
         # the same again, where nothing is left out: every rank ends, and no role has moved
-        made.executor.settings = replace(made.executor.settings, skip_nonfinite=False)
+        made.executor.runner.settings = replace(made.executor.runner.settings, skip_nonfinite=False)
         for engine in filter(None, (made.placement.engine("actor.train"), made.placement.engine("critic.train"))):
             overflow_once(engine)
         before, said = tiny.weights(made), {}

@@ -38,17 +38,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     models = JobModels(configs, specs_of(configs))
     whole = models.specs["actor.train"][0]
     cache.MAX_ELEMENTS = int(whole.elements - 3 * whole.layer_elements)  # three of the six layers
-    job = ppo_job(
-        args,
-        ReallocationPlugin(),
-        Cluster(1, 4, memory_gb=8.0),  # so that ZeRO stages are candidates
-        rank,
-        "transformers",
-        models,
-        prompt_tokens=4,
-        context_length=16,
-        pad_token_id=0,
-    )
+    cluster = Cluster(1, 4, memory_gb=8.0)  # so that ZeRO stages are candidates
+    lengths = {"prompt_tokens": 4, "context_length": 16, "pad_token_id": 0}
+    job = ppo_job(args, ReallocationPlugin(), cluster, rank, "transformers", models, **lengths)
     profile = cache.measure(job)
     nodes = Cluster(2, 2)
     groups = len(dist.distributed_c10d._world.pg_map)

@@ -52,10 +52,7 @@ def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     rank = dist.get_rank()
     mesh = MeshGroup((0, 1), rank, dist.group.WORLD)
     alone = [MeshGroup((at,), at, dist.new_group([at])) for at in (0, 1)][rank]
-    split = {
-        "tp": SplitGroups(mesh, alone, mesh, alone, alone),
-        "pp": SplitGroups(mesh, alone, alone, mesh, mesh),
-    }
+    split = {"tp": SplitGroups(mesh, alone, mesh, alone, alone), "pp": SplitGroups(mesh, alone, alone, mesh, mesh)}
 
     def engine(layout: str, head: Any, frozen: bool, bf16: bool) -> Any:
         make: dict[str, Any] = {"make_optimizer": None if frozen else adamw}
@@ -104,10 +101,7 @@ def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
         made.close()
     refused = []
     other = load_policy(str(folder.parent / f"host-{rank}"), trained=True)
-    for check in (
-        lambda: equalize(other, mesh, "actor"),
-        lambda: follow(other, 0, 1, rank, dist.group.WORLD, "actor"),
-    ):
+    for check in (lambda: equalize(other, mesh, "actor"), lambda: follow(other, 0, 1, rank, dist.group.WORLD, "actor")):
         try:
             check()
         except EngineError as error:

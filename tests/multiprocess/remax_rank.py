@@ -43,18 +43,18 @@ def main() -> None:
 
 def failing(executor: Executor) -> str:
     """What the rank is told of a reward function that fails on one sample's rank; then one that works again."""
-    function = executor.settings.functions[0]
+    function = executor.runner.settings.functions[0]
 
     def fails(completions: list[str], **columns: object) -> list[float]:
         raise ValueError("no reward today")
 
-    settings = executor.settings
-    executor.settings = type(settings)(**{**vars(settings), "functions": [FunctionReward(fails, "even")]})
+    settings = executor.runner.settings
+    executor.runner.settings = type(settings)(**{**vars(settings), "functions": [FunctionReward(fails, "even")]})
     try:
         executor.run(prompts(), 0, {Role.ACTOR: 0.1})
     except JobFailed as error:
         said = f"{error.is_recoverable} {error}"
-    executor.settings = type(settings)(**{**vars(settings), "functions": [function]})
+    executor.runner.settings = type(settings)(**{**vars(settings), "functions": [function]})
     metrics = executor.run(prompts(), 0, {Role.ACTOR: 0.1}).metrics
     executor.exchange.flush()
     return f"{said}\n{json.dumps(metrics)}"

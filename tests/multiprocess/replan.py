@@ -51,9 +51,9 @@ class Growth(TrainerCallback):
         self.trainer: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        rules = self.trainer.executor.settings
+        rules = self.trainer.executor.runner.settings
         length = SHORT if state.global_step < 3 else LONG
-        self.trainer.executor.settings = replace(rules, sampling=replace(rules.sampling, max_tokens=length))
+        self.trainer.executor.runner.settings = replace(rules, sampling=replace(rules.sampling, max_tokens=length))
 
 
 def main() -> None:

@@ -22,12 +22,9 @@ from trl_realloc.realloc.layout import layout_of
 
 
 # by which some of the recorded rollouts are truncated on either side
-CORRECTED: dict[str, Any] = {
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_truncate",
-    "vllm_importance_sampling_clip_max": 0.8,
-    "vllm_importance_sampling_clip_min": 0.3,
-}
+CORRECTED: dict[str, Any] = {"vllm_importance_sampling_correction": True}
+CORRECTED |= {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 0.8}
+CORRECTED |= {"vllm_importance_sampling_clip_min": 0.3}
 
 
 def rollouts(n: int) -> Rollouts:

@@ -23,7 +23,7 @@ from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import Support
+from trl_realloc.engines.base import SamplingMask
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.megatron import MegatronEngine
@@ -36,18 +36,9 @@ from trl_realloc.trainer.checkpoint.model_files import write_model
 from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "num_labels": 1,
-}
+SIZES = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+SIZES |= {"pad_token_id": 0, "num_labels": 1}
 CPU = torch.device("cpu")
 _groups: dict[tuple[int, int, int], SplitGroups] = {}
 
@@ -93,7 +84,7 @@ def head_of(case: Mapping[str, Any], head: str) -> RoleHead:
     model = model_of(case, head)
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    sampling_mask = Support(*case["support"]) if "support" in case else None
+    sampling_mask = SamplingMask(*case["support"]) if "support" in case else None
     return PolicyHead(model, 0.7, sampling_mask) if head == "policy" else ValueHead(model)
 
 

@@ -27,9 +27,7 @@ def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if not key.startswith("realloc/")} for row in rows]
 
 
-def test_zero_3_and_tensor_groups_train_with_vllm_and_resume_there_and_as_replicas_and_stages(
-    run: Callable[..., Path],
-) -> None:
+def test_zero_3_and_tensor_groups_train_with_vllm_and_resume_so_and_as_replicas(run: Callable[..., Path]) -> None:
     zero = {"mesh": "0-1", "engine": "zero", "dp": 2, "zero_stage": 3}
     halves, stages = split("0-1", tp=2), split("0-1", pp=2)
     sharded = {"actor.generate": VLLM, "actor.train": zero, "critic.forward": halves, "critic.train": halves}

@@ -46,9 +46,7 @@ CASES = {
 }
 
 
-def test_every_rank_and_every_copy_begins_with_the_first_ranks_parameters(
-    run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_each_rank_and_copy_begins_with_the_first_ranks_parameters(run: Callable[..., Path], tmp_path: Path) -> None:
     """Every rank is given another policy and another critic, or draws another head and other adapters."""
     tiny.policy(seed=3).save_pretrained(tmp_path / "policy")
     folder = run("replicas.py", 2, {"cases": CASES}, "started", limit_s=400)

@@ -21,9 +21,7 @@ PLANS = {
 }
 
 
-def test_a_loss_that_overflows_on_one_rank_is_left_out_or_refused_on_all_under_every_engine(
-    run: Callable[..., Path],
-) -> None:
+def test_a_loss_that_overflows_on_one_rank_is_left_out_or_refused_on_all(run: Callable[..., Path]) -> None:
     """Of two optimizer steps of each role the first is left out on all ranks and the second is taken; without the
     setting, the first ends the update on all ranks, with the sample named and no weight moved."""
     folder = run("finite.py", 2, {"plans": PLANS}, "job", limit_s=500)
@@ -35,6 +33,6 @@ def test_a_loss_that_overflows_on_one_rank_is_left_out_or_refused_on_all_under_e
             assert rank or row["moved"] == ["critic", "policy"], name
             assert row["versions"] == [1, 1], name
             for call, said in row["said"].items():
-                assert f"optimizer step 1 of {call} in update 2 was refused before it was taken" in said, name
+                assert f"optimizer step 1 of {call} in update 2 was not taken" in said, name
                 assert f"loss of sample {SAMPLE} of the batch is not finite (prompt 'w" in said, name
             assert len(row["said"]) == 2, name

@@ -26,9 +26,7 @@ CASES = {
 }
 
 
-def test_every_rank_reads_its_own_boxes_and_they_are_those_of_the_loaded_model(
-    run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_every_rank_reads_its_own_boxes_of_the_loaded_model(run: Callable[..., Path], tmp_path: Path) -> None:
     size = {"vocab_size": 101, "num_hidden_layers": 4, "num_key_value_heads": 4}
     tiny.policy(**size, tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path / "policy")
     for rank in range(2):

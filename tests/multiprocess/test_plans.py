@@ -122,9 +122,7 @@ CORRECTED: dict[int, dict[str, dict[str, Any] | None]] = {
 
 
 @pytest.mark.parametrize("mini_batches", [2])
-def test_the_same_rollouts_give_the_same_losses_and_parameters_under_every_plan(
-    run: Callable[..., Path], mini_batches: int
-) -> None:
+def test_equal_rollouts_train_alike_under_every_plan(run: Callable[..., Path], mini_batches: int) -> None:
     """12 samples; on 4 devices a mini-batch of 6 leaves ranks with one or two, and dp does not divide it."""
     metrics, weights = {}, {}
     for devices, plans in PLANS.items():

@@ -31,9 +31,7 @@ def launch(
     return servers.launch(folder / "script.py", processes, [str(folder)], folder / "log.txt", grace_s, **environment)
 
 
-def test_each_rank_is_a_process_with_its_own_session_variables_and_random_numbers(
-    servers: RankServers, tmp_path: Path
-) -> None:
+def test_a_rank_is_a_process_with_own_session_variables_and_randomness(servers: RankServers, tmp_path: Path) -> None:
     code = """
         import json, os, random, sys
         import numpy
@@ -60,9 +58,7 @@ def test_one_process_is_no_rank(servers: RankServers, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("end", "status"), [("raise ValueError('no')", 1), ("sys.exit(7)", 7), ("os.abort()", -6)])
-def test_a_rank_that_fails_ends_the_others_after_what_it_does_at_its_exit(
-    servers: RankServers, tmp_path: Path, end: str, status: int
-) -> None:
+def test_a_failed_rank_ends_others_after_its_exit(servers: RankServers, tmp_path: Path, end: str, status: int) -> None:
     code = f"""
         import atexit, os, sys, time
         if os.environ["RANK"] == "0":
@@ -81,9 +77,7 @@ def test_a_rank_that_fails_ends_the_others_after_what_it_does_at_its_exit(
     assert ("ValueError: no" in log) == (status == 1)
 
 
-def test_a_rank_that_is_given_time_ends_by_itself_after_the_failure_of_another(
-    servers: RankServers, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_given_time_ends_by_itself_after_anothers_failure(servers: RankServers, tmp_path: Path) -> None:
     code = """
         import os, sys, time
         if os.environ["RANK"] == "0":
@@ -114,9 +108,7 @@ def test_a_killed_job_leaves_no_process_of_its_ranks(servers: RankServers, tmp_p
     assert not any(session_members(int(path.stem)) for path in found)
 
 
-def test_ranks_of_a_forked_launcher_are_its_children_with_the_variables_that_it_sets(
-    servers: RankServers, tmp_path: Path
-) -> None:
+def test_ranks_of_a_forked_launcher_are_its_children_with_its_variables(servers: RankServers, tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
     (tmp_path / "script.py").write_text(

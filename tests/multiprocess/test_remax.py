@@ -30,9 +30,7 @@ PLAN: dict[str, Any] = {
 }
 
 
-def test_remax_on_four_processes_is_that_on_one_whole_and_call_by_call_and_goes_on_after_a_failure(
-    run: Callable[..., Path],
-) -> None:
+def test_remax_on_four_processes_is_that_on_one_and_goes_on_after_a_failure(run: Callable[..., Path]) -> None:
     folder = run("remax_rank.py", 4, {"plan": PLAN}, "remax", limit_s=200)
     alone = resolve_plan("flatten", Cluster(1, 1), generation_engine="transformers", zero_stage=0)
     assignments = {name: alone[name.removesuffix(".greedy")] for name in GRAPH.order}

@@ -19,13 +19,8 @@ from trl_realloc.plan.execution_plan import ExecutionPlan
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1800)]
 
 # A small rate: a larger one makes of two sums' rounding, after some updates, another token.
-OPTIONS = {
-    "max_steps": 9,
-    "per_device_train_batch_size": 4,
-    "response_length": 24,
-    "stop_token": None,
-    "learning_rate": 1e-4,
-}
+OPTIONS = {"max_steps": 9, "per_device_train_batch_size": 4, "response_length": 24, "stop_token": None}
+OPTIONS |= {"learning_rate": 1e-4}
 
 
 def test_longer_responses_move_the_run_to_another_plan_and_change_nothing_else(run: Callable[..., Path]) -> None:

@@ -33,9 +33,7 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("how", ["mapped", "open"])
-def test_a_file_that_a_living_process_uses_is_not_left_and_one_of_a_dead_process_is(
-    how: str, names: tuple[str, str]
-) -> None:
+def test_a_file_of_a_living_process_is_not_left_and_one_of_a_dead_process_is(how: str, names: tuple[str, str]) -> None:
     before = shared_memory.names()
     first, name = names
     command = [sys.executable, "-c", textwrap.dedent(MAPS), f"/dev/shm/{first}", f"/dev/shm/{name}", how]

@@ -16,16 +16,9 @@ from ranks import RankServers
 pytestmark = [pytest.mark.multiprocess, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 VERSIONS, UPDATES, SAVED = 2, 8, 4
-CONFIG: dict[str, Any] = {
-    "generation_engine": "vllm",
-    "per_device_train_batch_size": 4,
-    "response_length": 96,
-    "max_steps": UPDATES,
-    "max_staleness": VERSIONS,
-    "vllm_importance_sampling_correction": True,
-    "save_strategy": "no",
-    "eval_strategy": "no",
-}
+CONFIG: dict[str, Any] = {"generation_engine": "vllm", "per_device_train_batch_size": 4, "response_length": 96}
+CONFIG |= {"max_steps": UPDATES, "max_staleness": VERSIONS, "vllm_importance_sampling_correction": True}
+CONFIG |= {"save_strategy": "no", "eval_strategy": "no"}
 RUNS: list[dict[str, Any]] = [
     {"name": "whole", "evaluates": [2], "saves": [SAVED]},
     {"name": "resumed", "resume": f"run/checkpoint-{SAVED}"},

@@ -79,9 +79,7 @@ def test_zero_2_saves_and_resumes(run: Callable[..., Path]) -> None:
 
 
 @pytest.mark.deepspeed
-def test_zero_3_without_a_reference_saves_and_its_checkpoint_resumes_under_another_plan(
-    run: Callable[..., Path],
-) -> None:
+def test_zero_3_without_a_reference_saves_and_resumes_under_another_plan(run: Callable[..., Path]) -> None:
     config = RECIPES / "deepspeed_zero3.yaml"
     options = {**STEPS, "use_cpu": False}
     two = run("train.py", 2, options, "two", config=config, cold=True)
@@ -201,9 +199,7 @@ def test_engines_on_some_devices_get_the_weights_that_other_groups_train(run: Ca
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_generating_and_scoring_where_nothing_trains_changes_no_run(
-    run: Callable[..., Path], alone: Path, dropped: bool
-) -> None:
+def test_generating_and_scoring_elsewhere_changes_no_run(run: Callable[..., Path], alone: Path, dropped: bool) -> None:
     """The copies on the second process are refreshed before each call, or freed after it and made again: the run is the
     one of a process alone."""
     apart = separate(Cluster(1, 2), generation_engine="transformers").to_dict()

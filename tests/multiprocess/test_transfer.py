@@ -16,23 +16,22 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(
-    ("processes", "cluster", "checksum"),
+    ("processes", "cluster"),
     [
-        (2, {"nodes": 1, "devices_per_node": 2}, True),
-        (4, {"nodes": 2, "devices_per_node": 2}, False),
-        (8, {"nodes": 2, "devices_per_node": 4}, False),
+        (2, {"nodes": 1, "devices_per_node": 2}),
+        (4, {"nodes": 2, "devices_per_node": 2}),
+        (8, {"nodes": 2, "devices_per_node": 4}),
     ],
 )
 def test_every_receiver_ends_with_the_very_bits_and_no_byte_is_sent_twice(
-    processes: int, cluster: dict[str, int], checksum: bool, run: Callable[..., Path]
+    processes: int, cluster: dict[str, int], run: Callable[..., Path]
 ) -> None:
-    folder = run("transfer.py", processes, {"cluster": cluster, "pairs": 40, "checksum": checksum}, "pairs")
+    folder = run("transfer.py", processes, {"cluster": cluster, "pairs": 40}, "pairs")
     rows: list[dict[str, Any]] = json.loads((folder / "pairs.json").read_text())
     assert len(rows) >= 30
     assert all(row["right"] for row in rows), [row["pair"] for row in rows if not row["right"]]
     for row in rows:
-        assert row["scheduled"] == row["lower_bound"], row
-        assert checksum or row["sent"] == row["scheduled"], row
+        assert row["sent"] == row["scheduled"], row
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
@@ -63,7 +62,7 @@ def test_an_update_that_an_engine_refuses_or_gets_otherwise_is_used_by_nobody_an
         for rank in (giver, taker):
             first, again, refused, other, third = rank["told"]
             assert (first, again, third) == (whole, None, whole), "moved once for each version"
-            assert "rank 1: model.layers.1" in refused and "the update to version 1 was not taken" in refused
+            assert "rank 1: model.layers.1" in refused and "the update to version 1 was rejected" in refused
             assert "model.norm.weight does not lie on rank 1 as it was sent: its digest is" in other
             assert all("could be used" not in told or rank is giver for told in (refused, other))
         assert "rank 1 holds version -1" in taker["told"][2]

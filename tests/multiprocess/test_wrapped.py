@@ -14,9 +14,7 @@ from test_plans import plan, split
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 
-def test_trainer_model_has_what_its_rank_has_and_rewards_are_asked_once_for_a_sample(
-    run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_trainer_model_has_its_ranks_part_and_rewards_are_asked_once(run: Callable[..., Path], tmp_path: Path) -> None:
     tiny.policy().save_pretrained(tmp_path / "policy")
     tiny.classifier().save_pretrained(tmp_path / "critic")
     parts = plan(2, critic="1", changed={"reward.forward": split("0-1", tp=2)})

@@ -79,8 +79,7 @@ def test_one_process_without_a_launcher_trains_under_zero(run: Callable[..., Pat
     alone = {"mesh": "0", "dp": 1}
     sharded = plan(1, changed={"actor.train": {**alone, **ZERO3}, "critic.train": {**alone, **ZERO3, "zero_stage": 2}})
     folder = run("train.py", 1, {"plan": sharded}, "sharded")
-    whole = tiny.trainer(tmp_path, plan=plan(1))
-    whole.train()
+    whole = tiny.trained(tmp_path, plan=plan(1))
     for mine, other in zip(json.loads((folder / "log.json").read_text()), tiny.updates(whole), strict=True):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)
 

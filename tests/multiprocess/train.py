@@ -40,12 +40,8 @@ def main() -> None:
         raise
     made.save_model(str(folder / "final"))
     weights = tiny.weights(made)
-    calls = {
-        "actor": "actor.train",
-        "critic": "critic.train",
-        "reference": "reference.forward",
-        "reward": "reward.forward",
-    }
+    calls = {"actor": "actor.train", "critic": "critic.train", "reference": "reference.forward"}
+    calls |= {"reward": "reward.forward"}
     here = {name: bool(made.placement.engines.get(call)) for name, call in calls.items()}
     here["generator"] = "actor.generate" in made.placement.generators
     engine = getattr(made.placement.engine("actor.train"), "engine", None)

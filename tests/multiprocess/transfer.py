@@ -27,17 +27,9 @@ from trl_realloc.realloc.schedule import make_schedule
 from trl_realloc.realloc.transfer import Parts, Transfer, TransferOptions
 
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "tie_word_embeddings": True,
-}
+CONFIG = {"model_type": "llama", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 52}
+CONFIG |= {"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+CONFIG |= {"tie_word_embeddings": True}
 
 
 def candidates(spec: ModelSpec, world: int) -> dict[str, Layout]:
@@ -82,16 +74,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     rows = []
     for source, target in pairs[::step]:
         schedule = make_schedule(cluster, found[source], found[target])
-        bucket_bytes = options.get("bucket_bytes", 1 << 14)
-        moving = Transfer(
-            f"{source} -> {target}",
-            schedule,
-            rank,
-            dist.group.WORLD,
-            torch.device("cpu"),
-            dtypes,
-            TransferOptions(bucket_bytes, options.get("timeout_s", 30.0), options.get("checksum", False)),
-        )
+        how = TransferOptions(options.get("bucket_bytes", 1 << 14), options.get("timeout_s", 30.0))
+        name, cpu = f"{source} -> {target}", torch.device("cpu")
+        moving = Transfer(name, schedule, rank, dist.group.WORLD, cpu, dtypes, how)
         held, wanted = parts_of(found[source], rank, True, shapes), parts_of(found[target], rank, False, shapes)
         lost = options.get("dies", options.get("sleeps"))
         if lost is not None:
@@ -118,8 +103,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             {
                 "pair": f"{source} -> {target}",
                 "sent": sum(sent for sent, _ in told),
-                "scheduled": int(schedule.wire_bytes),
-                "lower_bound": int(schedule.lower_bound_bytes),
+                "scheduled": sum(map(schedule.sent, range(world))),
                 "right": all(right for _, right in told),
             }
         )

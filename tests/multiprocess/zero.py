@@ -44,19 +44,9 @@ def trainer(folder: Path, named: str, **changes: Any) -> PPOTrainer:
     are generated for one by one and the evaluation has three, so that ranks make different numbers of decoding steps.
     """
     wide = {"hidden_size": 320, "intermediate_size": 400, "num_hidden_layers": 1}
-    settings: dict[str, Any] = {
-        "plan": PLANS[named],
-        "max_steps": 3,
-        "per_device_train_batch_size": 2,
-        "local_rollout_forward_batch_size": 1,
-        "learning_rate": 1e-3,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_objective/scores",
-    }
+    settings = {**tiny.every(1), "plan": PLANS[named], "max_steps": 3, "learning_rate": 1e-3}
+    settings |= {"per_device_train_batch_size": 2, "local_rollout_forward_batch_size": 1}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_objective/scores"}
     return tiny.trainer(
         folder,
         given={

@@ -204,20 +204,10 @@ def _parameters(model: nn.Module) -> State:
 
 def _models(case: Case) -> Models:
     def config(**options: Any) -> LlamaConfig:
-        return LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            initializer_range=0.15,
-            pad_token_id=PAD,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-            **options,
-        )
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+        return LlamaConfig(**sizes, **special, initializer_range=0.15, **options)
 
     torch.manual_seed(1)
     policy = AutoModelForCausalLM.from_config(config())

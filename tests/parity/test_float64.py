@@ -23,7 +23,7 @@ from trl_realloc.algorithms.corrections import MODES, Correction
 from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS, LinearLoss
 from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import Support
+from trl_realloc.engines.base import SamplingMask
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 from trl_realloc.trainer.grpo_trainer import sampling_logps
 from trl_realloc.trainer.policy.loss_and_logprobs import Rows
@@ -38,11 +38,11 @@ def randn(draw: random.Random, *shape: int, scale: float = 1.0, dtype: torch.dty
     return scale * torch.randn(*shape, generator=generator, dtype=dtype)
 
 
-def kept(x: Tensor, sampling_mask: Support | None) -> Tensor:
+def kept(x: Tensor, sampling_mask: SamplingMask | None) -> Tensor:
     """(rows, vocabulary) bool: the tokens that the rules keep, one row after the other."""
     rows = []
     for row in x.tolist():
-        sampling_mask = sampling_mask or Support()
+        sampling_mask = sampling_mask or SamplingMask()
         order = sorted(range(len(row)), key=lambda token: -row[token])
         order = [token for token in order if math.exp(row[token] - row[order[0]]) >= sampling_mask.min_p]
         order = order[: sampling_mask.top_k or None]
@@ -55,7 +55,7 @@ def kept(x: Tensor, sampling_mask: Support | None) -> Tensor:
     return torch.tensor(rows)
 
 
-def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, sampling_mask: Support | None) -> Tensor:
+def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, sampling_mask: SamplingMask | None) -> Tensor:
     """(tokens,) over the tokens that are kept, and the target."""
     x = logits.double() / temperature
     inside = kept(x.detach(), sampling_mask).scatter(1, targets[:, None], True)
@@ -206,7 +206,8 @@ class Batch:
         self.mask = torch.tensor([[1] * n + [0] * (LIMIT - n) for n in self.lengths])
         self.ids = torch.tensor([[draw.randrange(VOCABULARY) for _ in range(LIMIT)] for _ in range(self.rows)])
         self.temperature = draw.choice([1.0, 0.6])
-        self.sampling_mask = draw.choice([None, Support(top_p=0.8), Support(top_k=4), Support(0.9, 6, 0.05)])
+        masks = [None, SamplingMask(top_p=0.8), SamplingMask(top_k=4), SamplingMask(0.9, 6, 0.05)]
+        self.sampling_mask = draw.choice(masks)
         self.logits = randn(draw, int(self.mask.sum()), VOCABULARY, scale=1.5)
         self.targets = self.ids[self.mask.bool()]
         now = self.dense(logprobs_of(self.logits, self.targets, self.temperature, self.sampling_mask))
@@ -246,14 +247,8 @@ class Batch:
 
     def inputs(self, **columns: Any) -> dict[str, Any]:
         prompts = torch.ones(self.rows, 1, dtype=torch.long)
-        return {
-            "prompt_ids": prompts,
-            "prompt_mask": prompts,
-            "completion_ids": self.ids,
-            "completion_mask": self.mask,
-            "advantages": self.advantages,
-            **columns,
-        }
+        made = {"prompt_ids": prompts, "prompt_mask": prompts, "completion_ids": self.ids}
+        return {**made, "completion_mask": self.mask, "advantages": self.advantages, **columns}
 
 
 def loss_by_trl(kind: type, inputs: dict[str, Any], **attributes: Any) -> Callable[[Tensor], Tensor]:

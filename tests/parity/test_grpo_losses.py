@@ -49,15 +49,8 @@ def test_a_setting_of_the_loss_does_what_it_does_in_trl(tmp_path: Path, settings
 
 @pytest.mark.parametrize("target", [3.0, 4.46, 6.0])
 def test_the_entropy_controller_sees_one_boundary_per_optimizer_step(tmp_path: Path, target: float) -> None:
-    made = compare(
-        tmp_path,
-        use_adaptive_entropy=True,
-        entropy_coef=0.1,
-        entropy_coef_delta=0.02,
-        entropy_target=target,
-        gradient_accumulation_steps=3,
-        max_steps=4,
-    )
+    controller = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.02}
+    made = compare(tmp_path, **controller, entropy_target=target, gradient_accumulation_steps=3, max_steps=4)
     coefficients = [row["entropy_coef"] for row in made.logs if "entropy_coef" in row]
     assert len(coefficients) == 4 and len(set(coefficients)) > 1
 
@@ -66,15 +59,9 @@ def test_the_entropy_controller_sees_one_boundary_per_optimizer_step(tmp_path: P
 @pytest.mark.parametrize("loss", ["dapo", "vespo"])
 def test_the_correction_for_another_engines_log_probabilities_is_trls(tmp_path: Path, mode: str, loss: str) -> None:
     """The log-probabilities of some tokens are missing."""
-    made = compare(
-        tmp_path,
-        corrects=True,
-        loss_type=loss,
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_max=1.5,
-        vllm_importance_sampling_clip_min=0.5,
-        **MOVED,
-    )
+    how = {"mode": mode, "clip_max": 1.5, "clip_min": 0.5}
+    correction = {f"vllm_importance_sampling_{name}": value for name, value in how.items()}
+    made = compare(tmp_path, corrects=True, loss_type=loss, **correction, **MOVED)
     ratio = "sampling/importance_sampling_ratio"
     assert made.logs[0][f"{ratio}/min"] < 1 and made.logs[0]["sampling/sampling_logp_difference/max"] > 0.5
 

@@ -42,15 +42,9 @@ from trl_realloc.trainer.policy import loss_and_logprobs
 def test_generations_and_optimizer_steps_meet_as_in_trl(
     tmp_path: Path, kind: str, steps_per_generation: int, gradient_accumulation_steps: int, num_iterations: int
 ) -> None:
-    compare(
-        tmp_path,
-        kind=kind,
-        steps_per_generation=steps_per_generation,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        num_iterations=num_iterations,
-        max_steps=4,
-        beta=0.04,
-    )
+    steps = {"steps_per_generation": steps_per_generation, "num_iterations": num_iterations}
+    steps["gradient_accumulation_steps"] = gradient_accumulation_steps
+    compare(tmp_path, kind=kind, **steps, max_steps=4, beta=0.04)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +60,10 @@ def test_the_last_optimizer_step_of_an_epoch_may_have_fewer_batches(tmp_path: Pa
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    made = compare(
-        tmp_path,
-        given={"train_dataset": tiny.prompts(6), "eval_dataset": tiny.prompts(4)},
-        max_steps=-1,
-        num_train_epochs=2,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_entropy",
-        greater_is_better=True,
-    )
+    given = {"train_dataset": tiny.prompts(6), "eval_dataset": tiny.prompts(4)}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_entropy", "greater_is_better": True}
+    by_epoch = {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    made = compare(tmp_path, given=given, **by_epoch, **best)
     first, last = (row["eval_entropy"] for row in made.logs if "eval_entropy" in row)
     assert first > last, "the best model is not the last one"
 
@@ -132,12 +119,9 @@ def test_a_step_whose_responses_are_all_masked_decays_the_weights(tmp_path: Path
         tmp_path,
         base=lambda trainer: type(trainer.__name__, (AllTruncatedInTheSecondStep, trainer), {}),
         given={"reward_funcs": lambda completions, **_: [float(len(text) % 5) for text in completions]},
-        mask_truncated_completions=True,
-        entropy_coef=entropy_coef,
-        optim="adamw_torch",
-        weight_decay=0.1,
-        learning_rate=1e-3,
-        adam_epsilon=1e-3,  # far from the sign of a gradient that is rounding alone
+        **{"mask_truncated_completions": True, "entropy_coef": entropy_coef, "weight_decay": 0.1},
+        # an epsilon far from the sign of a gradient that is rounding alone
+        **{"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-3},
     )
 
 
@@ -161,15 +145,8 @@ def test_responses_of_equal_length(tmp_path: Path, length: int) -> None:
 
 
 def test_evaluation_has_the_same_loss(tmp_path: Path) -> None:
-    made = compare(
-        tmp_path,
-        given={"eval_dataset": tiny.prompts(6)},
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=4,
-        num_generations_eval=2,
-        beta=0.04,
-    )
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    made = compare(tmp_path, given={"eval_dataset": tiny.prompts(6)}, **evaluates, beta=0.04)
     losses = [row["eval_loss"] for row in made.logs if "eval_loss" in row]
     assert len(losses) == 3 and len(set(losses)) == 3
 
@@ -309,9 +286,7 @@ def test_a_users_loss_trains_by_its_own_gradient(tmp_path: Path, base: Any) -> N
 
 
 @pytest.mark.parametrize("base", [recorded, penalized])
-def test_samples_without_a_gradient_are_left_out_and_it_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Any
-) -> None:
+def test_samples_without_gradient_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Any) -> None:
     """By a loss in the engines, and by a user's."""
     made = make(trl_realloc, tmp_path / "without", base=base)
     counts, add, train = list[int](), made.calls.add_gradients, made.calls.train
@@ -350,17 +325,9 @@ def test_an_optimizer_step_runs_each_sample_through_the_model_once(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
 def test_a_resumed_run_is_a_straight_one(tmp_path: Path, kind: str, optimizer: str) -> None:
-    settings: dict[str, Any] = {
-        "kind": kind,
-        "beta": 0.04,
-        "optim": optimizer,
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "linear",
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "steps_per_generation": 4,
-    }
+    settings: dict[str, Any] = {"kind": kind, "beta": 0.04, "optim": optimizer, "learning_rate": 0.01}
+    settings |= {"lr_scheduler_type": "linear", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"steps_per_generation": 4}
     straight = run(trl_realloc, tmp_path, **settings)
     made = make(trl_realloc, tmp_path / "resumed", **settings)
     made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -370,14 +337,8 @@ def test_a_resumed_run_is_a_straight_one(tmp_path: Path, kind: str, optimizer: s
 
 
 def test_the_entropy_controller_is_resumed(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "use_adaptive_entropy": True,
-        "entropy_coef": 0.1,
-        "entropy_coef_delta": 0.02,
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
+    settings: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.02}
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     straight = run(trl_realloc, tmp_path, **settings)
     state = json.loads((tmp_path / "checkpoint-2" / "entropy_ctrl_state.json").read_text())
     assert state["entropy_coef"] == straight.logs[1]["entropy_coef"] != 0.1

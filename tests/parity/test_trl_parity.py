@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.oldest, pytest.mark.filterwarnings("ignore:var\\(\\). 
 ENDS_AT_VARIED_LENGTHS = 1.5
 ALL_END_EARLY = 3.0
 TOLERANCE = 1e-5
+PENALTY_AND_DISCOUNT = {"missing_eos_penalty": 1.0, "gamma": 0.98, "lam": 0.9}
 
 CASES = {
     "no stop token": Case(),
@@ -41,14 +42,7 @@ CASES = {
     "eos": Case(ENDS_AT_VARIED_LENGTHS, options={"stop_token": "eos"}),
     "eos, k3, whitened rewards, penalty, discount": Case(
         ENDS_AT_VARIED_LENGTHS,
-        options={
-            "stop_token": "eos",
-            "kl_estimator": "k3",
-            "whiten_rewards": True,
-            "missing_eos_penalty": 1.0,
-            "gamma": 0.98,
-            "lam": 0.9,
-        },
+        options={"stop_token": "eos", "kl_estimator": "k3", "whiten_rewards": True, **PENALTY_AND_DISCOUNT},
     ),
     "eos, two updates of two epochs": Case(
         ENDS_AT_VARIED_LENGTHS, updates=2, options={"stop_token": "eos", "num_ppo_epochs": 2}
@@ -80,7 +74,7 @@ CASES = {
             "cliprange": 0.05,
             "cliprange_value": 0.02,
             "learning_rate": 3e-3,
-        },
+        }
     ),
     "rollouts in chunks": Case(
         stop_pull=2.5, options={"stop_token": "eos", "local_rollout_forward_batch_size": 3, "temperature": 1.3}

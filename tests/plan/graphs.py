@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trl_realloc.plan import algorithm_graphs
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 
 
@@ -17,5 +17,16 @@ DPO = DataflowGraph(
     ),
     sources=_PAIR,
 )
-GRAPHS = {name: make() for name, make in algorithm_graphs.GRAPHS.items()} | {"dpo": DPO}
-GRPO, REMAX = GRAPHS["grpo"], GRAPHS["remax"]
+GRPO = grpo_graph()
+# ReMax (Li et al. 2023) for the planner: the greedy response's reward is the baseline. One call generates both
+# responses, because one batch takes fewer decoding steps than two. The executor runs it as two calls with labels
+# (docs/algorithms.md).
+REMAX = DataflowGraph(
+    (
+        Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs", "greedy_responses"), passes=2),
+        Call(Role.REFERENCE, CallKind.FORWARD, SAMPLE, ("ref_logprobs",)),
+        Call(Role.REWARD, CallKind.FORWARD, (*SAMPLE, "greedy_responses"), ("scores", "baselines"), passes=2),
+        Call(Role.ACTOR, CallKind.TRAIN, (*SAMPLE, "logprobs", "ref_logprobs", "scores", "baselines")),
+    )
+)
+GRAPHS = {"ppo": ppo_graph(), "grpo": GRPO, "remax": REMAX, "dpo": DPO}

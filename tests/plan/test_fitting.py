@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from graphs import DPO
+from graphs import DPO, REMAX
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_realloc.common.errors import PlanError
-from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph, remax_graph
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import DataflowGraph
 from trl_realloc.plan.execution_plan import ExecutionPlan
@@ -114,7 +114,7 @@ def test_a_pair_that_trains_together_is_parted_when_one_is_left_out(capsys: pyte
             "this trainer runs PPO, .* It has no critic.forward and no critic.train",
         ),
         (flatten(TWO, graph=BARE), FULL, "this trainer runs GRPO or RLOO, .* It has no .*reward.forward"),
-        (flatten(TWO, graph=remax_graph()), FULL, "leave graph out of the plan"),
+        (flatten(TWO, graph=REMAX), FULL, "leave graph out of the plan"),
         (flatten(TWO, graph=DPO), FULL, "It has no actor.generate"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_plan_that_does_not_say_enough_is_refused(plan: ExecutionPlan, graph: 
 def test_a_plan_of_ppo_says_where_the_reference_is() -> None:
     with pytest.raises(PlanError) as refusal:
         resolve_plan(written(flatten(TWO), "reference.forward"), TWO, graph=ppo_graph(proximal=True))
-    assert refusal.value.problems == ("reference.forward is missing; say which mesh and engine it runs on.",)
+    assert refusal.value.problems == ("reference.forward is missing; set its mesh and engine.",)
 
 
 @pytest.mark.parametrize(

@@ -136,5 +136,5 @@ def test_a_call_that_needs_what_the_first_has_trained_cannot_come_before_the_sec
     calls = [*calls, replace(actor, outputs=("trained",)), replace(between, inputs=("prompts", "responses", "trained"))]
     graph = DataflowGraph((*calls, replace(critic, inputs=(*critic.inputs, "after"))))
     plan = replace(apart(), graph=graph, assignments={**apart().assignments, "actor.forward.after": split(pp=4)})
-    with pytest.raises(PlanError, match="actor.forward.after needs what actor.train has trained"):
+    with pytest.raises(PlanError, match="actor.forward.after needs the parameters that actor.train has trained"):
         replace(plan, fused=PAIR)

@@ -14,17 +14,8 @@ from trl_realloc.plan.execution_plan import PlanError
 from trl_realloc.plan.model_spec import FAMILIES, ModelSpec, stage_layers, stage_of_layer
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_labels": 1,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_labels": 1, "pad_token_id": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -64,11 +55,10 @@ def test_stages_have_all_layers_in_order_and_differ_by_one_at_most(layers: int, 
 
 def test_a_tied_embedding_is_held_by_the_first_and_the_last_stage() -> None:
     spec = ModelSpec.from_config(config_of("llama", tie_word_embeddings=True), bytes_per_element=4)
-    assert spec.stages_of(spec.by_name["model.embed_tokens.weight"], 3) == (0, 2)
-    assert spec.stages_of(spec.by_name["model.norm.weight"], 3) == (2,)
     apart = ModelSpec.from_config(config_of("llama"), bytes_per_element=4)
-    assert apart.stages_of(apart.by_name["model.embed_tokens.weight"], 3) == (0,)
-    assert apart.stages_of(apart.by_name["lm_head.weight"], 3) == (2,)
+    tied, untied = ({p.name: each.stages_of(p, 3) for p in each.parameters} for each in (spec, apart))
+    assert tied["model.embed_tokens.weight"] == (0, 2) and tied["model.norm.weight"] == (2,)
+    assert untied["model.embed_tokens.weight"] == (0,) and untied["lm_head.weight"] == (2,)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -94,13 +84,8 @@ def test_a_split_that_cannot_be_is_refused_with_what_can(tp: int, pp: int, told:
     spec.check_strategy(2, 3)
 
 
-NINE = {
-    "hidden_size": 36,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 48,
-    "vocab_size": 190,
-}
+NINE = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 48}
+NINE |= {"vocab_size": 190}
 
 
 @pytest.mark.parametrize(
@@ -117,9 +102,7 @@ NINE = {
         ),
     ],
 )
-def test_a_split_that_vllm_cannot_make_is_refused_with_those_that_it_can(
-    changes: dict[str, Any], tp: int, told: str
-) -> None:
+def test_a_split_that_vllm_cannot_make_is_refused_with_others(changes: dict[str, Any], tp: int, told: str) -> None:
     spec = ModelSpec.from_config(config_of("llama", **{**NINE, **changes}), bytes_per_element=4)
     with pytest.raises(PlanError, match=told):
         spec.check_generation(tp)
@@ -143,19 +126,9 @@ def test_flops_of_a_forward_are_counted_as_published_for_llama_2_7b() -> None:
     """ReaL's formula, L(4sh² + 2s²h + 3shi) + 2svh multiply-adds for one sequence of length s with heads of its own
     keys; ours has both matrix products of attention at 2 FLOPs each."""
     layers, hidden, inner, vocabulary, length = 32, 4096, 11008, 32000, 1024
-    spec = ModelSpec.from_config(
-        config_of(
-            "llama",
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=32,
-            num_key_value_heads=32,
-            head_dim=128,
-            vocab_size=vocabulary,
-        ),
-        bytes_per_element=2,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+    spec = ModelSpec.from_config(config_of("llama", **sizes, **heads), bytes_per_element=2)
     s, h = length, hidden
     published = 2 * layers * (4 * s * h**2 + 2 * s**2 * h + 3 * s * h * inner) + 2 * s * vocabulary * h
     assert spec.forward_flops(s, s**2) == pytest.approx(published, rel=1e-6)

@@ -35,18 +35,14 @@ def nodes(keys: list[bytes]) -> int:
 
 
 @given(trees(least=1))
-def test_a_tree_without_a_least_length_has_the_nodes_of_the_trie(
-    drawn: tuple[list[bytes], list[int], PrefixTree],
-) -> None:
+def test_a_tree_without_a_least_length_has_the_tries_nodes(drawn: tuple[list[bytes], list[int], PrefixTree]) -> None:
     keys, _, tree = drawn
     assert tree.tokens == nodes(keys)
     assert sorted(tree.order) == list(range(len(keys)))
 
 
 @given(trees(), st.data())
-def test_samples_share_only_what_they_have_in_common(
-    drawn: tuple[list[bytes], list[int], PrefixTree], data: st.DataObject
-) -> None:
+def test_samples_share_the_common_alone(drawn: tuple[list[bytes], list[int], PrefixTree], data: st.DataObject) -> None:
     keys, _, tree = drawn
     kept = data.draw(st.lists(st.sampled_from(range(len(keys))), unique=True))
     for of_tree, own in ((tree, keys), (tree.select(kept), [keys[at] for at in kept])):

@@ -11,14 +11,7 @@ from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
 from trl_realloc.plan.cluster import Cluster, DeviceMesh, PlanError, check_mesh, halves
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.fitting import plan_of_run
-from trl_realloc.plan.presets import (
-    PRESETS,
-    flatten,
-    interleave,
-    presets_of,
-    resolve_plan,
-    separate,
-)
+from trl_realloc.plan.presets import PRESETS, flatten, interleave, presets_of, resolve_plan, separate
 
 
 PROXIMAL = ppo_graph(proximal=True)
@@ -41,9 +34,7 @@ def test_every_preset_is_a_plan_for_every_world_size(preset: str) -> None:
 
 
 @given(presets, clusters, engines, stages)
-def test_every_preset_is_legal_with_every_engine_and_stage(
-    preset: str, cluster: Cluster, engine: str, stage: int
-) -> None:
+def test_presets_are_legal_with_every_engine_and_stage(preset: str, cluster: Cluster, engine: str, stage: int) -> None:
     plan = PRESETS[preset](cluster, generation_engine=engine, zero_stage=stage)
     assert ExecutionPlan.from_yaml(plan.to_yaml()) == plan
     assert plan["actor.generate"].engine == engine
@@ -79,9 +70,7 @@ def test_flatten_has_every_call_on_all_devices(cluster: Cluster, engine: str, st
 
 
 @given(clusters, engines, stages)
-def test_interleave_differs_from_flatten_in_the_two_scoring_roles_alone(
-    cluster: Cluster, engine: str, stage: int
-) -> None:
+def test_interleave_differs_from_flatten_in_two_scoring_roles_alone(cluster: Cluster, engine: str, stage: int) -> None:
     flat = flatten(cluster, generation_engine=engine, zero_stage=stage)
     plan = interleave(cluster, generation_engine=engine, zero_stage=stage)
     if cluster.size == 1:
@@ -190,9 +179,7 @@ def test_interleave_is_refused_without_two_frozen_models(reference: bool, reward
 
 
 @pytest.mark.parametrize("nodes", [2, 512])
-def test_the_plan_of_the_example_is_a_file_that_a_run_of_grpo_with_a_reference_accepts(
-    nodes: int, tmp_path: Path
-) -> None:
+def test_the_plan_of_the_example_is_a_file_that_grpo_with_a_reference_accepts(nodes: int, tmp_path: Path) -> None:
     cluster = Cluster(nodes, devices_per_node=8)
     grpo_plan(cluster).save(tmp_path / "plan.yaml")
     plan = resolve_plan(tmp_path / "plan.yaml", cluster, graph=grpo_graph(reward_models=False))

@@ -24,29 +24,15 @@ SHAPES = {
     70: (80, 8192, 28672, 64, 8),
 }
 # the content of a config.json
-SMALL = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 100,
-}
+SMALL = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100}
 
 
 @lru_cache
 def llama(billions: int, head: Any = "lm", kv_heads: int | None = None) -> ModelSpec:
     layers, hidden, inner, heads, kv = SHAPES[billions]
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads or kv,
-        "vocab_size": 32000,
-    }
+    config = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads or kv, "vocab_size": 32000}
     return ModelSpec.from_config(config, head, bytes_per_element=2)
 
 

@@ -14,15 +14,8 @@ from trl_realloc.planner.cost.activation_memory import layer_activations
 
 
 TOKENS = 200  # no dimension of a weight
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 448,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64, "pad_token_id": 0}
 
 
 def spec_of(family: str, kind: str) -> ModelSpec:

@@ -74,12 +74,10 @@ def test_without_max_staleness_the_decision_is_as_before() -> None:
     [
         ("vllm", {"deterministic": True}, "full_determinism"),
         ("transformers", {}, "only a vLLM engine"),
-        ("vllm", {"barrier": True}, "to begin when the one before has ended"),
+        ("vllm", {"barrier": True}, "begins after the one before has ended"),
     ],
 )
-def test_where_no_plan_can_have_a_staleness_the_summary_says_why(
-    engine: str, changes: dict[str, Any], said: str
-) -> None:
+def test_where_no_plan_has_a_staleness_the_summary_says_why(engine: str, changes: dict[str, Any], said: str) -> None:
     space = Space.of_run(MODELS, costs(), graph=GRAPH, generation_engine=engine)
     decision = choose(space, AllowedOptions(max_staleness=2, **changes), time_limit_s=0.5)
     assert not decision.best.staleness.versions

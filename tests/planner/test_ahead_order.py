@@ -41,14 +41,8 @@ def apart(versions: int) -> ExecutionPlan:
     return replace(plan, assignments=one, staleness=Staleness(versions))
 
 
-MESHES = {
-    "actor.generate": 2,
-    "reference.forward": 3,
-    "reward.forward": 2,
-    "critic.forward": 3,
-    "actor.train": 0,
-    "critic.train": 1,
-}
+MESHES = {"actor.generate": 2, "reference.forward": 3, "reward.forward": 2, "critic.forward": 3, "actor.train": 0}
+MESHES |= {"critic.train": 1}
 PLANS = {"shadow critic": shadow_critic, "critic at home": critic_at_home, "apart": apart}
 
 

@@ -24,10 +24,9 @@ from trl_realloc.planner.cost.call_cost import PARTS, CallCost
 from trl_realloc.planner.cost.hardware import DEVICES, Link, Sharing
 from trl_realloc.planner.cost.measured_rates import MeasuredRates
 from trl_realloc.planner.cost.profile import Observation, Profile
-from trl_realloc.planner.cost.reallocation_cost import move_seconds, quick_move_seconds
 from trl_realloc.planner.cost.specification import rates_of
 from trl_realloc.planner.cost.zero_costs import LIVE
-from trl_realloc.planner.search.problem import Problem
+from trl_realloc.planner.search.problem import Problem, move_seconds, quick_move_seconds
 from trl_realloc.planner.search.space import Space
 from trl_realloc.realloc.layout import layout_of
 from trl_realloc.realloc.schedule import make_schedule
@@ -115,11 +114,7 @@ def test_a_role_that_generates_and_scores_besides_training_moves_twice() -> None
     )
     space = Space(pricing().cluster, graph, specs(graph=graph), pricing())
     problem = Problem(space, {})
-    plan = {
-        "actor.generate": on(4, "vllm"),
-        "actor.forward": on(4, tp=2),
-        "actor.train": on(4, first=4),
-    }
+    plan = {"actor.generate": on(4, "vllm"), "actor.forward": on(4, tp=2), "actor.train": on(4, first=4)}
     estimate = problem.estimate(problem.state_of(plan))
     assert set(estimate.moves) == {"actor.generate", "actor.forward"}
     assert all(seconds > 0 for seconds in estimate.moves.values())
@@ -210,7 +205,7 @@ def test_tensor_parallelism_splits_a_layers_activations_but_for_those_as_wide_as
     logits = [4 * 1000.0 * work().mean_response / work().mean_length / tp for tp in (1, 8)]
     layers = [of - of_logits for of, of_logits in zip(of_layer, logits, strict=True)]
     kept = layer_activations(llama(7, "score"))
-    assert kept.baseline == 16 * 4096 + 8 and layers[1] / layers[0] == pytest.approx(kept.of(8) / kept.of(1))
+    assert kept.whole == 16 * 4096 + 8 and layers[1] / layers[0] == pytest.approx(kept.of(8) / kept.of(1))
 
 
 def test_layer_inputs_that_are_kept_for_recomputation_have_the_parameters_dtype() -> None:
@@ -334,11 +329,11 @@ def test_logits_that_cannot_be_computed_in_slices_are_priced_whole() -> None:
     for call, each in (("actor.train", 8), ("reference.forward", 4)):
         spec, assignment, graph_call = llama(7), on(8, "zero", dp=8), ppo_graph().call(call)
         sliced = rows.price(graph_call, [spec], assignment).transient
-        baseline = rows.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient
+        whole = rows.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient
         logits = each * (1 << 15) * 1024 / (1024 + 128) * 32000
-        assert baseline > sliced and baseline > logits
+        assert whole > sliced and whole > logits
         few = replace(rows, default_cap=1 << 10)
-        assert few.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient < baseline
+        assert few.price(graph_call, [replace(spec, whole_logits=True)], assignment).transient < whole
 
 
 def test_a_model_known_by_its_shapes_has_logits_and_a_critic_has_none() -> None:
@@ -460,12 +455,7 @@ class Asked(AnalyticRates):
         return super().across(members)
 
 
-@given(
-    per_node=st.integers(1, 12),
-    nodes=st.integers(2, 6),
-    first=st.integers(0, 2),
-    data=st.data(),
-)
+@given(per_node=st.integers(1, 12), nodes=st.integers(2, 6), first=st.integers(0, 2), data=st.data())
 def test_a_group_has_as_many_adapters_as_it_has_members_in_the_node_with_the_fewest(
     per_node: int, nodes: int, first: int, data: st.DataObject
 ) -> None:
@@ -492,9 +482,7 @@ def test_a_group_has_as_many_adapters_as_it_has_members_in_the_node_with_the_few
 
 
 @given(between=bandwidths, own=st.booleans(), tp=st.sampled_from([1, 2, 4]), stage=st.integers(0, 1))
-def test_the_price_of_groups_in_one_node_does_not_depend_on_the_network(
-    between: float, own: bool, tp: int, stage: int
-) -> None:
+def test_groups_in_one_node_cost_the_same_over_any_network(between: float, own: bool, tp: int, stage: int) -> None:
     assignment = on(8, tp=tp, zero_stage=stage)
     expected = price("actor.train", assignment)
     assert price("actor.train", assignment, between=Link(between), own_adapters=own) == expected

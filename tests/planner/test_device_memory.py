@@ -34,12 +34,12 @@ def test_a_plan_for_gpus_leaves_the_headroom_and_counts_contexts_and_communicato
 @pytest.mark.parametrize(("pp", "more"), [(1, 0), (2, 3), (4, 4)])
 def test_a_pipeline_has_communicators_of_its_neighbours_too(pp: int, more: int) -> None:
     """Beside those of the stages, of their ends, and of each pair of neighbours."""
-    baseline, memory = flatten(Cluster(1, 8)), gpu_memory(80e9)
+    whole, memory = flatten(Cluster(1, 8)), gpu_memory(80e9)
     counts = []
     for stages in (1, pp):
-        split = Assignment(baseline.cluster.mesh, ParallelStrategy(dp=8 // stages, pp=stages), "megatron")
-        assignments = {**baseline.assignments, "critic.train": split, "critic.forward": split}
-        plan = replace(baseline, assignments=assignments)
+        split = Assignment(whole.cluster.mesh, ParallelStrategy(dp=8 // stages, pp=stages), "megatron")
+        assignments = {**whole.assignments, "critic.train": split, "critic.forward": split}
+        plan = replace(whole, assignments=assignments)
         priced = estimate_plan(plan, specs(1, 1), replace(pricing(1), memory=memory), exact=False)
         counts.append(round(priced.estimate.holds["communicators"] / memory.communicator))
     assert counts[1] - counts[0] == more

@@ -25,9 +25,9 @@ LIMIT = 40
 def test_replicas_that_run_in_step_get_one_micro_batch_each(samples: int, replicas: int, budget: int) -> None:
     """All of them would run as many as the one that has the most."""
     draw = random.Random(samples)
-    baseline = flatten(Cluster(1, replicas))
-    sharded = Assignment(baseline.cluster.mesh, ParallelStrategy(dp=replicas, zero_stage=3), "zero")
-    plan = replace(baseline, assignments={**baseline.assignments, "reference.forward": sharded}, streams=Streams())
+    whole = flatten(Cluster(1, replicas))
+    sharded = Assignment(whole.cluster.mesh, ParallelStrategy(dp=replicas, zero_stage=3), "zero")
+    plan = replace(whole, assignments={**whole.assignments, "reference.forward": sharded}, streams=Streams())
     prompts = [draw.randint(1, 60) for _ in range(samples)]
     stream = stream_of(plan, prompts, 600, dict.fromkeys(plan.order, budget))
     stream = replace(stream, scorings=tuple(s for s in stream.scorings if s.name == "reference.forward"))

@@ -86,4 +86,4 @@ def test_a_refusal_names_the_share_or_the_nodes_that_an_engine_needs() -> None:
 
 
 def test_where_the_engine_has_room_a_refusal_names_a_number_of_devices() -> None:
-    assert "of these devices would do" in refusal(replace(pricing(1, 8), memory=gpu_memory(80e9)))
+    assert "of these devices would be enough" in refusal(replace(pricing(1, 8), memory=gpu_memory(80e9)))

@@ -41,7 +41,7 @@ def test_every_priorities_give_a_schedule_within_the_memory(are_equal: bool, num
     built, builds = chains.build_in_turn(priorities, np.array(pipelines.memory_limit), in_flight, patience)
     simulated = check(pipelines, chains.schedule(built))
     assert simulated.makespan == pytest.approx(built.makespan)
-    assert simulated.memory_peak == pytest.approx(chains.peak(built))
+    assert max(simulated.memory_peaks) == pytest.approx(chains.peak(built))
     assert builds > 1
 
 

@@ -82,7 +82,7 @@ def fused_plan(prices: Pricing, **homes: Assignment) -> PricedPlan:
 
 def chosen(prices: Pricing, baseline: ExecutionPlan, deadline: float = math.inf, latest: float = math.inf) -> Option:
     space = Space(prices.cluster, baseline.graph, MODELS, prices)
-    return choose_fused(space, space.candidates(), [estimate_plan(baseline, MODELS, prices)], deadline, latest)
+    return choose_fused(space, space.candidates(), estimate_plan(baseline, MODELS, prices), deadline, latest)
 
 
 def overlaps(timeline: Timeline) -> list[str]:
@@ -242,7 +242,7 @@ def test_a_fused_plan_that_does_not_fit_in_memory_is_not_found() -> None:
     tight = replace(prices, memory=small)
     space = Space(tight.cluster, alone.space.graph, MODELS, tight)
     lists = {name: [candidate] for name, candidate in alone.calls.items()}
-    choice = choose_fused(space, lists, [replace(alone, space=space)], math.inf)
+    choice = choose_fused(space, lists, replace(alone, space=space), math.inf)
     assert not choice.plans
     assert "do not fit in a device's memory" in choice.sentence
 
@@ -260,7 +260,7 @@ def test_where_nothing_can_be_fused_a_sentence_says_why(changes: dict[str, Any],
     prices = slow_links()
     baseline = estimate_plan(pipelined(prices), MODELS, prices)
     space = replace(Space(prices.cluster, baseline.space.graph, MODELS, prices), **changes)
-    choice = choose_fused(space, {}, [baseline], math.inf)
+    choice = choose_fused(space, {}, baseline, math.inf)
     assert choice.fastest is baseline and said in choice.sentence
 
 
@@ -271,14 +271,9 @@ def test_without_time_no_schedule_is_searched_and_no_training_is_fused() -> None
     assert late.fastest is late.baseline and "no time was left to search its schedules" in late.sentence
 
 
-def test_where_fused_training_is_not_allowed_what_it_saves_is_said_and_it_is_not_chosen() -> None:
-    prices = slow_links(5e10, 0.001, episodes=64, prompt_tokens=900, response_tokens=(124,), mini_batches=16)
-    refused = choose(Space.of_run(MODELS, prices), AllowedOptions(barrier=True, fused_training=False), time_limit_s=5.0)
-    assert not refused.best.fused and refused.best.seconds > refused.option(FUSED).plans[FUSED].seconds
-    assert "saves" in refused.summary and "fused_training: true" in refused.summary
-    worth = OverlapWorth(refused, AllowedOptions(), refused.best.space.graph, MODELS, time_limit_s=1.0)
-    verdict = next(row.verdict for row in worth.rows if row.name == FUSED)
-    assert "fused_training: true" in verdict and "slower" not in verdict
+def test_where_fused_training_is_not_allowed_it_is_not_searched() -> None:
+    decision = choose(Space.of_run(MODELS, FEW), AllowedOptions(fused_training=False), time_limit_s=0.5)
+    assert not decision.best.fused and decision.option(FUSED) is None
 
 
 def test_the_pair_is_the_two_calls_that_train() -> None:
@@ -302,23 +297,6 @@ def test_fused_calls_are_one_task_also_where_samples_stream_or_are_generated_ahe
         assert saved > 0
         assert alone.seconds - fused.seconds <= saved + 1e-9
     assert fused.estimate.oldest == 1
-
-
-def test_training_beside_a_staleness_is_fused_on_the_devices_that_train() -> None:
-    prices = FEW
-    graph = ppo_graph()
-    space = Space(prices.cluster, graph, MODELS, prices)
-    homes = {name: split("0-1", pp=2) for name in (*PAIR, "critic.forward")}
-    base = separate(prices.cluster)
-    plan = replace(base, assignments={**base.assignments, **homes}, staleness=Staleness(1))
-    baseline = estimate_plan(plan, MODELS, replace(prices, memory=None))
-    space = replace(space, pricing=replace(prices, memory=None))
-    (fused,) = choose_fused(space, space.candidates(), [baseline], math.inf).plans.values()
-    assert fused.staleness == Staleness(1)
-    assert str(fused.plan.mesh("actor.train")) == "0-1"
-    assert fused.plan.mesh("actor.generate") == plan.mesh("actor.generate")
-    assert fused.seconds <= baseline.seconds
-    assert ExecutionPlan.from_yaml(fused.plan.to_yaml()) == fused.plan
 
 
 def test_the_search_prices_a_fused_state_as_the_plan_has_it() -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from llamas import pricing, specs, work
 
@@ -18,7 +17,6 @@ from trl_realloc.planner.fused.check import check
 from trl_realloc.planner.fused.lists import MAX_TASKS, example, schedule_timeline, stage_lists, text_of
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.planner.search.show import draw_estimate
-from trl_realloc.trainer.report.run_report import simulated_seconds
 
 
 PLAN = Path(__file__).parents[2] / "recipes" / "plans" / "fused-4.yaml"
@@ -98,11 +96,3 @@ def test_calls_that_train_together_are_one_bar_and_others_stay() -> None:
     assert set(timeline.joined(PAIR).spans) == {spans[0], one, *apart}
     assert set(timeline.joined(()).spans) == set(timeline.spans)
     assert parted(joined(PAIR)) == PAIR
-
-
-def test_measured_seconds_of_a_fused_run_are_put_together_by_its_plan() -> None:
-    calls = plan().order[:4]
-    spans = [Span(name, d, at, at + 1.0, 0) for d in range(4) for at, name in enumerate(calls)]
-    spans += [Span(name, d, 4.0, 7.0, 0) for d in range(4) for name in PAIR]
-    timeline = Timeline(spans)
-    assert simulated_seconds(plan(), timeline.joined(PAIR)) == pytest.approx(7.0)

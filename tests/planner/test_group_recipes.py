@@ -148,9 +148,7 @@ def test_generation_by_the_training_models_is_planned_where_the_recipe_says_so(t
     assert read(tmp_path, num_generations=8).engine == read(tmp_path, num_generations=8, use_vllm=True).engine == "vllm"
 
 
-def test_a_recipe_is_planned_for_a_cluster_and_its_plan_is_one_of_grpo(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_is_planned_for_a_cluster_by_grpos_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = recipe(tmp_path, num_generations=8, beta=0.04), tmp_path / "plan.yaml"
     assert main(["plan", str(path), "--cluster", "h100:8", "--time-limit", "1", "-o", str(output)]) == 0
     assert ExecutionPlan.load(output).graph == grpo_graph(reward_models=False)

@@ -32,7 +32,7 @@ from trl_realloc.planner.cost.measured_rates import MeasuredRates
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.profile import Profile
 from trl_realloc.planner.iteration.stream_cost import StreamPrices
-from trl_realloc.planner.search.learning import LEAST, WARM_UP, PlanEvidence
+from trl_realloc.planner.search.learning import MIN_UPDATES, WARM_UP, PlanEvidence
 from trl_realloc.planner.search.measured_update import MeasuredUpdate
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.runtime.samples.routes import sources
@@ -143,7 +143,7 @@ def test_updates_that_something_else_slowed_down_do_not_count(factors: dict[str,
 def test_the_first_updates_and_too_few_of_them_correct_nothing() -> None:
     machine = Machine(lambda _: 3.0)
     evidence = PlanEvidence(plan("flatten"), SPECS, pricing())
-    for _ in range(WARM_UP + LEAST - 1):
+    for _ in range(WARM_UP + MIN_UPDATES - 1):
         evidence.add(machine.update(plan("flatten")))
         assert evidence.calibration() == CalibrationFactors()
     evidence.add(machine.update(plan("flatten")))
@@ -170,7 +170,7 @@ def test_reward_functions_which_have_no_estimate_get_the_seconds_that_they_took(
     costs = pricing()
     evidence = PlanEvidence(plan("flatten"), specs, costs)
     estimate = estimate_plan(plan("flatten"), specs, costs)
-    for _ in range(WARM_UP + LEAST):
+    for _ in range(WARM_UP + MIN_UPDATES):
         spans = [
             Span("reward.forward", 0, 0.0, 7.0, 1),
             *(s for s in estimate.timeline.spans if s.call != "reward.forward"),
@@ -209,7 +209,7 @@ def test_calls_of_which_none_waits_for_another_hand_nothing_over() -> None:
     assignments = {"reference.forward": Assignment(DeviceMesh(0, 4), ParallelStrategy(4), "zero")}
     only = ExecutionPlan(CLUSTER, assignments, graph, "one call")
     evidence = PlanEvidence(only, SPECS, pricing())
-    for _ in range(WARM_UP + LEAST):
+    for _ in range(WARM_UP + MIN_UPDATES):
         evidence.add(MeasuredUpdate({"reference.forward": 5.0}, 6.0, LENGTHS))
     assert evidence.calibration().dispatch == 0.0
 
@@ -221,24 +221,34 @@ def test_what_another_librarys_loop_does_between_calls_is_no_handover() -> None:
     flat = PRESETS["flatten"](CLUSTER, generation_engine="vllm", graph=graph)
     evidence = PlanEvidence(flat, specs, pricing())
     update = MeasuredUpdate.of(estimate_plan(flat, specs, pricing()).timeline.spans, LENGTHS)
-    for _ in range(WARM_UP + LEAST):
+    for _ in range(WARM_UP + MIN_UPDATES):
         evidence.add(replace(update, seconds=update.seconds + 10.0))
     calibration = evidence.calibration()
     assert calibration.dispatch is None
     assert calibration.calls.keys() == specs.keys()
 
 
-def test_corrections_are_kept_in_the_profile_and_a_file_with_wrong_ones_is_refused(tmp_path: Path) -> None:
+def test_calibration_factors_are_kept_in_the_profile_and_a_file_with_wrong_ones_is_refused(tmp_path: Path) -> None:
     profile = replace(made_up(), calibration=learned(Machine(lambda _: 3.0), plan("separate")))
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     for wrong in ({"calls": {"actor.train": 0.0}}, {"dispatch": -1.0}, {"handovers": 1.0}):
         made_up().save(tmp_path / "wrong.json")
         saved: dict[str, Any] = json.loads((tmp_path / "wrong.json").read_text())
-        saved["corrections"] = {**saved["corrections"], **wrong}
+        saved["calibration"] = {**saved["calibration"], **wrong}
         (tmp_path / "wrong.json").write_text(json.dumps(saved))
-        with pytest.raises(PlanError, match="corrections"):
+        with pytest.raises(PlanError, match="calibration"):
             Profile.load(tmp_path / "wrong.json")
+
+
+def test_a_profile_with_the_names_of_version_0_2_is_read(tmp_path: Path) -> None:
+    profile = replace(made_up(), calibration=CalibrationFactors({"actor.train": 3.0}, dispatch=0.5))
+    profile.save(tmp_path / "profile.json")
+    saved: dict[str, Any] = json.loads((tmp_path / "profile.json").read_text())
+    saved["corrections"] = saved.pop("calibration")
+    saved["corrections"]["handover"] = saved["corrections"].pop("dispatch")
+    (tmp_path / "profile.json").write_text(json.dumps(saved))
+    assert Profile.load(tmp_path / "profile.json") == profile
 
 
 def test_the_corrections_are_said_in_a_line() -> None:
@@ -254,9 +264,7 @@ def test_layouts_are_named_by_all_that_their_seconds_depend_on() -> None:
 
 @pytest.mark.parametrize("processors", [None, 2.0])
 @pytest.mark.parametrize("migration", [None, Migration(0.3)])
-def test_a_run_that_streams_corrects_each_call_by_its_own_factor(
-    migration: Migration | None, processors: float | None
-) -> None:
+def test_a_run_that_streams_corrects_calls_by_factors(migration: Migration | None, processors: float | None) -> None:
     """Also where its devices slow each other down. What is learned holds for the plan without streams."""
     slower = {"actor.generate": 3.0, "reference.forward": 4.0, "reward.forward": 0.5, "actor.train": 2.0}
     slower |= {"move to actor.generate": 20.0}
@@ -276,16 +284,16 @@ def test_a_run_that_streams_through_groups_is_not_taken_for_faster_than_it_is(mo
         return Pricing(CLUSTER, work(episodes=64), rates, calibration=calibration or CalibrationFactors())
 
     monkeypatch.setitem(globals(), "pricing", by_specification)
-    baseline, slower = plan("flatten"), {"actor.generate": 3.0, "critic.train": 2.0}
+    whole, slower = plan("flatten"), {"actor.generate": 3.0, "critic.train": 2.0}
     pairs, mesh = ParallelStrategy(2, 2), plan("flatten").mesh("actor.train")
     split = {name: Assignment(mesh, pairs, "megatron") for name in ("reference.forward", "critic.train")}
     split["critic.forward"] = split["critic.train"]
     split["actor.generate"] = Assignment(mesh, pairs, "vllm")
-    streaming = replace(baseline, assignments={**baseline.assignments, **split}, streams=Streams())
+    streaming = replace(whole, assignments={**whole.assignments, **split}, streams=Streams())
     machine = Machine(lambda name: slower.get(name, 1.0), dispatch=0.0)
     calibration = learned(machine, streaming, CalibrationFactors(dispatch=0.0))
     for name in ("actor.generate", "reference.forward", "critic.train"):
-        assert calibration.factor(baseline.graph.call(name), streaming[name]) == pytest.approx(
+        assert calibration.factor(whole.graph.call(name), streaming[name]) == pytest.approx(
             slower.get(name, 1.0), rel=0.1
         ), name
 
@@ -297,7 +305,7 @@ def test_reward_functions_of_a_run_that_streams_get_the_seconds_that_they_took()
     evidence = PlanEvidence(streaming, specs, pricing(CalibrationFactors(dispatch=0.0)))
     workload = costs.workload.of_lengths(LENGTHS)
     spans = estimate_plan(streaming, specs, replace(costs, workload=workload)).timeline.spans
-    for _ in range(WARM_UP + LEAST):
+    for _ in range(WARM_UP + MIN_UPDATES):
         evidence.add(MeasuredUpdate.of(spans, LENGTHS))
     assert evidence.calibration().functions == {"reward.forward": pytest.approx(7.0, rel=0.01)}
 
@@ -330,9 +338,9 @@ def test_of_an_iteration_with_several_optimizer_steps_the_seconds_of_each_call_a
         Span("actor.train -> actor.generate", 1, 10.0, 13.0, 1),
     ]
     expected = {"actor.generate": 4.0, "actor.train": 5.0, "actor.train -> actor.generate": 2.0}
-    baseline = MeasuredUpdate.of(spans, LENGTHS)
-    assert baseline.spans == expected
-    assert baseline.seconds == 6.0 + 4.0, "without what is between the steps, such as an evaluation"
+    whole = MeasuredUpdate.of(spans, LENGTHS)
+    assert whole.spans == expected
+    assert whole.seconds == 6.0 + 4.0, "without what is between the steps, such as an evaluation"
     half = MeasuredUpdate.of(spans, LENGTHS, iterations=2)
     assert half.spans == {name: seconds / 2 for name, seconds in expected.items()}
     assert half.seconds == 5.0

@@ -115,9 +115,7 @@ def test_what_a_run_refuses_is_no_candidate(tmp_path: Path) -> None:
     ("model", "is_hub_name"),
     [("meta-llama/Llama-3.1-8B", True), ("gpt2", True), ("/checkpoints/policy", False), ("../runs/a/policy", False)],
 )
-def test_a_name_of_the_hub_is_refused_with_where_its_config_belongs(
-    tmp_path: Path, model: str, is_hub_name: bool
-) -> None:
+def test_a_hub_name_is_refused_with_where_its_config_belongs(tmp_path: Path, model: str, is_hub_name: bool) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"sft_model_path: {model}\nreward_model_path: {model}\n")
     with pytest.raises(PlanError, match="there is no config.json in .*; give a model's folder on disk") as refused:
@@ -137,9 +135,7 @@ def test_a_name_of_the_hub_is_refused_with_where_its_config_belongs(
     ],
 )
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_activations_are_recomputed_in_the_estimate_as_in_the_run(
-    tmp_path: Path, algorithm: str, lines: str, recomputes: bool
-) -> None:
+def test_activations_are_recomputed_as_in_a_run(tmp_path: Path, algorithm: str, lines: str, recomputes: bool) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL))
     recipe = tmp_path / "recipe.yaml"

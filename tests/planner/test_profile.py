@@ -23,8 +23,7 @@ from trl_realloc.planner.cost.measured_rates import MeasuredRates, fit_unit_cost
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 from trl_realloc.planner.search.choose import choose
-from trl_realloc.planner.search.selection_bias import selection_bias
-from trl_realloc.planner.search.space import Space
+from trl_realloc.planner.search.space import Space, selection_bias
 
 
 ACTOR, CRITIC = llama(1), llama(1, "score")
@@ -63,10 +62,10 @@ def made_up(processors: float | None = None, devices: int = 4, **changes: object
 def test_what_was_measured_is_what_is_priced(processors: float | None) -> None:
     """Shared processors or not: what one device takes alone comes out."""
     rates = MeasuredRates(made_up(processors))
-    baseline = ACTOR.layers * rates.layer(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1)
-    assert baseline == pytest.approx(FORWARD * 3000, rel=1e-6)
+    whole = ACTOR.layers * rates.layer(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1)
+    assert whole == pytest.approx(FORWARD * 3000, rel=1e-6)
     back = ACTOR.layers * rates.layer_backward(ACTOR, 3000, 3000 * 80, 1) + rates.head(ACTOR, 1500, 1, backward=True)
-    assert baseline + back == pytest.approx(TRAIN * 3000, rel=1e-6)
+    assert whole + back == pytest.approx(TRAIN * 3000, rel=1e-6)
     assert rates.optimizer(ACTOR.elements, 4) == pytest.approx(STEP, rel=0.05)
     assert rates.step == pytest.approx(DECODE, rel=1e-6)
     sample = ACTOR.layers * rates.decode(ACTOR, 10, 50, 1)[0] + rates.decode_head(ACTOR, 10, 1)
@@ -131,8 +130,8 @@ def test_a_tensor_parallel_part_computes_at_least_its_share_of_a_layer() -> None
         split = tuple(replace(row, tp=2, seconds=factor * row.seconds) for row in rows)
         rates = MeasuredRates(replace(profile, observations=(*profile.observations, *split)))
         for of_layer in (rates.layer, rates.layer_backward):
-            baseline, part = (of_layer(ACTOR, 1000, 1e5, tp) for tp in (1, 2))
-            assert part == pytest.approx(baseline / 2) if factor < 1 else part > baseline
+            whole, part = (of_layer(ACTOR, 1000, 1e5, tp) for tp in (1, 2))
+            assert part == pytest.approx(whole / 2) if factor < 1 else part > whole
 
 
 def test_layouts_among_which_a_search_chooses_take_longer_than_estimated_until_a_run_has_shown_them() -> None:
@@ -307,9 +306,7 @@ def test_a_model_that_was_not_measured_is_refused() -> None:
     units=st.tuples(st.floats(1e-6, 1e-3), st.floats(0, 1e-3)),
     counts=st.lists(st.tuples(st.floats(1, 1e4), st.floats(1, 1e4)), min_size=3, max_size=9),
 )
-def test_unit_costs_are_found_again_and_never_negative(
-    units: tuple[float, float], counts: list[tuple[float, float]]
-) -> None:
+def test_unit_costs_are_found_and_not_negative(units: tuple[float, float], counts: list[tuple[float, float]]) -> None:
     seconds = [units[0] * a + units[1] * b for a, b in counts]
     found = fit_unit_costs(counts, seconds)
     assert all(each >= 0 for each in found)

@@ -19,8 +19,7 @@ from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
 from trl_realloc.planner.cost.device_memory import gpu_memory
-from trl_realloc.planner.recipe import adapters as recipe_adapters
-from trl_realloc.planner.recipe.recipe import read_recipe
+from trl_realloc.planner.recipe.recipe import ADAPTER_DEFAULTS, read_recipe, trained_share
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.profiling import job_models
 
@@ -29,7 +28,7 @@ SPEC = ModelSpec.from_config(tiny.config(), bytes_per_element=4)
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    return {**recipe_adapters.ADAPTER_DEFAULTS, "use_peft": True, **changes}
+    return {**ADAPTER_DEFAULTS, "use_peft": True, **changes}
 
 
 @pytest.mark.parametrize(
@@ -49,11 +48,11 @@ def test_the_share_is_that_of_the_adapters_that_peft_makes(changes: dict[str, An
         task_type="CAUSAL_LM", r=given["lora_r"], target_modules=targets, modules_to_save=given["lora_modules_to_save"]
     )
     expected = job_models.trained_share("a name", tiny.config(), lora)
-    assert recipe_adapters.trained_share(given, SPEC) == pytest.approx(expected)
+    assert trained_share(given, SPEC) == pytest.approx(expected)
 
 
 def test_without_use_peft_all_is_trained() -> None:
-    assert recipe_adapters.trained_share(settings(use_peft=False), SPEC) == 1.0
+    assert trained_share(settings(use_peft=False), SPEC) == 1.0
 
 
 def recipe(folder: Path, lines: str, **changes: Any) -> Path:
@@ -89,22 +88,13 @@ def test_settings_that_no_run_could_have_are_refused(tmp_path: Path, lines: str,
 
 
 @pytest.mark.parametrize("ends", ["[lm_head]", "[norm]"])
-def test_an_engine_has_a_head_of_its_own_where_an_adapter_changes_one_of_two_tied_ends(
-    tmp_path: Path, ends: str
-) -> None:
+def test_an_engine_has_its_own_head_where_an_adapter_changes_one_of_two_tied_ends(tmp_path: Path, ends: str) -> None:
     path = recipe(tmp_path, f"use_peft: true\nlora_modules_to_save: {ends}\n", tie_word_embeddings=True)
     specs = read_recipe(path).specs()
     config = tiny.config(tie_word_embeddings=True)
     lora = pytest.importorskip("peft").LoraConfig(modules_to_save=ends.strip("[]").split())
-    job = job_models.JobModels.of_run(
-        {Role.ACTOR: [config]},
-        grpo_graph(),
-        "a name",
-        peft_config=lora,
-        processing_class=None,
-        mixed=None,
-        generation_engine="vllm",
-    )
+    how = {"peft_config": lora, "processing_class": None, "mixed": None, "generation_engine": "vllm"}
+    job = job_models.JobModels.of_run({Role.ACTOR: [config]}, grpo_graph(), "a name", **how)
     for found in (specs, job.specs, job.shallow(1).specs):
         (generates,), (trains,) = found["actor.generate"], found["actor.train"]
         head = generates.elements - trains.elements

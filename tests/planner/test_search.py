@@ -131,7 +131,7 @@ def test_a_choice_without_time_prices_one_plan_that_the_search_has_found(monkeyp
     for share in (math.inf, 0.0):
         monkeypatch.setattr(choosing, "PRICED_SHARE", share)
         priced.clear()
-        found = choose(space, AllowedOptions(fuses=False, streams=False), time_limit_s=0.2).search.states
+        found = choose(space, AllowedOptions(fused_training=False, streams=False), time_limit_s=0.2).search.states
         assert priced.count("searched") == (len(found) if share else 1) and len(found) > 1
 
 
@@ -234,7 +234,7 @@ def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_woul
         choose(Space.of_run(specs(70, 70), pricing(1)), time_limit_s=0.5)
     text = str(refused.value)
     assert "80 GB" in text
-    assert "32 of these devices would do" in text or "64 of these devices would do" in text
+    assert "32 of these devices would be enough" in text or "64 of these devices would be enough" in text
 
 
 def test_the_planner_beats_every_preset_and_says_why_each_lost() -> None:

@@ -187,9 +187,7 @@ def drawn_tasks(draw: st.DrawFn) -> list[IterationTask]:
 
 
 @given(drawn_tasks(), st.sampled_from(Overlap))
-def test_the_closed_form_of_the_search_has_the_times_of_the_simulation(
-    tasks: list[IterationTask], overlap: Overlap
-) -> None:
+def test_the_searchs_closed_form_has_the_simulations_times(tasks: list[IterationTask], overlap: Overlap) -> None:
     iterations = 1 + STEADY[overlap] if overlap is Overlap.NONE else STEADY[overlap]
     *_, before, last = simulated_iterations(tasks, iterations, overlap)
     zero = max(end for _, end in before)

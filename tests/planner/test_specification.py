@@ -105,9 +105,7 @@ def generation(
     ("hardware", "step_s", "update_s"),
     [("NVIDIA H200", 2.94e-3, 2.12), ("NVIDIA H100 80GB HBM3", 5.75e-3, 3.57)],  # docs/hardware.md
 )
-def test_generation_is_estimated_by_the_decode_steps_of_the_machine(
-    hardware: str, step_s: float, update_s: float
-) -> None:
+def test_generation_is_estimated_by_the_machines_decode_steps(hardware: str, step_s: float, update_s: float) -> None:
     profile = unmeasured(hardware, is_accelerator=True)
     pricing, call, spec, assignment = generation(profile)
     host = decode_host(pricing, spec, assignment, [(64, 128 + 256, step_s)])
@@ -138,9 +136,7 @@ def test_the_sampler_passes_over_the_logits_of_each_sample() -> None:
 
 
 @given(step=st.floats(1e-4, 1e-2), sample=st.floats(0, 1e-4), few=st.integers(1, 8), times=st.integers(2, 64))
-def test_decode_steps_of_two_sizes_show_what_the_host_takes_for_each_sample(
-    step: float, sample: float, few: int, times: int
-) -> None:
+def test_decode_steps_of_two_sizes_show_the_hosts_part(step: float, sample: float, few: int, times: int) -> None:
     profile = unmeasured("NVIDIA H100 80GB HBM3", is_accelerator=True)
     pricing, _, spec, assignment = generation(profile)
     true = replace(pricing, rates=rates_of(replace(profile, decode_host=DecodeHost(step, sample))))

@@ -48,6 +48,7 @@ def test_a_long_tail_moves_and_the_plan_says_so() -> None:
     console.print(plan_cost_table(best))
     assert best.streams is not None and best.streams.migration is not None
     table = console.export_text()
+    assert best.plan["actor.train"].engine == "zero" and " ddp " in table and " zero " not in table
     assert f"the last {best.streams.migration.threshold:.0%} to" in table and f"{best.seconds:.3g} s" in table
     assert ExecutionPlan.from_yaml(best.plan.to_yaml()).streams == best.streams
     assert estimate_plan(best.plan, MODELS, costs(), exact=False).seconds == best.seconds
@@ -87,7 +88,7 @@ def test_no_more_samples_of_a_batch_are_simulated_for_a_thousand_engines(episode
 
 def test_streams_are_chosen_on_hundreds_of_devices() -> None:
     prices = replace(pricing(64, 8, replace(LONG_TAIL, episodes=5120)), memory=None)
-    decision = choose(Space.of_run(MODELS, prices), AllowedOptions(fuses=False), time_limit_s=1.0)
+    decision = choose(Space.of_run(MODELS, prices), AllowedOptions(fused_training=False), time_limit_s=1.0)
     option = decision.option(STREAMING)
     assert option.plans and decision.best is option.fastest
 

@@ -37,13 +37,13 @@ def test_weights_stay_cast_while_transformers_generates() -> None:
 
 @pytest.mark.parametrize("spec", [SPEC, MASTERED])
 def test_a_model_that_zero_3_trains_is_gathered_while_it_generates(spec: ModelSpec) -> None:
-    baseline, sharded = (priced(stage, spec) for stage in (2, 3))
-    alone = baseline.calls["actor.generate"].cost.transient
+    whole, sharded = (priced(stage, spec) for stage in (2, 3))
+    alone = whole.calls["actor.generate"].cost.transient
     assert sharded.calls["actor.generate"].cost.transient == alone
     holds = sharded.estimate.holds
     assert holds["while actor.generate runs"] == pytest.approx(alone + spec.bytes)
     assert sum(holds.values()) == pytest.approx(sharded.estimate.memory)
-    assert baseline.estimate.holds.get("while actor.generate runs", alone) == pytest.approx(alone)
+    assert whole.estimate.holds.get("while actor.generate runs", alone) == pytest.approx(alone)
 
 
 def test_a_decode_step_reads_the_cast_weights() -> None:

@@ -56,9 +56,9 @@ def test_what_an_engine_holds_at_a_time_fits_in_its_cache_and_no_token_is_lost(
     decoded = sum(steps * batch for steps, batch, _ in phases)
     assert decoded == pytest.approx(sum(lengths) * episodes // len(lengths), rel=0.15)
     assert all((batch - 1) * (cached - 128 + held + 8) <= room for _, batch, cached in phases)
-    baseline = workload.decoding(1, episodes)
-    assert sum(steps for steps, _, _ in phases) >= sum(steps for steps, _, _ in baseline.phases)
-    assert not baseline.reread and reread >= 0
+    whole = workload.decoding(1, episodes)
+    assert sum(steps for steps, _, _ in phases) >= sum(steps for steps, _, _ in whole.phases)
+    assert not whole.reread and reread >= 0
 
 
 def test_a_sample_that_the_cache_has_no_room_for_waits_and_is_computed_again() -> None:
@@ -79,9 +79,7 @@ def test_a_sample_that_the_cache_has_no_room_for_waits_and_is_computed_again() -
         (32, 8, 6, 6),  # less than a block
     ],
 )
-def test_an_engine_computes_the_prompt_of_a_group_once(
-    samples: int, completions: int, prompt: int, computed: float
-) -> None:
+def test_an_engine_computes_a_groups_prompt_once(samples: int, completions: int, prompt: int, computed: float) -> None:
     assert work(prompt_tokens=prompt, completions=completions).engine_prompt(samples) == pytest.approx(computed)
 
 
@@ -90,9 +88,7 @@ def test_an_engine_computes_the_prompt_of_a_group_once(
     episodes=st.integers(1, 300),
     engines=st.integers(1, 16),
 )
-def test_engines_get_all_lengths_alike_and_the_slowest_is_priced(
-    lengths: list[int], episodes: int, engines: int
-) -> None:
+def test_engines_get_lengths_alike_and_the_slowest_is_priced(lengths: list[int], episodes: int, engines: int) -> None:
     engines = min(engines, episodes)
     workload = work(response_tokens=tuple(lengths), episodes=episodes)
     drawn = workload.engine_lengths(engines)
@@ -109,9 +105,7 @@ def test_engines_get_all_lengths_alike_and_the_slowest_is_priced(
     episodes=st.integers(1, 300),
     engines=st.integers(1, 16),
 )
-def test_batches_share_the_lengths_and_each_has_those_of_its_slowest_engine(
-    lengths: list[int], episodes: int, engines: int
-) -> None:
+def test_batches_share_lengths_each_as_its_slowest_engine_has(lengths: list[int], episodes: int, engines: int) -> None:
     engines = min(engines, episodes)
     workload = work(response_tokens=tuple(lengths), episodes=episodes)
     batches = workload.longest_engine_by_batch(engines)
@@ -158,9 +152,7 @@ def test_a_workload_of_nothing_is_refused(wrong: dict[str, object]) -> None:
 
 
 @given(mean=st.floats(20, 2000), ratio=st.floats(1, 8))
-def test_lengths_with_a_tail_have_the_mean_and_the_99th_percentile_that_were_asked_for(
-    mean: float, ratio: float
-) -> None:
+def test_lengths_with_a_tail_have_the_mean_and_99th_percentile_that_were_asked_for(mean: float, ratio: float) -> None:
     lengths = Workload.tail(mean, mean * ratio, 1_000_000)
     assert list(lengths) == sorted(lengths)
     assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.03)  # a tail of quantiles lacks its last 0.2 %

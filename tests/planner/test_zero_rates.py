@@ -44,15 +44,15 @@ def seconds(profile: Profile, call: str, stage: int) -> float:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stage_costs_what_it_took_beyond_the_arithmetic(stage: int) -> None:
-    baseline = seconds(measured(), "actor.train", 0)
+    whole = seconds(measured(), "actor.train", 0)
     reduction = 1.5 * ACTOR.elements * 4 / BANDWIDTH  # of the replicas' gradients, in float32
-    expected = baseline - reduction - STEP * 3 / 4 + EXTRA[stage]
+    expected = whole - reduction - STEP * 3 / 4 + EXTRA[stage]
     assert seconds(measured(), "actor.train", stage) == pytest.approx(expected, rel=0.1)
 
 
 def test_scoring_under_stage_3_costs_what_it_took_to_gather() -> None:
-    baseline = seconds(measured(), "reference.forward", 0)
-    assert seconds(measured(), "reference.forward", 3) == pytest.approx(baseline + 2.0, rel=0.1)
+    whole = seconds(measured(), "reference.forward", 0)
+    assert seconds(measured(), "reference.forward", 3) == pytest.approx(whole + 2.0, rel=0.1)
 
 
 def test_without_measurements_a_stage_costs_what_the_formula_says() -> None:

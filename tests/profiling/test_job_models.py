@@ -42,9 +42,7 @@ def test_the_spec_says_whether_the_logits_are_in_memory_whole(family: str, whole
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, True),
     ],
 )
-def test_whether_an_adapter_changes_the_head_is_known_before_it_is_created(
-    settings: dict[str, Any], adapted: bool
-) -> None:
+def test_whether_an_adapter_changes_the_head_is_known_before_it_exists(settings: dict[str, Any], adapted: bool) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     assert adapts_head("a name", tiny.config(), lora) is adapted

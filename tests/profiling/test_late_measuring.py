@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trl_realloc.plan.cluster import Cluster
-from trl_realloc.planner.search.learning import LEAST, WARM_UP
+from trl_realloc.planner.search.learning import MIN_UPDATES, WARM_UP
 from trl_realloc.profiling import late_measuring
 from trl_realloc.profiling.late_measuring import GAIN, LateMeasuring
 from trl_realloc.trainer.run.plan_change import PlanChange
@@ -55,9 +55,7 @@ def test_no_run_measures_for_longer_than_it_has_trained_or_than_a_better_plan_co
     assert (found[-1] is not None) == (GAIN * (updates - COST_S / UPDATE_S) * UPDATE_S >= COST_S)
 
 
-def test_a_long_run_measures_when_it_has_trained_for_as_long_as_measuring_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_run_measures_when_it_has_trained_as_long_as_measuring_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = measuring(monkeypatch)
     assert budgets(made, 10_000) == [None] * 24 + [COST_S - START_S]
     assert made.is_over
@@ -67,7 +65,7 @@ def test_a_short_run_is_told_once_that_measuring_cannot_pay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = measuring(monkeypatch)
-    assert budgets(made, 20) == [None] * (WARM_UP + LEAST + 1)
+    assert budgets(made, 20) == [None] * (WARM_UP + MIN_UPDATES + 1)
     assert made.is_over
     (line,) = capsys.readouterr().err.splitlines()
     assert "measuring takes about 50 s, and in the 15 updates left a better plan might save 3 s" in line
@@ -77,25 +75,19 @@ def test_a_run_of_one_device_does_not_measure(monkeypatch: pytest.MonkeyPatch) -
     assert measuring(monkeypatch, devices=1).is_over
 
 
-def test_models_that_no_short_run_can_hold_are_not_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_large_models_are_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made = measuring(monkeypatch, cost_s=float("inf"))
     assert set(budgets(made, 10_000)) == {None}
     assert made.is_over
     assert capsys.readouterr().err == ""
 
 
-def test_a_machine_that_was_measured_is_not_measured_again_unless_measuring_was_cut_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_measured_machine_is_not_measured_again_unless_that_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measuring(monkeypatch, observations=(1,)).is_over
     assert not measuring(monkeypatch, observations=(1,), complete=False).is_over
 
 
-def test_a_run_under_a_plan_by_specification_does_not_measure_again_what_refused_all_plans(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_by_specification_does_not_measure_again_what_refused_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     for complete in (True, False):
         refused = SimpleNamespace(observations=(1,), complete=complete)
         assert measuring(monkeypatch, refused=refused).is_over is complete
@@ -106,7 +98,7 @@ def test_the_other_ranks_do_what_rank_0_has_decided(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         late_measuring, "from_first_rank", lambda value, timeout_s: late_measuring.MeasuringDecision(7.0, True)
     )
-    for _ in range(WARM_UP + LEAST + 1):
+    for _ in range(WARM_UP + MIN_UPDATES + 1):
         made.note(1e-3)
     assert made.budget(1, 1.0) == 7.0
     assert made.is_over

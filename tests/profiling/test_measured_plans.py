@@ -47,9 +47,7 @@ def test_without_deepspeed_no_stage_is_measured(tmp_path: Path, monkeypatch: pyt
     assert names(make(tmp_path, 8.0)) == ["flatten", "tp 2 pp 1", "tp 1 pp 2"]
 
 
-def test_short_runs_have_fewer_layers_where_the_memory_does_not_hold_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_runs_have_as_many_layers_as_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make(tmp_path, None).models.specs["actor.train"][0]
     monkeypatch.setattr(profile_cache, "MAX_ELEMENTS", whole.elements)
     monkeypatch.setattr(profile_cache, "MIN_ELEMENTS", whole.elements // 32)
@@ -64,9 +62,7 @@ def test_nothing_is_measured_where_the_memory_holds_no_short_run(tmp_path: Path)
     assert names(make(tmp_path, 1e-4)) == []
 
 
-def test_a_split_under_which_the_job_itself_does_not_fit_is_not_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_under_which_the_job_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shallow models fit under each split; the job's own, of which short runs measure a part, under ZeRO-3 at most."""
     monkeypatch.setattr(profile_cache, "MAX_ELEMENTS", 300_000)
     job = make(tmp_path, None, num_hidden_layers=200)

@@ -22,9 +22,7 @@ from trl_realloc.profiling.replanning import Replanner, suits
 
 @pytest.mark.parametrize("estimate", [1.0, 5.0])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_takes_part_in_the_decision_whatever_its_own_estimate(
-    rank: int, estimate: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_takes_part_in_the_decision(rank: int, estimate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs of two ranks may differ, and with them their estimates: a rank that decided by its own would leave the
     others waiting."""
     broadcasts: list[Any] = []
@@ -100,9 +98,7 @@ def test_a_run_keeps_a_plan_that_has_no_estimate_at_its_lengths(monkeypatch: pyt
     assert made.better(updates_left=10, move_seconds=1.0) is None
 
 
-def test_after_measuring_a_plan_is_searched_for_only_when_the_measured_estimate_has_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_measuring_a_plan_is_searched_for_when_the_estimate_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = watching(monkeypatch, ())
     measured: Any = SimpleNamespace(
         priced=SimpleNamespace(seconds=10.0), profile="new", decision=object(), plan=made.observer.job_plan.plan
@@ -121,9 +117,7 @@ class Known:
     calibration: CalibrationFactors = field(default_factory=CalibrationFactors)
 
 
-def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_plan_is_estimated_again_only_for_other_lengths_or_another_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     made = watching(monkeypatch, ())
     current: Any = made.observer.job_plan
     estimated: list[Any] = []

@@ -175,9 +175,7 @@ def test_slow_reward_functions_do_not_make_measuring_dearer(
     assert expected[0] == expected[1]
 
 
-def test_hosts_may_have_other_hardware_than_the_first(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_may_have_other_hardware_than_others(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = replace(measured(job), hardware="another CPU")
     received: Any = saved
     monkeypatch.setattr(profile_cache, "from_first_rank", lambda value, timeout_s: received)
@@ -241,9 +239,7 @@ def test_nothing_is_carried_to_another_device_cluster_model_or_dtype(
     assert known_profile(job) is None
 
 
-def test_the_cap_on_cached_tokens_which_suits_cpus_is_not_put_on_an_accelerator(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cap_on_cached_tokens_is_not_put_on_an_accelerator(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = measured(job)
     assert job.pricing(profile).default_cap == CACHED_TOKENS
     monkeypatch.setattr(job_module, "memory_bytes", lambda device: 80 << 30)

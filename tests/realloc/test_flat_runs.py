@@ -47,9 +47,7 @@ def placed_of(pieces: list[ParameterBox], itemsize: int) -> list[tuple[Parameter
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=4), st.integers(1, 5), st.data())
-def test_a_rank_of_zero_3_sends_one_run_of_each_parameter(
-    shapes: list[tuple[int, ...]], ranks: int, data: st.DataObject
-) -> None:
+def test_a_zero_3_rank_sends_a_run_a_parameter(shapes: list[tuple[int, ...]], ranks: int, data: st.DataObject) -> None:
     """Into full parameters, as an engine gets them: whatever the boxes, the same bytes arrive."""
     rank = data.draw(st.integers(0, ranks - 1))
     pieces, expected = [], {f"{at}": torch.zeros(shape) for at, shape in enumerate(shapes)}

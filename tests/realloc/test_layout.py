@@ -31,16 +31,8 @@ from trl_realloc.realloc.layout import (
 )
 
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-}
+LLAMA = {"model_type": "llama", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 5}
+LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)
 
 
@@ -104,8 +96,8 @@ def test_of_hundreds_of_replicas_some_keep_a_parameter_and_all_a_share() -> None
     layout = layout_of(Assignment(DeviceMesh(0, 256), ParallelStrategy(dp=256), "zero"), spec)
     kept = held_once({device: layout.parts(device) for device in layout.devices})
     check_covers(Layout.of_parts(spec, kept))
-    for name in spec.by_name:
-        assert sum(name in parts for parts in kept.values()) <= 64
+    for parameter in spec.parameters:
+        assert sum(parameter.name in parts for parts in kept.values()) <= 64
     held = [sum(volume(box) for boxes in parts.values() for box in boxes) for parts in kept.values()]
     assert sum(held) == spec.elements and max(held) < spec.elements / 20
 
@@ -113,11 +105,12 @@ def test_of_hundreds_of_replicas_some_keep_a_parameter_and_all_a_share() -> None
 @given(st.lists(shapes, min_size=1, max_size=4), st.integers(0, 5), st.integers(1, 9))
 def test_zero_3_deals_every_parameter_out_evenly(held: list[tuple[int, ...]], first: int, size: int) -> None:
     spec = ModelSpec.of_shapes([(f"p{i}", shape) for i, shape in enumerate(held)], bytes_per_element=4)
+    elements = {parameter.name: parameter.elements for parameter in spec.parameters}
     layout = zero3_layout(spec, DeviceMesh(first, size))
     check_covers(layout)
     for device in range(first, first + size):
         for name, boxes in layout.parts(device).items():
-            assert sum(map(volume, boxes)) <= -(-math.prod(spec.by_name[name].shape) // size)
+            assert sum(map(volume, boxes)) <= -(-elements[name] // size)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -54,9 +54,8 @@ def test_a_copy_in_a_layout_of_its_own_is_counted_and_adapters_are_not_trained_w
 
 
 def test_what_does_not_fit_is_refused_with_what_takes_how_much() -> None:
-    with pytest.raises(
-        PlanError, match=r"device 0 would hold 0\.04 GB .*actor\.train 0\.02.*memory_gb is 0\.03; split"
-    ):
+    told = r"device 0 would hold 0\.04 GB .*actor\.train 0\.02.*memory_gb is 0\.03; split"
+    with pytest.raises(PlanError, match=told):
         check_memory(plan(0.03), SPECS)
     check_memory(plan(0.0361), SPECS)
     check_memory(plan(), SPECS)

@@ -20,7 +20,7 @@ def _operations(messages: list[Message], *, batched: bool) -> int:
     """Sends of these messages; on a GPU they are one batch for each bucket."""
     transfer = object.__new__(Transfer)  # its constructor connects process groups
     names = {piece.parameter for message in messages for piece in message.pieces}
-    transfer.checksum, transfer._batched, transfer.dtypes = False, batched, dict.fromkeys(names, torch.float32)
+    transfer._batched, transfer.dtypes = batched, dict.fromkeys(names, torch.float32)
     split = [transfer._split(message) for message in messages]
     return sum(len(large) + bool(small) for large, small in split)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 
 import numpy as np
@@ -47,18 +48,9 @@ def specs(draw: st.DrawFn) -> ModelSpec:
         ]
     if not tied:
         parameters.append(ParameterSpec("head", (vocabulary, hidden), layers, Cut(0)))
-    return ModelSpec(
-        "drawn",
-        tuple(parameters),
-        bytes_per_element=draw(st.sampled_from([1, 2, 4])),
-        layers=layers,
-        heads=kv_heads,
-        kv_heads=kv_heads,
-        head_dim=unit,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        tied=tied,
-    )
+    sizes = {"layers": layers, "heads": kv_heads, "kv_heads": kv_heads, "head_dim": unit, "hidden": hidden}
+    width = draw(st.sampled_from([1, 2, 4]))
+    return ModelSpec("drawn", tuple(parameters), bytes_per_element=width, **sizes, vocabulary=vocabulary, tied=tied)
 
 
 @st.composite
@@ -107,11 +99,11 @@ def truth(spec: ModelSpec) -> Mapping[str, np.ndarray]:
 def run(schedule: TransferSchedule, bucket_bytes: int) -> tuple[Held, int, int]:
     """What every device of the target ends with, the bytes sent, and those between nodes."""
     spec, cluster = schedule.spec, schedule.cluster
-    values = truth(spec)
+    values, shapes = truth(spec), {parameter.name: parameter.shape for parameter in spec.parameters}
     held: Held = {}
 
     def place(device: int, name: str) -> np.ndarray:
-        return held.setdefault(device, {}).setdefault(name, np.full(spec.by_name[name].shape, np.nan))
+        return held.setdefault(device, {}).setdefault(name, np.full(shapes[name], np.nan))
 
     for device in schedule.source.devices:
         for name, boxes in schedule.source.parts(device).items():
@@ -138,7 +130,7 @@ def run(schedule: TransferSchedule, bucket_bytes: int) -> tuple[Held, int, int]:
                     part = place(device, piece.parameter)[at(piece.box)].copy()
                     assert not np.isnan(part).any(), "a device sends only what it has"
                     before = received.setdefault(message.target, {}).setdefault(
-                        piece.parameter, np.zeros(spec.by_name[piece.parameter].shape, int)
+                        piece.parameter, np.zeros(shapes[piece.parameter], int)
                     )
                     before[at(piece.box)] += 1
                     arriving.append((message.target, piece, part))
@@ -187,17 +179,14 @@ def check(cluster: Cluster, source: Layout, target: Layout, bucket_bytes: int) -
             for box in boxes:
                 assert np.array_equal(held[device][name][at(box)], values[name][at(box)])
     lacked, crossing = least(schedule)
-    assert sent == schedule.wire_bytes == schedule.lower_bound_bytes == lacked
-    assert between == schedule.node_bytes == crossing
-    assert sum(schedule.sent(device) for device in range(cluster.size)) == sent
+    assert sent == sum(schedule.sent(device) for device in range(cluster.size)) == lacked
+    assert between == schedule.traffic()[1][0].sum() == crossing
     return schedule
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.integers(1, 2000))
-def test_every_device_ends_with_its_parts_and_nothing_is_sent_in_vain(
-    case: tuple[Cluster, Layout, Layout], bucket_bytes: int
-) -> None:
+def test_devices_get_their_parts_and_no_more(case: tuple[Cluster, Layout, Layout], bucket_bytes: int) -> None:
     check(*case, bucket_bytes)
 
 
@@ -209,9 +198,7 @@ def test_on_meshes_of_up_to_64_devices_too(case: tuple[Cluster, Layout, Layout])
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(1, 500))
-def test_no_bucket_is_larger_than_it_may_be_but_for_a_parameter_by_itself(
-    case: tuple[Cluster, Layout, Layout], bucket_bytes: int
-) -> None:
+def test_no_bucket_is_too_large_but_for_one_parameter(case: tuple[Cluster, Layout, Layout], bucket_bytes: int) -> None:
     schedule = make_schedule(*case)
     buckets = schedule.buckets(bucket_bytes)
     assert [name for names in buckets for name in names] == [p.name for p in schedule.spec.parameters]
@@ -226,7 +213,7 @@ def test_no_bucket_is_larger_than_it_may_be_but_for_a_parameter_by_itself(
 def test_equal_layouts_move_nothing(case: tuple[Cluster, Layout, Layout]) -> None:
     cluster, layout, _ = case
     schedule = make_schedule(cluster, layout, layout)
-    assert schedule.wire_bytes == 0 and not any(list(schedule.steps(d, 100)) for d in range(cluster.size))
+    assert not any(list(schedule.steps(d, 100)) for d in range(cluster.size))
     for device in layout.devices:
         kept = {(piece.parameter, piece.box) for piece in schedule.kept(device)}
         assert kept == {(name, box) for name, boxes in layout.parts(device).items() for box in boxes}
@@ -239,23 +226,16 @@ def test_the_schedule_is_the_same_wherever_it_is_made(case: tuple[Cluster, Layou
         assert list(one.steps(device, 300)) == list(other.steps(device, 300))
 
 
-LLAMA_70B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}
+LLAMA_70B = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 28672}
+LLAMA_70B |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
 
 
 def test_70_billion_parameters_on_1024_devices_load_no_sender_more_than_5_percent_above_the_mean() -> None:
     spec = ModelSpec.from_config(LLAMA_70B, bytes_per_element=2)
     mesh = DeviceMesh(0, 1024)
     schedule = make_schedule(Cluster(128, 8), megatron_layout(spec, mesh, 8, 16), megatron_layout(spec, mesh, 8, 1))
-    assert schedule.wire_bytes == schedule.lower_bound_bytes
-    assert schedule.max_over_mean_sender < 1.05
+    sent = [size for device in range(mesh.size) if (size := schedule.sent(device))]
+    assert max(sent) < 1.05 * statistics.mean(sent)
 
 
 def test_one_holders_parameters_are_spread_by_those_that_have_them() -> None:

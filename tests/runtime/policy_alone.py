@@ -13,7 +13,7 @@ from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.models import frozen_copy, shell
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.dataflow import DataflowGraph, Role
-from trl_realloc.profiling.policy_training import PolicyTraining
+from trl_realloc.profiling.short_runs import PolicyTraining
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.executor import Executor, make_executor
 from trl_realloc.runtime.placement.placement import Placement
@@ -39,14 +39,9 @@ def roles(graph: DataflowGraph, seed: int = 0) -> Roles:
 
 
 def execute(placement: Placement) -> Executor:
-    settings = CallSettings(
-        Sampling(LENGTH, 1.0, (tiny.EOS,)),
-        seed=3,
-        eos_token_id=tiny.EOS,
-        processing_class=tiny.tokenizer(),
-        functions=[],
-        reward_weights={"model": 1.0},
-    )
+    rewards = {"functions": [], "reward_weights": {"model": 1.0}}
+    sampling, of_text = Sampling(LENGTH, 1.0, (tiny.EOS,)), {"processing_class": tiny.tokenizer()}
+    settings = CallSettings(sampling, seed=3, eos_token_id=tiny.EOS, **of_text, **rewards)
     return make_executor(placement, PolicyTraining(placement.plan.graph), settings)
 
 

@@ -93,9 +93,7 @@ def check(number: int, samples: Rollouts, lengths: Sequence[int], versions: int)
 
 @given(draw=st.randoms(use_true_random=False), versions=st.integers(1, 3), train_s=st.sampled_from([0.0, 0.004]))
 @settings(max_examples=8, deadline=None, phases=[Phase.generate])
-def test_every_rank_gets_all_samples_of_each_generation_and_none_is_too_old(
-    draw: Any, versions: int, train_s: float
-) -> None:
+def test_every_rank_gets_each_generations_samples_and_none_too_old(draw: Any, versions: int, train_s: float) -> None:
     lengths = lengths_of(draw, 6)
     for rank_values in Loop(stale(PLAN, versions), lengths, train_s=train_s).run(0, 6):
         for number, samples in enumerate(rank_values):
@@ -130,7 +128,7 @@ def test_a_resumed_run_draws_no_token_again() -> None:
     lengths = [[7, 45, 9, 3, 50, 2, 8, 30, 5, 5, 41, 6]] * 6
     loop = Loop(stale(PLAN, 2), lengths, step_s=1e-2, train_s=0.0)
     loop.run(0, 2)
-    saved = loop.each(lambda host: host.drawn(2))
+    saved = loop.each(lambda host: host.batches.drawn(2))
     assert saved[1:] == [None] * 3
     drawn = PartialRollouts.from_tensors(replace(saved[0], next=2).to_tensors())
     assert drawn.next == 2
@@ -139,7 +137,7 @@ def test_a_resumed_run_draws_no_token_again() -> None:
     resumed = Loop(stale(PLAN, 2), lengths, step_s=1e-3, train_s=0.0)
     for executor in resumed.job.executors:
         executor.placement.trainings = 2
-    resumed.each(lambda host: host.restore(drawn))
+    resumed.each(lambda host: host.batches.restore(drawn))
     for number, samples in enumerate(resumed.run(2, 5)[0], 2):
         check(number, samples, lengths[number], 2)
         versions = samples.ragged(POLICY_VERSIONS).rows()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_the_context_is_around_each_call() -> None:
 def test_generations_go_on_being_counted_where_nothing_was_drawn_ahead(calls: CallServer) -> None:
     """As at the last generation of a run: a run that goes on draws no random numbers of its first generations again."""
 
-    class Ahead:
+    class Batches:
         def drawn(self, number: int) -> PartialRollouts:
             return PartialRollouts()
 
@@ -137,6 +138,6 @@ def test_generations_go_on_being_counted_where_nothing_was_drawn_ahead(calls: Ca
             assert not len(drawn)
 
     saved, resumed = CallServer(calls.executor, generation=5), CallServer(calls.executor)
-    saved.ahead = resumed.ahead = Ahead()  # type: ignore[assignment]
+    saved.ahead = resumed.ahead = SimpleNamespace(batches=Batches())  # type: ignore[assignment]
     resumed.go_on_with(saved.samples_under_way(again=1))
     assert resumed.generation == 4

@@ -84,9 +84,7 @@ class Arithmetic(CallRunner):
             return Rollouts(index=index, responses=Ragged.of(rows, torch.long))
         values = samples.ragged("responses")
         return Rollouts(
-            index=index,
-            policy_logprobs=values.like(values.values.float()),
-            entropies=values.like(values.values / 2),
+            index=index, policy_logprobs=values.like(values.values.float()), entropies=values.like(values.values / 2)
         )
 
 

@@ -74,7 +74,7 @@ def test_a_reward_model_scores_texts_with_the_generation_and_others_when_they_ar
     graph, texts = grpo_graph(), [bytes([97 + at]) for at in range(len(PROMPTS))]
     plan = replace(flatten(Cluster(1, 1), generation_engine="transformers", graph=graph), streams=Streams())
     calls = start(plan, 0)
-    calls.executor.settings = replace(calls.executor.settings, reward_tokens=as_text)
+    calls.executor.runner.settings = replace(calls.executor.runner.settings, reward_tokens=as_text)
     calls.at(0)
     responses = rows(calls.generate(PROMPTS, texts), "responses")
     assert {span.call for span in calls.take_spans()} == {"actor.generate", "reward.forward", *SCORING}

@@ -17,8 +17,6 @@ def test_a_response_is_shortened_to_the_room_and_the_first_one_is_logged(caplog:
 
 
 def test_a_prompt_without_room_for_a_token_is_refused() -> None:
-    with pytest.raises(
-        EngineError,
-        match=r"a prompt has 100 tokens, .* 100 with the completion, so nothing can be generated; raise it\.",
-    ):
+    told = r"a prompt has 100 tokens, .* 100 with the completion, so nothing can be generated; raise it\."
+    with pytest.raises(EngineError, match=told):
         ContextLimit(100, "raise it").response(100, 10)

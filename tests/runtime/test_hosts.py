@@ -37,16 +37,13 @@ def test_hosts_with_equally_many_processes_are_the_nodes(nodes: int, per_node: i
     assert cluster_of(unsaid) == Cluster(nodes, per_node)
 
 
-def test_machines_with_one_hostname_are_two_hosts() -> None:
-    assert cluster_of(processes(("localhost", "a", 2), ("localhost", "b", 2))) == Cluster(2, 2)
-
-
-def test_containers_that_share_a_machine_and_its_hostname_are_hosts_where_the_launcher_counts_them_so() -> None:
-    assert cluster_of(processes(("gpu1", "a", 2), ("gpu1", "a", 2))) == Cluster(2, 2)
-
-
-def test_containers_with_hostnames_of_their_own_on_one_machine_are_hosts() -> None:
-    assert cluster_of(processes(("c1", "a", 4), ("c2", "a", 4))) == Cluster(2, 4)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(("localhost", "a", 2), ("localhost", "b", 2)), (("c1", "a", 2), ("c2", "a", 2)), (("gpu", "a", 2),) * 2],
+    ids=["machines of one hostname", "containers of a machine", "containers that the launcher counts as hosts"],
+)
+def test_machines_and_containers_are_hosts(one: tuple[str, str, int], other: tuple[str, str, int]) -> None:
+    assert cluster_of(processes(one, other)) == Cluster(2, 2)
 
 
 def test_unequal_hosts_are_refused_with_their_names_and_numbers() -> None:

@@ -45,9 +45,7 @@ def test_a_start_says_how_many_processes_on_how_many_hosts_under_which_plan() ->
         ({"OMPI_COMM_WORLD_SIZE": "16"}, ["mpirun"], r"16 .* \(OMPI_COMM_WORLD_SIZE=16\), but 1 .* with torchrun or"),
     ],
 )
-def test_a_start_says_where_fewer_processes_run_than_were_asked_for(
-    environment: dict[str, str], launcher: list[str], told: str
-) -> None:
+def test_a_start_says_where_too_few_processes_run(environment: dict[str, str], launcher: list[str], told: str) -> None:
     said = " ".join(
         launch_summary([Process("alpha")], flatten(Cluster(1, 1)), requested_processes(environment, launcher))
     )
@@ -91,7 +89,7 @@ def test_gpus_that_are_left_over_and_a_compiler_that_is_not_used_are_said() -> N
 @pytest.mark.parametrize(
     ("environment", "arguments", "told"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP is asked for, and the execution plan says how models are sharded"),
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP is asked for, and the execution plan sets how models are sharded"),
         ({}, {"fsdp": True}, "FSDP is asked for"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "Megatron-LM plugin"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "parallelism_config"),

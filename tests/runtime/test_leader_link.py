@@ -78,7 +78,7 @@ def test_if_rank_0_cannot_receive_events_every_rank_that_waits_for_tasks_learns_
     wires, leader, links = three_ranks()
     wires.at(0, TAG).put((1, b"what no rank sends"))
     for link in links[1:]:
-        with pytest.raises(RuntimeError, match="rank 0 cannot order what is run next: UnpicklingError"):
+        with pytest.raises(RuntimeError, match="rank 0 failed to schedule the next task: UnpicklingError"):
             link.next_task(LIMIT_S)
     with pytest.raises(pickle.UnpicklingError):
         links[0].next_task(LIMIT_S)

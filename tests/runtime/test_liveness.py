@@ -93,7 +93,7 @@ def test_a_stopped_launcher_is_a_failure() -> None:
         (signal.SIGKILL, "rank 1 on host b (pid 101) was ended by SIGKILL (the kernel's out-of-memory killer sends"),
         (signal.SIGSEGV, "was ended by SIGSEGV in actor.train of update 1."),
         (3 << 8, "ended with exit status 3 in actor.train of update 1."),
-        (None, "ended without a word in actor.train of update 1."),
+        (None, "ended for an unknown reason in actor.train of update 1."),
     ],
 )
 def test_how_a_rank_ended_is_said_with_its_call(status: int | None, sentence: str) -> None:

@@ -31,9 +31,7 @@ def test_between_hosts_gloo_is_given_the_interface_that_leads_to_the_first(here:
     assert environment["GLOO_SOCKET_IFNAME"] == "ib0" and gloo_address(environment) == "10.0.0.2"
 
 
-def test_the_first_host_by_a_loopback_name_takes_its_only_real_interface(
-    here: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loopback_name_takes_the_only_real_interface(here: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "_source_towards", lambda host: "127.0.0.1")
     assert set_gloo_interface(dict(JOB)) == "ib0"
     here["eth0"] = "192.168.0.4"
@@ -50,9 +48,7 @@ def test_the_first_host_by_a_loopback_name_takes_its_only_real_interface(
         {"MASTER_ADDR": ""},
     ],
 )
-def test_gloo_is_left_alone_where_the_user_has_chosen_or_there_is_one_host(
-    here: dict[str, str], changes: dict[str, str]
-) -> None:
+def test_gloo_is_left_alone_by_choice_or_where_there_is_one_host(here: dict[str, str], changes: dict[str, str]) -> None:
     environment = {**JOB, **changes}
     assert set_gloo_interface(environment) is None
     assert environment == {**JOB, **changes}

@@ -76,14 +76,8 @@ def test_a_machine_is_measured_for_the_models_that_there_are(tmp_path: Path, gra
     args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False)
     configs = {role: [tiny.config(num_labels=1)] for role in graph.roles}
     models = JobModels(configs, specs_of(configs, graph))
-    work = Workload.of_groups(
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
-        num_iterations=1,
-        episodes=4,
-        prompt_tokens=4,
-        response_tokens=(8,),
-    )
+    steps = {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "num_iterations": 1}
+    work = Workload.of_groups(**steps, episodes=4, prompt_tokens=4, response_tokens=(8,))
     job = make_job(args, ONE, 0, "transformers", models, graph, work, options(adam))
     profile = profile_cache.measure(job)
     measured = {row.work for row in profile.observations}

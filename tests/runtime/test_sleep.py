@@ -95,9 +95,7 @@ def test_an_engine_stays_awake_for_the_next_call_that_it_runs() -> None:
 
 
 @pytest.mark.parametrize("problem", [None, "no answer"])
-def test_no_rank_of_a_tensor_group_goes_on_before_its_engine_sleeps(
-    problem: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_rank_goes_on_before_its_engine_sleeps(problem: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     made = with_sleeping_engines(flatten(Cluster(1, 2), generation_engine="vllm")).to_dict()
     made["calls"]["actor.generate"] |= {"dp": 1, "tp": 2}
     plan = ExecutionPlan.from_dict(made)

@@ -155,9 +155,7 @@ CASES += [("flat", "migrated", 10)]  # the last sample of an engine ends in the 
 
 
 @pytest.mark.parametrize(("name", "kind", "seed"), CASES)
-def test_the_executor_runs_the_forwards_that_are_simulated(
-    name: str, kind: str, seed: int, clock: VirtualClock
-) -> None:
+def test_the_executor_runs_the_forwards_of_simulation(name: str, kind: str, seed: int, clock: VirtualClock) -> None:
     draw = random.Random(f"{name} {kind} {seed}")
     engines, lengths = PLANS[name]["actor.generate"].strategy.dp, drawn_lengths(draw)
     plan = replace(PLANS[name], streams=drawn_streams(draw, kind, engines))

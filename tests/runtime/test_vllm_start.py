@@ -28,9 +28,7 @@ def made(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_equal_models_have_one_path_in_every_run_and_others_have_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_models_have_one_path_in_all_runs_others_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "cache"))
     first = kept_model(made(tmp_path / "a", config="1", code__model="2"))
     assert kept_model(made(tmp_path / "b", config="1", code__model="2")) == first
@@ -45,9 +43,7 @@ def test_equal_models_have_one_path_in_every_run_and_others_have_others(
     assert len(list((tmp_path / "cache" / "vllm").iterdir())) == 4, "nothing unfinished stays"
 
 
-def test_ranks_that_keep_a_model_at_the_same_time_get_the_same_whole_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_keep_a_model_at_once_get_one_whole_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_REALLOC_CACHE", str(tmp_path / "cache"))
     folders = [made(tmp_path / f"rank{rank}", **{f"f{n}": str(n) for n in range(50)}) for rank in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -56,9 +52,7 @@ def test_ranks_that_keep_a_model_at_the_same_time_get_the_same_whole_copy(
     assert [*path.parent.iterdir()] == [path]
 
 
-def test_where_nothing_can_be_kept_the_engine_reads_the_ranks_own_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_can_be_kept_the_ranks_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a file").touch()
     monkeypatch.setenv("TRL_REALLOC_CACHE", os.fspath(tmp_path / "a file" / "cache"))
     folder = made(tmp_path / "model", config="1")

@@ -263,9 +263,7 @@ def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, m
 @of_cuda
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("most", [1 << 40, 0], ids=["whole", "in slices"])
-def test_packed_rows_by_variable_length_attention_give_the_hosts_numbers(
-    most: int, shares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_varlen_rows_give_the_hosts_numbers(most: int, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 on the GPU, against float32 on the host."""
     samples, here = of_one_prompt(4) if shares else rollouts(4), PolicyHead(tiny.policy(head_dim=64), 1.0)
     tree = here.tree(samples)
@@ -530,8 +528,7 @@ OFFLOADED = {
 
 
 def test_ppo_learns_on_the_device_what_it_learns_on_the_host(folder: Path) -> None:
-    here = tiny.trainer(folder / "cpu", given=models(), plan="flatten", max_steps=3)
-    here.train()
+    here = tiny.trained(folder / "cpu", given=models(), plan="flatten", max_steps=3)
     expected, weights = tiny.updates(here), tiny.weights(here)
     here.close()
     tiny.forget_accelerate()
@@ -548,8 +545,7 @@ def test_ppo_learns_on_the_device_what_it_learns_on_the_host(folder: Path) -> No
 
 def test_a_run_on_the_device_saves_and_resumes(folder: Path) -> None:
     settings: dict[str, Any] = {"plan": "flatten", "use_cpu": False, "save_strategy": "steps", "save_steps": 1}
-    whole = tiny.trainer(folder / "run", given=models(), max_steps=2, **settings)
-    whole.train()
+    whole = tiny.trained(folder / "run", given=models(), max_steps=2, **settings)
     expected = tiny.weights(whole)
     whole.close()
     del whole
@@ -565,8 +561,7 @@ def test_a_run_on_the_device_saves_and_resumes(folder: Path) -> None:
 
 def test_a_discarded_placement_leaves_nothing_on_the_device_and_no_model_behind(folder: Path) -> None:
     given = models()
-    made = tiny.trainer(folder, given=given, plan="flatten", use_cpu=False, max_steps=1)
-    made.train()
+    made = tiny.trained(folder, given=given, plan="flatten", use_cpu=False, max_steps=1)
     assert allocated() > 0 and all(p.device == SIM for p in given["reward_model"].parameters())
     policy = weakref.ref(made.policy_model)
     placement = made.placement
@@ -610,9 +605,7 @@ class Engine:
 
 @of_standin
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_generation_engine_is_ready_before_a_model_is_put_on_its_device(
-    fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_is_ready_before_a_model_is_put(fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Engine] = []
 
     def start_vllm(*_: Any) -> Engine:
@@ -682,9 +675,7 @@ def trained_on_a_small_card(algorithm: str, folder: Path, plan: str, **changes: 
 
 @of_standin
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_what_does_not_fit_as_the_settings_say_is_planned_for_the_memory_there_is(
-    algorithm: str, folder: Path, small_card: None
-) -> None:
+def test_what_does_not_fit_is_planned_for_the_memory_there_is(algorithm: str, folder: Path, small_card: None) -> None:
     with pytest.raises((torch.OutOfMemoryError, JobFailed), match="out of memory"):
         trained_on_a_small_card(algorithm, folder / "flatten", "flatten")
     tiny.forget_accelerate()

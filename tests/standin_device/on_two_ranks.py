@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +140,7 @@ def test_an_engine_of_two_devices_trains_and_scores_as_one_host_does(degrees: tu
 
 
 def test_two_roles_train_fused_as_one_host_trains_each() -> None:
-    """Their messages have no tags, and their times are the device's."""
+    """Their messages have no tags."""
     batch, groups = training_batch(), split_groups(1, 2)
     here = [ReplicatedEngine(head_of(name), MeshGroup((0,), 0), CPU, **SETTINGS) for name in LOSSES]
     places = groups, groups.reversed()
@@ -151,19 +149,12 @@ def test_two_roles_train_fused_as_one_host_trains_each() -> None:
     )
     fused = FusedTraining((first, second), FusedOrders())
     for budget in (64, 12, 12):
-        begun = time.time()
         one, other = (FusedShare(batch, loss, budget, 1e-2) for loss in LOSSES.values())
         outcomes = fused.train((one, other))
         for engine, share, outcome in zip(here, (one, other), outcomes, strict=True):
             assert not isinstance(outcome, NonFiniteError), outcome
             for key, column in engine.train(batch, share.loss, 64, 1e-2).items():
                 assert torch.allclose(outcome[key], column, atol=1e-3, rtol=1e-3), key
-        ran = fused.take_latest()
-        assert (ran is None) == (RANK == 1)
-        for tasks, times in zip(ran.orders, ran.times, strict=True) if ran is not None else ():
-            assert len(tasks) == len(times) and times[0][0] >= begun - 1e-3 and times[-1][1] <= time.time()
-            assert all(start <= end for start, end in times)
-            assert all(a[1] <= b[0] + 1e-5 for a, b in pairwise(times)), "the device runs one task after the other"
     assert all(sum(fused.times.fits[model, back].line()) > 0 for model in (0, 1) for back in (False, True))
 
 
@@ -216,8 +207,7 @@ def test_a_loaded_model_is_split_without_being_on_a_device_whole(name: str) -> N
 # --- transfers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checksum", [False, True])
-def test_a_transfer_goes_from_device_to_device_in_buckets(checksum: bool) -> None:
+def test_a_transfer_goes_from_device_to_device_in_buckets() -> None:
     shapes = {"a": (8, 6), "b": (5,), "c": (700, 512)}
     spec = ModelSpec.of_shapes(list(shapes.items()), bytes_per_element=4)
     full = {name: torch.arange(float(torch.Size(s).numel())).view(s) for name, s in shapes.items()}
@@ -242,7 +232,7 @@ def test_a_transfer_goes_from_device_to_device_in_buckets(checksum: bool) -> Non
         dist.group.WORLD,
         SIM,
         dict.fromkeys(shapes, torch.float32),
-        TransferOptions(bucket_bytes=1 << 20, checksum=checksum),
+        TransferOptions(bucket_bytes=1 << 20),
     )
     before = allocated()
     with DEVICE.counting() as counted:
@@ -250,7 +240,7 @@ def test_a_transfer_goes_from_device_to_device_in_buckets(checksum: bool) -> Non
             pass
     for name, [(box, tensor)] in targets.items():
         assert torch.equal(on_host(tensor), full[name][tuple(slice(a, b) for a, b in box)]), name
-    assert checksum or counted[0].reads == 0, "nothing goes through the host"
+    assert counted[0].reads == 0, "nothing goes through the host"
     assert allocated() - before <= 2 << 20
 
 

@@ -78,28 +78,10 @@ def policy() -> Any:
 
 def arguments(config: type, folder: Path | str, **changes: Any) -> Any:
     """Two micro-batches of one group of four for each of three optimizer steps by SGD."""
-    return config(
-        output_dir=str(folder),
-        **{
-            "use_cpu": True,
-            "bf16": False,
-            "use_vllm": False,
-            "report_to": [],
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "num_generations": 4,
-            "max_completion_length": LONGEST,
-            "max_steps": 3,
-            "logging_steps": 1,
-            "optim": "sgd",
-            "learning_rate": 0.3,
-            "lr_scheduler_type": "constant",
-            **changes,
-        },
-    )
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 3}
+    steps = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant"}
+    draws = {"use_vllm": False, "max_completion_length": LONGEST}
+    return config(output_dir=str(folder), **{**tiny.BARE, **sizes, **steps, **draws, **changes})
 
 
 def recorded(trainer: type) -> type:
@@ -137,13 +119,8 @@ def make(
     """
     if library is trl_realloc:
         changes = {"plan": "flatten", **changes}
-    parts: dict[str, Any] = {
-        "model": policy(),
-        "reward_funcs": unequal,
-        "train_dataset": tiny.prompts(32),
-        "processing_class": tiny.tokenizer(),
-        **(given or {}),
-    }
+    parts: dict[str, Any] = {"model": policy(), "reward_funcs": unequal, "train_dataset": tiny.prompts(32)}
+    parts |= {"processing_class": tiny.tokenizer(), **(given or {})}
     args = arguments(getattr(library, f"{kind}Config"), folder, **changes)
     return base(getattr(library, f"{kind}Trainer"))(args=args, **parts)
 

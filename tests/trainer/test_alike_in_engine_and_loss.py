@@ -144,21 +144,10 @@ def recorded(trainer: type) -> type:
 def trained(algorithm: str, folder: Path, case: Case) -> tuple[Any, list[tuple[Tensor, Tensor, Tensor]]]:
     """A trainer after two updates, and of each of them the prompts, the completions and their mask."""
     config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
-    settings: dict[str, Any] = {
-        **tiny.BARE,
-        "per_device_train_batch_size": len(REWARDS),
-        "num_generations": GROUP,
-        "max_completion_length": LIMIT,
-        "max_steps": 2,
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "beta": BETA,
-        "use_vllm": True,
-        "plan": "flatten",
-        **(GRPO if algorithm == "grpo" else {}),
-        **case.given,
-    }
+    settings = {**tiny.BARE, "per_device_train_batch_size": len(REWARDS), "num_generations": GROUP, "max_steps": 2}
+    settings |= {"max_completion_length": LIMIT, "use_vllm": True, "plan": "flatten", "beta": BETA}
+    settings |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    settings |= {**(GRPO if algorithm == "grpo" else {}), **case.given}
     model = policy()
     made = recorded(trainer)(
         model,

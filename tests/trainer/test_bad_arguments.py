@@ -78,7 +78,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"vllm_step_timeout": 0}, "vllm_step_timeout must be a finite number from 5 to 86400, not 0"),
     ({"vllm_enable_sleep_mode": "level 2"}, "vllm_enable_sleep_mode must be true, false or None, not 'level 2'"),
     ({"max_staleness": -1}, "max_staleness must be a whole number from 0 to 64, not -1"),
-    ({"max_staleness": 2}, "max_staleness is 2, so older policies .* true weights them .* false takes PPO's ratio"),
+    ({"max_staleness": 2}, "max_staleness is 2, so older policies .* true weights the loss .* false clips PPO's ratio"),
     ({"vllm_importance_sampling_correction": "yes"}, "correction must be true, false or None, not 'yes'"),
     ({"vllm_importance_sampling_correction": True, "match_trl": True}, "leave out match_trl or vllm_importance"),
     ({"vllm_importance_sampling_mode": "token"}, "mode must be 'token_truncate' or .*, not 'token'"),
@@ -102,9 +102,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "told"), SETTINGS, ids=[str(changes) for changes, _ in SETTINGS])
-def test_a_setting_that_cannot_be_is_refused_by_its_name_and_value(
-    tmp_path: Path, changes: dict[str, Any], told: str
-) -> None:
+def test_an_impossible_setting_is_refused_by_name_and_value(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         tiny.arguments(tmp_path, **changes)
 
@@ -165,9 +163,7 @@ def test_an_optimizer_on_an_nvme_drive_is_refused_because_it_could_not_be_saved(
             check_plan(args, ExecutionPlan.from_dict(plan), {}, [], deepspeed=zero)
 
 
-def test_a_zero_stage_without_deepspeed_is_refused_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_zero_stage_without_deepspeed_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = flatten(Cluster(1, 2), generation_engine="transformers").to_dict()
     monkeypatch.setattr("trl_realloc.engines.training.deepspeed_compat.is_installed", lambda: False)
     check_plan(tiny.arguments(tmp_path), ExecutionPlan.from_dict(plan), {}, [])
@@ -299,7 +295,7 @@ GIVEN: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     ),
     "a dict as a reward": (lambda at: {"reward_model": {"a": 1}}, "a reward is a model, a name or path, or a function"),
     "a function by position": (lambda at: {"reward_model": _positional}, "'_positional' takes prompts, completions by"),
-    "a built-in function": (lambda at: {"reward_model": max}, "'max' does not say its parameters"),
+    "a built-in function": (lambda at: {"reward_model": max}, "'max' has no readable signature"),
     "a tokenizer's name": (lambda at: {"processing_class": "gpt2"}, r"AutoTokenizer\.from_pretrained\('gpt2'\)"),
     "a reward tokenizer's name": (
         lambda at: {"reward_model": tiny.classifier(), "reward_processing_classes": "gpt2"},
@@ -348,9 +344,7 @@ GIVEN: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_an_argument_that_cannot_be_is_refused_in_a_sentence_before_anything_starts(
-    tmp_path: Path, saved: Path, case: str
-) -> None:
+def test_an_impossible_argument_is_refused_before_anything_starts(tmp_path: Path, saved: Path, case: str) -> None:
     given, told = GIVEN[case]
     with pytest.raises(ValueError, match=told):
         tiny.trainer(tmp_path, given=given(saved))
@@ -413,21 +407,14 @@ def _lists() -> Iterator[Any]:
 
 @pytest.mark.parametrize("rows", list(_lists()), ids=["a list", "a tuple", "a torch data set"])
 def test_rows_in_other_forms_and_paths_as_models_are_taken(tmp_path: Path, saved: Path, rows: Any) -> None:
-    given = {
-        "model": saved / "policy",
-        "value_model": saved / "classifier",
-        "reward_model": [tiny.short, saved / "classifier"],
-        "train_dataset": rows,
-        "eval_dataset": rows,
-    }
-    made = tiny.trainer(tmp_path, given=given)
+    models = {"model": saved / "policy", "value_model": saved / "classifier"}
+    rewards = {"reward_model": [tiny.short, saved / "classifier"]}
+    made = tiny.trainer(tmp_path, given={**models, **rewards, "train_dataset": rows, "eval_dataset": rows})
     assert len(made.train_dataset) == len(made.eval_dataset) == 16
     assert made.setup.call_settings.reward_weights == {"short": 1.0, "classifier": 1.0}
 
 
-def test_a_critic_from_a_language_model_is_taken_and_said(
-    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_critic_from_a_language_model_is_said(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("trl_realloc.trainer.checks.model_checks.logger.warning", said.append)
     tiny.trainer(tmp_path, given={"value_model": str(saved / "policy")})

@@ -60,58 +60,51 @@ def short(kind: type, load: Any, positions: int = 16) -> Any:
     return load.from_config(kind(vocab_size=100, max_position_embeddings=positions, **sizes, **special))
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 16,
-    "long_factor": [2.0] * 16,
-    "original_max_position_embeddings": 16,
-    "factor": 8.0,
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 8.0}
+LONGROPE |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a tokenizer without pad token": ({"processing_class": tiny.tokenizer(pad=None)}, {}, "no pad token; set one"),
-    "a prompt beyond the context": ({"train_dataset": _long()}, {}, "row 10 has a prompt longer than the 116 tokens"),
+# the constructor's arguments; all others are settings
+CONSTRUCTORS = (
+    "model",
+    "ref_model",
+    "reward_model",
+    "value_model",
+    "processing_class",
+    "train_dataset",
+    "eval_dataset",
+)
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "a tokenizer without pad token": ({"processing_class": tiny.tokenizer(pad=None)}, "no pad token; set one"),
+    "a prompt beyond the context": ({"train_dataset": _long()}, "row 10 has a prompt longer than the 116 tokens"),
     "a response longer than the context": (
-        {},
         {"response_length": 200},
         r"response_length 200 leaves no room for a prompt in the model's context of 128; lower response_length \(the",
     ),
-    "an empty dataset": ({"train_dataset": tiny.prompts(64).select([])}, {}, "train_dataset is empty"),
-    "no dataset": ({"train_dataset": None}, {}, "`train_dataset` is required"),
+    "an empty dataset": ({"train_dataset": tiny.prompts(64).select([])}, "train_dataset is empty"),
+    "no dataset": ({"train_dataset": None}, "`train_dataset` is required"),
     "no prompt column": (
         {"train_dataset": tiny.prompts().rename_column("prompt", "query")},
-        {},
         "neither a `prompt` column .* it has 'query'. Rename",
     ),
-    "an empty prompt": (
-        {"train_dataset": Dataset.from_dict({"input_ids": [[5], []] * 8})},
-        {},
-        "rows 1, 3, 5, 7, 9 and 3",
-    ),
+    "an empty prompt": ({"train_dataset": Dataset.from_dict({"input_ids": [[5], []] * 8})}, "rows 1, 3, 5, 7, 9 and 3"),
     "ids of another vocabulary": (
         {"train_dataset": Dataset.from_dict({"input_ids": [[5, 100]] * 16})},
-        {},
         "outside the model's vocabulary of 100",
     ),
     "samples beyond the length up to which longrope is one embedding": (
         {"model": tiny.policy(rope_parameters=LONGROPE)},
-        {},
         r"actor: its rotary embedding \(longrope\) has other factors .* more than 16 tokens, .* up to 20",
     ),
     "a critic with fewer positions than a sample has tokens": (
         {"value_model": short(GPT2Config, AutoModelForSequenceClassification)},
-        {},
         "train_dataset: rows .* have a prompt longer than the 4 tokens that the critic model's context of 16 leaves",
     ),
     "a reference with fewer positions": (
         {"ref_model": short(GPT2Config, AutoModelForCausalLM)},
-        {},
         "4 tokens that the reference model's context of 16 leaves",
     ),
     "a reward model with fewer positions": (
         {"reward_model": [tiny.short, short(BertConfig, AutoModelForSequenceClassification)]},
-        {},
         "4 tokens that the reward model's context of 16 leaves",
     ),
     "an evaluation prompt beyond the critic's positions": (
@@ -119,62 +112,53 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
             "value_model": short(GPT2Config, AutoModelForSequenceClassification, 24),
             "eval_dataset": Dataset.from_dict({"prompt": ["w5", " ".join(["w5"] * 13)]}),
         },
-        {},
         "eval_dataset: row 1 has a prompt longer than the 12 tokens that the critic model's context of 24 leaves",
     ),
     "a frozen policy": (
         {"model": tiny.policy().requires_grad_(False)},
-        {},
         "every parameter of model is frozen .*call requires_grad_",
     ),
     "a critic that is frozen": (
         {"value_model": tiny.classifier().requires_grad_(False)},
-        {},
         "every parameter of value_model is frozen",
     ),
     "an adapter loaded for inference": (
         {"model": get_peft_model(tiny.policy(), LoraConfig(inference_mode=True, target_modules=["q_proj"]))},
-        {},
         "every parameter of model is frozen .*is_trainable=True",
     ),
     "a plan for another world": (
-        {},
         {"plan": {"cluster": {"nodes": 1, "devices_per_node": 2}, "calls": {}}},
         "actor.generate is missing",
     ),
     "fp16 where losses are not scaled": (
-        {},
         {"fp16": True, "use_cpu": False, "plan": _megatron_on_one()},
         "actor.train. does not scale losses",
     ),
     "fp16 under a stage of DeepSpeed that does not scale losses": (
-        {},
         {"fp16": True, "use_cpu": False, "plan": _staged_on_one()},
         "actor.train has zero_stage 2, and DeepSpeed scales losses, .* set bf16 or zero_stage: 0",
     ),
-    "a plan for another algorithm": ({}, {"plan": _grpo()}, "but this trainer runs PPO, with the calls actor.generate"),
-    "a preset's typo": ({}, {"plan": "flaten"}, "flatten"),
-    "a plan file that is not there": ({}, {"plan": "plans/none.yaml"}, "no plan file 'plans/none.yaml'"),
-    "a batch that does not divide": ({}, {"num_mini_batches": 3}, "= 8 episodes do not divide into num_mini_batches 3"),
-    "a batch larger than the dataset": (
-        {"train_dataset": tiny.prompts(4)},
-        {},
-        "4 rows, fewer than the 8 of one batch",
-    ),
-    "a path with no model": ({"model": "./no/such/model"}, {}, "model: cannot read a model from './no/such/model'"),
-    "a reward path with no model": ({"reward_model": "./no/such/model"}, {}, "reward_model: cannot read"),
-    "model and reference the same": ({}, {}, "are the same object"),
-    "no critic": ({"value_model": None}, {}, "value_model is missing"),
-    "a critic with two outputs": ({"value_model": tiny.classifier(num_labels=2)}, {}, "value_model has 2 outputs"),
-    "two stop tokens": ({}, {"stop_token_id": 0}, "stop_token and stop_token_id are both set"),
-    "an unknown estimator": ({}, {"kl_estimator": "k2"}, "kl_estimator must be 'k1' or 'k3', not 'k2'"),
-    "an unknown engine": ({}, {"generation_engine": "sglang"}, r"'vllm' or 'transformers' \(or None\), not 'sglang'"),
+    "a plan for another algorithm": ({"plan": _grpo()}, "but this trainer runs PPO, with the calls actor.generate"),
+    "a preset's typo": ({"plan": "flaten"}, "flatten"),
+    "a plan file that is not there": ({"plan": "plans/none.yaml"}, "no plan file 'plans/none.yaml'"),
+    "a batch that does not divide": ({"num_mini_batches": 3}, "= 8 episodes do not divide into num_mini_batches 3"),
+    "a batch larger than the dataset": ({"train_dataset": tiny.prompts(4)}, "4 rows, fewer than the 8 of one batch"),
+    "a path with no model": ({"model": "./no/such/model"}, "model: cannot read a model from './no/such/model'"),
+    "a reward path with no model": ({"reward_model": "./no/such/model"}, "reward_model: cannot read"),
+    "model and reference the same": ({}, "are the same object"),
+    "no critic": ({"value_model": None}, "value_model is missing"),
+    "a critic with two outputs": ({"value_model": tiny.classifier(num_labels=2)}, "value_model has 2 outputs"),
+    "two stop tokens": ({"stop_token_id": 0}, "stop_token and stop_token_id are both set"),
+    "an unknown estimator": ({"kl_estimator": "k2"}, "kl_estimator must be 'k1' or 'k3', not 'k2'"),
+    "an unknown engine": ({"generation_engine": "sglang"}, r"'vllm' or 'transformers' \(or None\), not 'sglang'"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_refused_in_a_sentence_before_anything_starts(tmp_path: Path, case: str) -> None:
-    given, changes, sentence = CASES[case]
+    values, sentence = CASES[case]
+    given = {name: value for name, value in values.items() if name in CONSTRUCTORS}
+    changes = {name: value for name, value in values.items() if name not in CONSTRUCTORS}
     if case == "model and reference the same":
         model = tiny.policy()
         given = {"model": model, "ref_model": model}
@@ -226,9 +210,7 @@ def _on_four(memory_gb: float | None = None, **changes: dict[str, Any]) -> Execu
         (_on_four(0.0001), "llama", "device 0 would hold .* but cluster.memory_gb is 0.0001; split"),
     ],
 )
-def test_a_plan_that_the_models_cannot_follow_is_refused_from_their_configs_alone(
-    plan: ExecutionPlan, model_type: str, sentence: str
-) -> None:
+def test_a_plan_unfit_for_the_models_is_refused_by_configs(plan: ExecutionPlan, model_type: str, sentence: str) -> None:
     sizes = {"hidden_size": 36, "intermediate_size": 48, "vocab_size": 190}
     nine = tiny.config(num_attention_heads=9, num_key_value_heads=3, **sizes)
     seven = OPTConfig(hidden_size=56, num_attention_heads=7)
@@ -316,9 +298,7 @@ def test_a_recipes_unknown_key_is_refused_with_the_nearest(tmp_path: Path, capsy
 
 
 @pytest.mark.skipif(not is_vllm_available(), reason="without vLLM there is no choice")
-def test_a_model_that_vllm_cannot_serve_generates_by_transformers_or_is_refused_with_the_way_out(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_vllm_cannot_serve_generates_by_transformers_or_is_refused(tmp_path: Path) -> None:
     given = {"model": tiny.policy(head_dim=8)}
     with pytest.raises(ValueError, match="heads of 32, .* not for this model's 8; set generation_engine: transformers"):
         tiny.trainer(tmp_path, given=given, generation_engine="vllm")

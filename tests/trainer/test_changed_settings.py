@@ -10,26 +10,18 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_groups
 import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from trl_realloc import GRPOConfig, GRPOTrainer
+from trl_realloc import GRPOTrainer
 from trl_realloc.trainer.checks.config_checks import ConfigError
 
 
-ARITHMETIC: Mapping[str, Any] = {
-    "kl_coef": 3.0,
-    "kl_estimator": "k3",
-    "whiten_rewards": True,
-    "missing_eos_penalty": 2.0,
-    "gamma": 0.5,
-    "lam": 0.3,
-    "cliprange": 1e-4,
-    "cliprange_value": 1e-4,
-    "vf_coef": 2.0,
-    "num_ppo_epochs": 3,
-}
+ARITHMETIC: Mapping[str, Any] = {"kl_coef": 3.0, "kl_estimator": "k3", "whiten_rewards": True}
+ARITHMETIC |= {"missing_eos_penalty": 2.0, "gamma": 0.5, "lam": 0.3, "cliprange": 1e-4, "cliprange_value": 1e-4}
+ARITHMETIC |= {"vf_coef": 2.0, "num_ppo_epochs": 3}
 
 
 class Sets(TrainerCallback):
@@ -45,8 +37,7 @@ class Sets(TrainerCallback):
 
 def trained(folder: Path, by_step: Mapping[int, Mapping[str, Any]] | None = None, **changes: Any) -> Any:
     # a critic that differs from its first values, and a policy from its reference, from the first epoch on
-    made = tiny.trainer(folder, callbacks=[Sets(by_step or {})], **{"num_mini_batches": 2, **changes})
-    made.train()
+    made = tiny.trained(folder, callbacks=[Sets(by_step or {})], **{"num_mini_batches": 2, **changes})
     return made
 
 
@@ -111,9 +102,8 @@ def test_the_mean_loss_weighs_each_value_loss_as_its_update_did(tmp_path: Path) 
 def test_a_setting_of_ppo_that_the_engines_would_not_follow_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     made = tiny.trainer(tmp_path, callbacks=[Sets({1: {name: value}})])
     before = getattr(made.args, name)
-    with pytest.raises(
-        ConfigError, match=f"^{name} was {before} when the trainer was made and is now {value}, .*; make a new trainer"
-    ):
+    told = f"^{name} was {before} when the trainer was made and is now {value}, .*; make a new trainer"
+    with pytest.raises(ConfigError, match=told):
         made.train()
     assert made.state.global_step == 1
 
@@ -145,20 +135,11 @@ class Changes(TrainerCallback):
 
 
 def group_trainer(folder: Path, change: Any, *, peft_config: Any = None, **settings: Any) -> GRPOTrainer:
-    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4, "max_steps": 2}
-    args = GRPOConfig(str(folder), **{**tiny.BARE, **sizes, "use_vllm": False, "learning_rate": 1e-2, **settings})
+    sizes = {"gradient_accumulation_steps": 1, "num_generations": 2, "max_completion_length": 4}
     changes = Changes(change)
-    made = GRPOTrainer(
-        model=tiny.policy(),
-        reward_funcs=tiny.short,
-        args=args,
-        train_dataset=tiny.prompts(),
-        processing_class=tiny.tokenizer(),
-        callbacks=[changes],
-        peft_config=peft_config,
-    )
-    changes.trainer = made
-    return made
+    given = {"reward_funcs": tiny.short, "callbacks": [changes], "peft_config": peft_config}
+    changes.trainer = tiny_groups.trainer(folder, given=given, **{**tiny.BARE, **sizes, **settings})
+    return changes.trainer
 
 
 REFUSED: Mapping[str, tuple[str, Any]] = {

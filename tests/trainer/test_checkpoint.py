@@ -287,8 +287,8 @@ def test_other_data_are_allowed_where_they_are_said_to_begin_anew(saved: Path, t
 
 
 def test_the_best_model_of_a_run_on_other_data_is_loaded_at_the_end(saved: Path, tmp_path: Path) -> None:
-    changes = {**SAVING, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
-    changes |= {"metric_for_best_model": "eval_objective/scores", "greater_is_better": True}
+    changes = {**SAVING, **tiny.every(1), "load_best_model_at_end": True, "greater_is_better": True}
+    changes |= {"metric_for_best_model": "eval_objective/scores"}
     given = {"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(8)}
     made = tiny.trainer(tmp_path, given=given, **changes)
     made.run.placed.start()
@@ -372,9 +372,7 @@ def test_of_old_checkpoints_only_the_runs_own_are_deleted(tmp_path: Path) -> Non
         assert surplus(tmp_path / "checkpoint-4", "mine", 1, best) == [tmp_path / "checkpoint-1"]
 
 
-def test_a_checkpoint_that_another_rank_deletes_meanwhile_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_another_rank_deletes_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, limit=3)
 
@@ -452,9 +450,7 @@ def test_a_state_that_is_written_in_the_background_is_that_of_its_update_though_
         assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in expected)
 
 
-def test_an_error_in_the_background_ends_the_run_and_leaves_the_older_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_background_keeps_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Writer.write_data
 
     def failing(writer: Writer, *given: Any) -> Any:
@@ -525,21 +521,16 @@ class BestFirst(TrainerCallback):
 
 def test_the_checkpoint_of_an_earlier_run_is_not_taken_for_the_best_of_this_one(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "checkpoint-1", tmp_path / "checkpoint-1")
-    made = tiny.trainer(tmp_path, callbacks=[BestFirst()], **{**SAVING, "save_steps": 2})
-    made.train()
+    made = tiny.trained(tmp_path, callbacks=[BestFirst()], **{**SAVING, "save_steps": 2})
     assert (tmp_path / "checkpoint-2").is_dir()
     assert made.state.best_model_checkpoint is None
-    own = tiny.trainer(tmp_path / "own", callbacks=[BestFirst()], **SAVING)
-    own.train()
+    own = tiny.trained(tmp_path / "own", callbacks=[BestFirst()], **SAVING)
     assert own.state.best_model_checkpoint == str(tmp_path / "own" / "checkpoint-1")
 
 
 def test_the_best_model_cannot_be_loaded_at_the_end_where_only_models_are_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="load_best_model_at_end.*save_only_model"):
-        PPOConfig(
-            output_dir=str(tmp_path), save_only_model=True, load_best_model_at_end=True, bf16=False, use_cpu=True,
-            save_strategy="steps", eval_strategy="steps", eval_steps=1, save_steps=1,
-        )  # fmt: skip
+        tiny.arguments(tmp_path, save_only_model=True, load_best_model_at_end=True, **tiny.every(1))
 
 
 def test_a_manifest_lists_every_file_with_its_size(saved: Path) -> None:

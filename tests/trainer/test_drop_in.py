@@ -29,6 +29,7 @@ from trl import TrlParser
 
 from trl_realloc import PPOConfig, PPOTrainer
 from trl_realloc.algorithms.prompts import DataError
+from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.trainer.report.completions import show_completions
 from trl_realloc.trainer.trl_compat import HAS_TRL_PPO
@@ -41,34 +42,11 @@ if HAS_TRL_PPO:
 pytestmark = pytest.mark.oldest  # where TRL's PPO is the base class
 needs_trl_ppo = pytest.mark.skipif(not HAS_TRL_PPO, reason="this TRL has no PPO to compare with")
 
-TRL_METRICS = {
-    "eps",
-    "objective/kl",
-    "objective/entropy",
-    "objective/non_score_reward",
-    "objective/rlhf_reward",
-    "objective/scores",
-    "policy/approxkl_avg",
-    "policy/clipfrac_avg",
-    "policy/entropy_avg",
-    "loss/policy_avg",
-    "loss/value_avg",
-    "val/clipfrac_avg",
-    "val/ratio",
-    "val/ratio_var",
-    "val/num_eos_tokens",
-    "lr",
-    "episode",
-    "epoch",
-}
-CALLS = (
-    "actor.generate",
-    "reference.forward",
-    "reward.forward",
-    "critic.forward",
-    "actor.train",
-    "critic.train",
-)
+TRL_METRICS = """
+    eps objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
+    policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg
+    val/clipfrac_avg val/ratio val/ratio_var val/num_eos_tokens lr episode epoch
+"""
 
 
 def test_the_default_arguments_warn_of_nothing(tmp_path: Path) -> None:
@@ -84,16 +62,8 @@ def test_only_trl_up_to_1_12_has_a_ppo_to_stand_on() -> None:
 
 
 def test_the_config_has_trl_1_12s_defaults_on_every_trl() -> None:
-    expected = {
-        "num_ppo_epochs": 4,
-        "kl_coef": 0.05,
-        "cliprange": 0.2,
-        "vf_coef": 0.1,
-        "gamma": 1.0,
-        "lam": 0.95,
-        "learning_rate": 3e-6,
-        "logging_steps": 10,
-    }
+    expected = {"num_ppo_epochs": 4, "kl_coef": 0.05, "cliprange": 0.2, "vf_coef": 0.1, "gamma": 1.0, "lam": 0.95}
+    expected |= {"learning_rate": 3e-6, "logging_steps": 10}
     fields = PPOConfig.__dataclass_fields__
     assert {name: fields[name].default for name in expected} == expected
 
@@ -144,7 +114,7 @@ def _record(name: str):
     return event
 
 
-for _event in ("init_end", "train_begin", "train_end", "epoch_begin", "epoch_end", "step_begin", "step_end", "log"):
+for _event in (*(f"{part}_{at}" for part in ("train", "epoch", "step") for at in ("begin", "end")), "init_end", "log"):
     setattr(Recorder, f"on_{_event}", _record(_event))
 for _event in ("evaluate", "save"):
     setattr(Recorder, f"on_{_event}", _record(_event))
@@ -154,19 +124,9 @@ for _event in ("evaluate", "save"):
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[PPOTrainer, Recorder, Path]:
     """One run with everything on: four updates, two passes, evaluation, checkpoints."""
     folder, recorder = tmp_path_factory.mktemp("run"), Recorder()
-    made = tiny.trainer(
-        folder,
-        callbacks=[recorder],
-        given={"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(6)},
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        report_to=["tensorboard"],
-        num_sample_generations=1,
-    )
-    made.train()
+    given = {"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(6)}
+    shows = {"report_to": ["tensorboard"], "num_sample_generations": 1}
+    made = tiny.trained(folder, callbacks=[recorder], given=given, max_steps=4, **tiny.every(2), **shows)
     made.save_model()
     return made, recorder, folder
 
@@ -174,22 +134,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[PPOTrainer, Recorder,
 def test_every_metric_of_trls_is_logged_and_the_time_of_every_call(run) -> None:
     made, _, _ = run
     row = next(row for row in made.state.log_history if "objective/scores" in row)
-    assert set(row) >= TRL_METRICS | {f"time/{call}" for call in CALLS} | {"tokens/s"}
+    assert set(row) >= {*TRL_METRICS.split(), *(f"time/{call}" for call in ppo_graph().order), "tokens/s"}
     assert all(math.isfinite(value) for value in row.values())
 
 
 def test_all_callbacks_are_told(run) -> None:
     _, recorder, _ = run
     assert recorder.events[:2] == ["init_end", "train_begin"] and recorder.events[-1] == "train_end"
-    for event, times in {
-        "step_begin": 4,
-        "step_end": 4,
-        "epoch_begin": 2,
-        "epoch_end": 2,
-        "evaluate": 2,
-        "save": 2,
-    }.items():
-        assert recorder.events.count(event) == times, event
+    times = {"step_begin": 4, "step_end": 4, "epoch_begin": 2, "epoch_end": 2, "evaluate": 2, "save": 2}
+    assert {event: recorder.events.count(event) for event in times} == times
 
 
 def test_the_state_counts_episodes(run) -> None:
@@ -232,9 +185,7 @@ def test_evaluation_reports_the_objectives_and_repeats_itself(run) -> None:
     assert {"eval_a_objective/scores", "eval_b_objective/scores"} <= set(parts)
 
 
-def test_the_completions_of_an_evaluation_are_the_same_in_batches_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluations_completions_are_alike_in_any_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[int, list[list[int]]] = {1: [], 2: [], 5: []}
     for size, responses in drawn.items():
         given = {"eval_dataset": tiny.prompts(5)}
@@ -251,9 +202,7 @@ def test_the_completions_of_an_evaluation_are_the_same_in_batches_of_any_size(
     assert drawn[1] == drawn[2] == drawn[5] and len({tuple(row) for row in drawn[5]}) == 5
 
 
-def test_an_evaluation_in_several_batches_counts_the_eos_tokens_of_all_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_in_batches_counts_all_eos_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny.trainer(tmp_path, given={"eval_dataset": tiny.prompts(5)}, per_device_eval_batch_size=2)
     run_batch, counts, scores = made.executor.run, [], []
 
@@ -285,9 +234,7 @@ def test_prompts_of_evaluate_are_checked_as_those_of_the_constructor(run, rows: 
     assert made.evaluate(), "and the trainer still works"
 
 
-def test_prompts_of_evaluate_that_are_longer_than_the_vllm_engines_have_room_for_are_refused(
-    run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_evaluate_beyond_the_vllm_engines_room_are_refused(run, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, _ = run
     longest = made.setup.job.options.context_length - made.args.response_length
     calls = made.plan.to_dict()["calls"]
@@ -302,7 +249,7 @@ def test_prompts_of_evaluate_that_are_longer_than_the_vllm_engines_have_room_for
 def test_evaluation_takes_the_name_of_one_of_the_constructors_datasets(run, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, _ = run
     expected = made.evaluate()["eval_objective/scores"]
-    with pytest.raises(ValueError, match="'a' is not the name of a dataset of the trainer; it was given no dict"):
+    with pytest.raises(ValueError, match="'a' is not the name of a dataset of the trainer; the trainer has no named"):
         made.evaluate("a")
     monkeypatch.setattr(made, "eval_dataset", {"a": made.eval_dataset, "b": made.eval_dataset.select(range(5))})
     assert made.evaluate("a")["eval_objective/scores"] == expected
@@ -376,16 +323,10 @@ def test_what_trls_trainer_has_this_one_has_or_says_what_to_use(run, tmp_path: P
     made, _, _ = run
     tokens, rows = tiny.tokenizer(), tiny.prompts(16)
     ids = Dataset.from_dict({"input_ids": tokens(list(rows["prompt"]))["input_ids"]})
-    theirs = TheirTrainer(
-        args=TheirConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, total_episodes=8),
-        processing_class=tokens,
-        model=tiny.policy(),
-        ref_model=None,
-        reward_model=tiny.classifier(3),
-        train_dataset=ids,
-        value_model=tiny.classifier(),
-        eval_dataset=ids,
-    )
+    args = TheirConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, total_episodes=8)
+    models = {"ref_model": None, "reward_model": tiny.classifier(3), "value_model": tiny.classifier()}
+    data = {"train_dataset": ids, "eval_dataset": ids}
+    theirs = TheirTrainer(args=args, processing_class=tokens, model=tiny.policy(), **models, **data)
     public = {name for name in dir(theirs) if not name.startswith("_")}
     assert {name for name in public if not hasattr(made, name)} == WITHOUT_MEANING.keys()
     for name, way_out in WITHOUT_MEANING.items():
@@ -419,8 +360,7 @@ def test_in_the_null_reference_context_the_policy_is_its_own_reference(tmp_path:
     from peft import LoraConfig
 
     given = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
-    made = tiny.trainer(tmp_path, given=given, max_steps=1)
-    made.train()
+    made = tiny.trained(tmp_path, given=given, max_steps=1)
     assert made.is_peft_model and made.ref_model is None
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -436,8 +376,7 @@ def test_in_the_null_reference_context_the_policy_is_its_own_reference(tmp_path:
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tmp_path: Path) -> None:
     logs = []
     for at, seed in enumerate((7, 7, 8)):
-        made = tiny.trainer(tmp_path / str(at), seed=seed)
-        made.train()
+        made = tiny.trained(tmp_path / str(at), seed=seed)
         logs.append(tiny.updates(made))
     assert logs[0] == logs[1] != logs[2]
 
@@ -451,39 +390,23 @@ def test_logging_steps_logs_the_mean_over_the_window(tmp_path: Path) -> None:
     assert mean["objective/scores"] == pytest.approx((first["objective/scores"] + second["objective/scores"]) / 2)
 
 
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_objective/scores"}
+
+
 def test_early_stopping_stops(tmp_path: Path) -> None:
-    made = tiny.trainer(
+    made = tiny.trained(
         tmp_path,
         callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
         given={"eval_dataset": tiny.prompts(4)},
-        max_steps=8,
-        learning_rate=0.0,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_objective/scores",
+        **{"max_steps": 8, "learning_rate": 0.0, **tiny.every(1), **BEST},
     )
-    made.train()
     assert made.state.global_step == 2
     assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    made = tiny.trainer(
-        tmp_path,
-        given={"eval_dataset": tiny.prompts(4), "reward_model": tiny.always_one},
-        max_steps=3,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_objective/scores",
-        missing_eos_penalty=None,
-    )
-    made.train()
+    given = {"eval_dataset": tiny.prompts(4), "reward_model": tiny.always_one}
+    made = tiny.trained(tmp_path, given=given, max_steps=3, missing_eos_penalty=None, **tiny.every(1), **BEST)
     best = AutoModelForCausalLM.from_pretrained(made.state.best_model_checkpoint)
     assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1"), "no later one is better"
     assert all(torch.equal(p, made.policy_model.get_parameter(n)) for n, p in best.named_parameters())
@@ -504,8 +427,7 @@ def test_max_grad_norm_clips(tmp_path: Path) -> None:
 def test_gradient_checkpointing_is_enabled_and_changes_no_number(tmp_path: Path) -> None:
     logs = []
     for enabled in (False, True):
-        made = tiny.trainer(tmp_path, gradient_checkpointing=enabled)
-        made.train()
+        made = tiny.trained(tmp_path, gradient_checkpointing=enabled)
         assert made.policy_model.is_gradient_checkpointing is enabled
         logs.append(tiny.updates(made))
     for plain, checkpointed in zip(*logs, strict=True):
@@ -513,8 +435,7 @@ def test_gradient_checkpointing_is_enabled_and_changes_no_number(tmp_path: Path)
 
 
 def test_bf16_is_mixed_precision_in_rollouts_as_in_training(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, bf16=True, learning_rate=0.0, max_steps=1)
-    made.train()
+    made = tiny.trained(tmp_path, bf16=True, learning_rate=0.0, max_steps=1)
     (row,) = tiny.updates(made)
     assert made.placement.options.compute_dtype is torch.bfloat16
     assert all(p.dtype is torch.float32 for p in made.policy_model.parameters())
@@ -525,33 +446,20 @@ def test_the_models_generation_config_does_not_leak_into_sampling(tmp_path: Path
     model = tiny.policy()
     model.generation_config.repetition_penalty = 1.5
     model.generation_config.top_k = 5
-    made = tiny.trainer(tmp_path, given={"model": model}, learning_rate=0.0, max_steps=1)
-    made.train()
+    made = tiny.trained(tmp_path, given={"model": model}, learning_rate=0.0, max_steps=1)
     (row,) = tiny.updates(made)
     assert row["val/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert model.generation_config.repetition_penalty == 1.5
 
 
 @pytest.mark.parametrize(("accumulation", "mini_batches"), [(2, 2), (2, 1), (1, 2)])
-def test_every_mini_batch_of_every_epoch_is_one_optimizer_step(
-    tmp_path: Path, accumulation: int, mini_batches: int
-) -> None:
+def test_every_mini_batch_of_an_epoch_is_a_step(tmp_path: Path, accumulation: int, mini_batches: int) -> None:
     """Also where a pass over the data ends in the middle of the run: 4 updates over 2 batches."""
-    made = tiny.trainer(
-        tmp_path,
-        given={"train_dataset": tiny.prompts(2 * 4 * accumulation)},
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=accumulation,
-        num_mini_batches=mini_batches,
-        num_ppo_epochs=2,
-        max_steps=4,
-    )
-    made.train()
-    assert (
-        made.placement.engine("actor.train").version
-        == made.placement.engine("critic.train").version
-        == 4 * 2 * mini_batches
-    )
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation}
+    given = {"train_dataset": tiny.prompts(2 * 4 * accumulation)}
+    made = tiny.trained(tmp_path, given=given, **sizes, num_mini_batches=mini_batches, num_ppo_epochs=2, max_steps=4)
+    versions = [made.placement.engine(call).version for call in ("actor.train", "critic.train")]
+    assert versions == [4 * 2 * mini_batches] * 2
 
 
 def test_with_pad_equal_to_eos_the_reward_is_read_at_eos_and_eos_is_trained_on(tmp_path: Path) -> None:
@@ -584,18 +492,16 @@ def test_the_users_optimizer_and_scheduler_are_used(tmp_path: Path) -> None:
     model, value = tiny.policy(), tiny.classifier()
     optimizer = torch.optim.SGD([*model.parameters(), *value.parameters()], lr=0.5, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1**step)
-    made = tiny.trainer(
+    made = tiny.trained(
         tmp_path, given={"model": model, "value_model": value, "optimizers": (optimizer, scheduler)}, max_steps=2
     )
-    made.train()
     assert isinstance(made.placement.engine("actor.train").optimizer, torch.optim.SGD)
     assert made.placement.engine("critic.train").optimizer.defaults["momentum"] == 0.9
     assert [row["lr"] for row in tiny.updates(made)] == pytest.approx([0.5, 0.05])
 
 
 def test_the_critic_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, learning_rate=1e-3, value_learning_rate=5e-3, lr_scheduler_type="constant")
-    made.train()
+    made = tiny.trained(tmp_path, learning_rate=1e-3, value_learning_rate=5e-3, lr_scheduler_type="constant")
     assert made.placement.engine("actor.train").optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
     assert made.placement.engine("critic.train").optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
 
@@ -603,8 +509,7 @@ def test_the_critic_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
 def test_trls_default_collator_takes_prompts_beside_columns_of_text(tmp_path: Path) -> None:
     rows, runs = tiny.prompts(16, answer=["a"] * 16), []
     for collator in (None, DataCollatorWithPadding(tiny.tokenizer())):
-        made = tiny.trainer(tmp_path, given={"train_dataset": rows, "data_collator": collator}, max_steps=1)
-        made.train()
+        made = tiny.trained(tmp_path, given={"train_dataset": rows, "data_collator": collator}, max_steps=1)
         runs.append(tiny.updates(made))
     assert runs[0] == runs[1]
 
@@ -628,7 +533,6 @@ def test_prompts_in_every_form_give_the_same_run(tmp_path: Path, kind: str) -> N
 
     runs = []
     for given in ({"train_dataset": plain}, {"train_dataset": data, "data_collator": collator}):
-        made = tiny.trainer(tmp_path, given={**given, "reward_model": constant})
-        made.train()
+        made = tiny.trained(tmp_path, given={**given, "reward_model": constant})
         runs.append(tiny.updates(made))
     assert runs[0] == runs[1]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_groups
 import torch
 from group_optimizers import Adapting
-from test_grpo_trainer import PROMPTS, distinct, settings
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 from transformers import TrainerCallback
 
-from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc import GRPOTrainer, RLOOTrainer
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.trainer.checkpoint.manifest import MANIFEST
 from trl_realloc.trainer.checkpoint.resuming import SAVED_SETTINGS
@@ -72,22 +72,15 @@ def ppo(folder: Path, kind: str, **changes: Any) -> tuple[Any, Seen]:
     return made, seen
 
 
-def host_loop(folder: Path, kind: str, config: type, **changes: Any) -> tuple[Any, Seen]:
+def host_loop(folder: Path, kind: str, trainer: type, **changes: Any) -> tuple[Any, Seen]:
     model, seen = tiny.policy(), Seen()
-    made = (GRPOTrainer if config is GRPOConfig else RLOOTrainer)(
-        model,
-        distinct,
-        settings(folder, config, **{**SAVES, **changes}),
-        PROMPTS,
-        processing_class=tiny.tokenizer(),
-        callbacks=[seen],
-        optimizers=pair(kind, model.parameters()),
-    )
+    given = {"model": model, "callbacks": [seen], "optimizers": pair(kind, model.parameters())}
+    made = tiny_groups.trainer(folder, trainer, given=given, **{**SAVES, **changes})
     seen.placement = made.placement
     return made, seen
 
 
-MADE = {"PPO": ppo, "GRPO": partial(host_loop, config=GRPOConfig), "RLOO": partial(host_loop, config=RLOOConfig)}
+MADE = {"PPO": ppo, "GRPO": partial(host_loop, trainer=GRPOTrainer), "RLOO": partial(host_loop, trainer=RLOOTrainer)}
 STEPS = {"PPO": 4, "GRPO": 1, "RLOO": 1}  # optimizer steps of an update
 RUNS = [("PPO", kind) for kind in OPTIMIZERS] + [
     *(("GRPO", kind) for kind in ("adapting, 1cycle", "adamw, 1cycle")),

@@ -58,17 +58,9 @@ def test_the_recipe_with_tools_is_read(arithmetic: ModuleType) -> None:
 def test_a_recipe_alone_trains_a_model(tmp_path: Path, recipe: str) -> None:
     tiny.policy(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    changes = {
-        "model_name_or_path": tmp_path / "model",
-        "output_dir": tmp_path / "run",
-        "plan": "flatten",
-        "use_vllm": "false",
-        "max_completion_length": 8,
-        "max_steps": 2,
-        "save_steps": 2,
-        "bf16": "false",
-        "use_cpu": "true",
-    }
+    changes = {"model_name_or_path": tmp_path / "model", "output_dir": tmp_path / "run", "plan": "flatten"}
+    changes |= {"use_vllm": "false", "bf16": "false", "use_cpu": "true"}
+    changes |= {"max_completion_length": 8, "max_steps": 2, "save_steps": 2}
     words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     algorithm = "rloo" if "rloo" in recipe else "grpo"
     tiny.forget_accelerate()

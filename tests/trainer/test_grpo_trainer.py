@@ -13,13 +13,8 @@ import tiny
 import torch
 import trl
 from datasets import Dataset, concatenate_datasets
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from tiny_groups import PROMPTS, distinct, settings, trained, trainer
+from transformers import AutoModelForSequenceClassification, BertConfig, ProcessorMixin, TrainerCallback
 from trl import TrlParser
 
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -45,57 +40,24 @@ from trl_realloc.trainer.policy.trl_sampling import sampling_of
 from trl_realloc.trainer.run.plan_request import PlanRequest
 
 
-PROMPTS = Dataset.from_dict({"prompt": [f"w{a} w{a + 7} w{a + 1}" for a in range(2, 34)]})
-
-
-def distinct(completions: list[str], **columns: Any) -> list[float]:
-    """Some words reward more than others."""
-    return [float(len(set(text.split())) % 3) for text in completions]
-
-
-def settings(folder: Path, kind: type = GRPOConfig, **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "learning_rate": 1e-2,
-        "use_vllm": False,
-        "bf16": False,
-        "disable_tqdm": True,
-    }
-    return kind(**{**values, **changes})
-
-
-def policy(**changes: Any) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny.config(**changes))
-
-
 def classifier(folder: Path) -> str:
-    torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_config(tiny.config(num_labels=1))
+    model = tiny.classifier()
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     return str(folder)
 
 
-def test_training_changes_the_policy_that_the_user_holds(tmp_path: Path) -> None:
-    model = policy()
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_training_changes_the_policy_that_the_user_holds(tmp_path: Path, kind: type) -> None:
+    model = tiny.policy()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = GRPOTrainer(model, distinct, settings(tmp_path, beta=0.04), PROMPTS, processing_class=tiny.tokenizer())
-    trainer.train()
-    trainer.close()
-    assert trainer.state.global_step == 2
-    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    assert trainer.state.log_history[-1]["train_loss"] is not None
-    assert trainer.state.log_history[0]["grad_norm"] > 0
+    made = trained(tmp_path, kind, given={"model": model}, beta=0.04)
+    assert made.state.global_step == 2
+    assert made.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert any(not torch.equal(p, before[name]) for name, p in made.model.named_parameters())
+    assert made.state.log_history[-1]["train_loss"] is not None
+    assert made.state.log_history[0]["grad_norm"] > 0
 
 
 class Processor(ProcessorMixin):  # type: ignore[misc]
@@ -111,29 +73,18 @@ class Processor(ProcessorMixin):  # type: ignore[misc]
 def test_a_processor_serves_as_its_tokenizer_does(tmp_path: Path) -> None:
     logs = []
     for processing_class in (tiny.tokenizer(), Processor(tiny.tokenizer())):
-        model = policy()
+        model = tiny.policy()
         model.config.image_token_id = tiny.VOCABULARY  # TRL 1.16 reads it of every model with a processor
-        trainer = GRPOTrainer(model, distinct, settings(tmp_path), PROMPTS, processing_class=processing_class)
-        trainer.train()
-        trainer.close()
-        logs.append(trainer.state.log_history[0])
+        made = trained(tmp_path, given={"model": model, "processing_class": processing_class})
+        logs.append(made.state.log_history[0])
     for name in ("reward", "grad_norm", "completions/mean_length"):
         assert logs[0][name] == logs[1][name]
-
-
-def test_rloo_trains(tmp_path: Path) -> None:
-    args = settings(tmp_path, RLOOConfig)
-    trainer = RLOOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
-    trainer.train()
-    trainer.close()
-    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
-    assert trainer.state.log_history[0]["grad_norm"] > 0
 
 
 OTHER_ENDS = list(range(50, 80))
 
 
-@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize(
     ("of_model", "kwargs", "ends"),
     [
@@ -145,34 +96,30 @@ OTHER_ENDS = list(range(50, 80))
     ids=["of the model", "further ones", "others", "none"],
 )
 def test_a_completion_has_ended_where_its_engine_has_ended_it(
-    tmp_path: Path, kind: type, made_by: type, of_model: Any, kwargs: Any, ends: set[int]
+    tmp_path: Path, kind: type, of_model: Any, kwargs: Any, ends: set[int]
 ) -> None:
     """In the mask of the loss and in the logs, by whichever token. Reward functions get the tokens themselves."""
-    made: list[Any] = []
+    batches: list[Any] = []
     rewarded: list[list[int]] = []
 
-    class Kept(made_by):
+    class Kept(kind):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            made.append(super()._generate_and_score_completions(inputs))
-            return made[-1]
+            batches.append(super()._generate_and_score_completions(inputs))
+            return batches[-1]
 
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         rewarded.extend(completion_ids)
         assert all(ids[-1] == list(ids).pop() for ids in completion_ids)
         return [float(len(ids)) for ids in completion_ids]
 
-    model = policy()
+    model = tiny.policy()
     model.generation_config.eos_token_id = of_model
-    args = settings(
-        tmp_path, kind, generation_kwargs=kwargs, mask_truncated_completions=True, max_steps=1, max_completion_length=4
-    )
-    trainer = Kept(model, reward, args, PROMPTS, processing_class=tiny.tokenizer())
-    trainer.train()
-    trainer.close()
-    trained = [bool(row.any()) for of_batch in made for row in of_batch["completion_mask"]]
+    of_run = {"mask_truncated_completions": True, "max_steps": 1, "max_completion_length": 4}
+    made = trained(tmp_path, Kept, given={"model": model, "reward_funcs": reward}, generation_kwargs=kwargs, **of_run)
+    counted = [bool(row.any()) for of_batch in batches for row in of_batch["completion_mask"]]
     ended = [list(ids)[-1] in ends for ids in rewarded]
-    assert trained == ended and len({*ended}) == 1 + bool(ends)
-    assert trainer.state.log_history[0]["completions/clipped_ratio"] == ended.count(False) / len(ended)
+    assert counted == ended and len({*ended}) == 1 + bool(ends)
+    assert made.state.log_history[0]["completions/clipped_ratio"] == ended.count(False) / len(ended)
 
 
 @pytest.mark.parametrize(("count", "pad"), [(1, "<pad>"), (2, "<pad>"), (1, "<eos>")])
@@ -182,16 +129,10 @@ def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int, pad: st
     completions = [["w2 w3 <eos>", "w4"] * 4] * 2
 
     def rewards_of(kind: type, config: type) -> Any:
+        given = {"processing_class": tiny.tokenizer()}
+        given["reward_processing_classes"] = [tiny.tokenizer(pad=pad) for _ in paths] + [None]
         args = settings(tmp_path / kind.__module__, config)
-        tokenizers = [tiny.tokenizer(pad=pad) for _ in paths] + [None]
-        made = kind(
-            policy(),
-            [*paths, distinct],
-            args,
-            PROMPTS,
-            processing_class=tiny.tokenizer(),
-            reward_processing_classes=tokenizers,
-        )
+        made = kind(tiny.policy(), [*paths, distinct], args, PROMPTS, **given)
         if kind is GRPOTrainer:
             made.run.placed.start()
         rows = [{"prompt": PROMPTS[0]["prompt"]}] * 8
@@ -201,10 +142,8 @@ def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int, pad: st
             made.close()
         return table, names
 
-    (expected, names), (table, own_names) = (
-        rewards_of(trl.GRPOTrainer, trl.GRPOConfig),
-        rewards_of(GRPOTrainer, GRPOConfig),
-    )
+    expected, names = rewards_of(trl.GRPOTrainer, trl.GRPOConfig)
+    table, own_names = rewards_of(GRPOTrainer, GRPOConfig)
     torch.testing.assert_close(table, expected, atol=1e-5, rtol=1e-5)
     assert own_names == names
 
@@ -212,25 +151,18 @@ def test_a_reward_model_scores_as_trl_scores(tmp_path: Path, count: int, pad: st
 def test_every_reward_model_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     paths, own = [classifier(tmp_path / f"reward{at}") for at in range(2)], tiny.tokenizer()
 
-    def made(tokenizers: Any) -> Any:
-        args, given = settings(tmp_path / "out"), {"reward_processing_classes": tokenizers}
-        return GRPOTrainer(policy(), paths, args, PROMPTS, processing_class=tiny.tokenizer(), **given)
-
-    trainer = made([own, None])
-    assert trainer.reward_processing_classes[0] is own
-    assert trainer.reward_processing_classes[1].get_vocab() == own.get_vocab()
+    given = {"reward_funcs": paths, "reward_processing_classes": [own, None]}
+    made = trainer(tmp_path / "out", given=given)
+    assert made.reward_processing_classes[0] is own
+    assert made.reward_processing_classes[1].get_vocab() == own.get_vocab()
     with pytest.raises(ConfigError, match=r"reward_processing_classes, 1, must match that of reward_funcs, 2"):
-        made(own)
+        trainer(tmp_path / "out", given={**given, "reward_processing_classes": own})
 
 
-def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerate_trains_a_policy_with_dropout_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(grpo_trainer.logger, "warning", said.append)
-    made = GRPOTrainer(
-        policy(attention_dropout=0.1), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer()
-    )
+    made = trainer(tmp_path, given={"model": tiny.policy(attention_dropout=0.1)})
     assert made.run is None
     assert "Accelerate trains, because the model has dropout 0.1" in said[0]
     with pytest.raises(ConfigError, match="TRL generates, so it has no plan"):
@@ -242,12 +174,9 @@ def test_a_policy_with_dropout_is_trained_by_accelerate_and_the_log_says_so(
 
 def test_what_accelerate_trains_is_resumed_by_the_setting_of_the_configuration(tmp_path: Path) -> None:
     def run(**changes: Any) -> Any:
-        model = policy(attention_dropout=0.1)
-        args = settings(tmp_path, use_vllm=False, save_strategy="steps", save_steps=1, max_steps=2, **changes)
-        made = GRPOTrainer(model, distinct, args, PROMPTS, processing_class=tiny.tokenizer())
         begins: list[int] = []
-        made.add_callback(Begins(begins))
-        made.train()
+        given = {"model": tiny.policy(attention_dropout=0.1), "callbacks": [Begins(begins)]}
+        trainer(tmp_path, given=given, save_strategy="steps", save_steps=1, **changes).train()
         return begins
 
     assert run(resume_from_checkpoint="auto") == [0]
@@ -269,7 +198,7 @@ class Begins(TrainerCallback):
 
 def test_what_accelerate_trains_generates_nothing_ahead(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dropout 0.1, .* It generates nothing ahead: set max_staleness to 0"):
-        GRPOTrainer(policy(attention_dropout=0.1), distinct, settings(tmp_path, max_staleness=1), PROMPTS)
+        trainer(tmp_path, given={"model": tiny.policy(attention_dropout=0.1)}, max_staleness=1)
 
 
 def test_a_quantization_config_leaves_the_training_to_accelerate() -> None:
@@ -278,16 +207,14 @@ def test_a_quantization_config_leaves_the_training_to_accelerate() -> None:
 
 
 def test_dropout_that_is_disabled_leaves_the_training_to_the_engines(tmp_path: Path) -> None:
-    args = settings(tmp_path, disable_dropout=True)
-    made = GRPOTrainer(policy(attention_dropout=0.1), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    made = trainer(tmp_path, given={"model": tiny.policy(attention_dropout=0.1)}, disable_dropout=True)
     assert made.run is not None
     made.close()
 
 
 def test_a_config_of_trl_is_refused(tmp_path: Path) -> None:
-    args = settings(tmp_path, trl.GRPOConfig)
     with pytest.raises(ConfigError, match="import GRPOConfig from trl_realloc"):
-        GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+        trainer(tmp_path, given={"args": settings(tmp_path, trl.GRPOConfig)})
 
 
 @pytest.mark.parametrize(
@@ -302,41 +229,38 @@ def test_a_config_of_trl_is_refused(tmp_path: Path) -> None:
 )
 def test_a_setting_that_the_plan_decides_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        args = settings(tmp_path, **changes)
-        GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+        trainer(tmp_path, **changes)
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 @pytest.mark.parametrize("top_k", [-1, 0, None])
-def test_all_tokens_may_be_drawn_in_every_way_that_trl_and_vllm_have_of_saying_so(
-    tmp_path: Path, kind: type, top_k: int | None
-) -> None:
+def test_all_tokens_may_be_drawn_as_trl_and_vllm_say_so(tmp_path: Path, kind: type, top_k: int | None) -> None:
     assert sampling_of(settings(tmp_path, kind, top_k=top_k), (1,), 100).top_k == 0
 
 
 def test_a_reward_model_that_cannot_be_used_is_named_by_the_argument_of_these_trainers(tmp_path: Path) -> None:
-    policy().save_pretrained(tmp_path / "policy")
+    tiny.policy().save_pretrained(tmp_path / "policy")
     for reward, words in (("./no/such/model", "cannot read a model"), (str(tmp_path / "policy"), "would be random")):
         with pytest.raises(ModelError, match=f"^reward_funcs: .*{words}"):
-            GRPOTrainer(policy(), reward, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
+            trainer(tmp_path, given={"reward_funcs": reward})
 
 
 @pytest.mark.parametrize("argument", ["train_dataset", "eval_dataset"])
 def test_a_data_set_without_prompts_is_refused_before_a_model_is_read(tmp_path: Path, argument: str) -> None:
     given = {"train_dataset": PROMPTS, argument: PROMPTS.rename_column("prompt", "text")}
     with pytest.raises(DataError, match=f"^{argument} has no `prompt` column .* it has 'text'"):
-        GRPOTrainer("./no/such/model", distinct, settings(tmp_path), **given, processing_class=tiny.tokenizer())
+        trainer(tmp_path, given={"model": "./no/such/model", **given})
 
 
-@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("column", ["prompts", "completions"])
 def test_a_column_by_the_name_of_an_argument_of_reward_functions_is_refused_before_a_model_is_read(
-    tmp_path: Path, column: str, kind: type, made_by: type
+    tmp_path: Path, column: str, kind: type
 ) -> None:
     data = PROMPTS.add_column(column, PROMPTS["prompt"])
     for given in ({"train_dataset": data}, {"train_dataset": PROMPTS, "eval_dataset": {"own": data}}):
         with pytest.raises(RewardError, match=f"dataset.* has the column '{column}', .*rename_column"):
-            made_by("./no/such/model", distinct, settings(tmp_path, kind), **given, processing_class=tiny.tokenizer())
+            trainer(tmp_path, kind, given={"model": "./no/such/model", **given})
     check_columns({"train_dataset": data, "reward_funcs": "a/model"})
 
 
@@ -350,127 +274,97 @@ def test_a_transform_may_make_the_prompts_from_other_columns(tmp_path: Path, col
         return distinct(completions)
 
     data = Dataset.from_dict({column: PROMPTS["prompt"], "more": ["w3"] * len(PROMPTS)}).with_transform(ask)
-    args = settings(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    made = GRPOTrainer(policy(), judged, args, data, processing_class=tiny.tokenizer())
-    made.train()
-    made.close()
-    assert made.state.global_step == 1
+    given = {"reward_funcs": judged, "train_dataset": data}
+    assert trained(tmp_path, given=given, max_steps=1, save_strategy="steps", save_steps=1).state.global_step == 1
 
 
 def test_a_transform_that_makes_no_prompts_is_refused_before_a_model_is_read(tmp_path: Path) -> None:
     data = PROMPTS.with_transform(lambda rows: {"text": rows["prompt"]})
     with pytest.raises(DataError, match=r"^train_dataset has no `prompt` column .* 'text'. Let its transform return"):
-        GRPOTrainer("./no/such/model", distinct, settings(tmp_path), data, processing_class=tiny.tokenizer())
+        trainer(tmp_path, given={"model": "./no/such/model", "train_dataset": data})
 
 
 @pytest.mark.parametrize("algorithm", ["PPO", "GRPO"])
 def test_a_run_gives_no_warning_that_its_user_cannot_act_on(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, algorithm: str
 ) -> None:
-    made: Any
-    if algorithm == "PPO":
-        made = tiny.trainer(tmp_path, max_steps=1, gradient_checkpointing=True)
-    else:
-        args = settings(tmp_path, max_steps=1, gradient_checkpointing=True)
-        made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
-    made.train()
-    made.close()
+    run: Any = tiny.trained if algorithm == "PPO" else trained
+    run(tmp_path, max_steps=1, gradient_checkpointing=True).close()
     told = [str(warning.message) for warning in recwarn]
     assert not [text for text in told if "gradient_checkpointing" in text or "pin_memory" in text]
 
 
-@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
-def test_too_few_prompts_for_a_generation_are_refused_before_engines_start(
-    tmp_path: Path, kind: type, made_by: type
-) -> None:
-    """TRL would end such a training at once, without an error."""
-    args = settings(tmp_path, kind)
-    made = made_by(policy(), distinct, args, PROMPTS.select(range(1)), processing_class=tiny.tokenizer())
-    with pytest.raises(DataError, match="has 1 rows, fewer than the 2 prompts of one generation"):
-        made.train()
-    assert not made.placement.started
-    made.close()
+FEW = PROMPTS.select(range(1))
 
 
-@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
-def test_a_stream_that_does_not_fill_a_generation_is_an_error(tmp_path: Path, kind: type, made_by: type) -> None:
-    args, short = settings(tmp_path, kind), PROMPTS.select(range(1)).to_iterable_dataset()
-    made = made_by(policy(), distinct, args, short, processing_class=tiny.tokenizer())
-    with pytest.raises(DataError, match="a stream that has ended before it gave the 2 prompts of one generation"):
-        made.train()
-    made.close()
-
-
+@pytest.mark.parametrize(("kind", "accelerate"), [(GRPOTrainer, False), (RLOOTrainer, False), (GRPOTrainer, True)])
 @pytest.mark.parametrize(
     ("rows", "told"),
-    [
-        (PROMPTS.select(range(1)), "has 1 rows, fewer than the 2 prompts"),
-        (PROMPTS.select(range(1)).to_iterable_dataset(), "a stream that has ended before it gave the 2 prompts"),
-    ],
+    [(FEW, "has 1 rows, fewer than"), (FEW.to_iterable_dataset(), "a stream that has ended before it gave")],
     ids=["data set", "stream"],
 )
-def test_too_few_prompts_are_an_error_where_accelerate_trains_too(tmp_path: Path, rows: Any, told: str) -> None:
-    model = policy(attention_dropout=0.1)
-    made = GRPOTrainer(model, distinct, settings(tmp_path), rows, processing_class=tiny.tokenizer())
-    assert made.run is None
-    with pytest.raises(DataError, match=told):
+def test_too_few_prompts_for_a_generation_are_refused_and_a_data_set_of_them_before_engines_start(
+    tmp_path: Path, kind: type, accelerate: bool, rows: Any, told: str
+) -> None:
+    """TRL would end such a training at once, without an error."""
+    model = tiny.policy(attention_dropout=0.1 if accelerate else 0.0)
+    made = trainer(tmp_path, kind, given={"model": model, "train_dataset": rows})
+    assert (made.run is None) == accelerate
+    with pytest.raises(DataError, match=f"{told} the 2 prompts of one generation"):
         made.train()
+    assert accelerate or rows is not FEW or not made.placement.started
     made.close()
 
 
 def test_evaluation_before_training_runs_the_plan_and_is_repeatable(tmp_path: Path) -> None:
-    args = settings(tmp_path, per_device_eval_batch_size=4, eval_strategy="no")
-    made = GRPOTrainer(policy(), distinct, args, PROMPTS, PROMPTS.select(range(4)), processing_class=tiny.tokenizer())
+    made = trainer(tmp_path, given={"eval_dataset": PROMPTS.select(range(4))}, per_device_eval_batch_size=4)
     metrics, again = made.evaluate(), made.evaluate()
     made.close()
     assert metrics["eval_reward"] >= 0 and "eval_loss" in metrics
     assert again["eval_reward"] == metrics["eval_reward"]
 
 
-@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
-def test_a_prompt_that_the_policy_cannot_respond_to_is_refused_when_it_is_read(
-    tmp_path: Path, kind: type, made_by: type
-) -> None:
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_a_prompt_that_the_policy_cannot_respond_to_is_refused_when_it_is_read(tmp_path: Path, kind: type) -> None:
     """Before anything starts where a data set can be read in advance, otherwise when its row is."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<new>"])
     rows = Dataset.from_dict({"prompt": ["w2 w3", "w2 <new>", "w2 w4", "w2 <new>"]})
-    with pytest.raises(
-        DataError, match="train_dataset: rows 1, 3 have token ids outside the model's vocabulary of 100"
-    ):
-        made_by(policy(), distinct, settings(tmp_path, kind), rows, processing_class=tokenizer)
-    args = settings(tmp_path, kind, per_device_eval_batch_size=4)
-    stream = made_by(policy(), distinct, args, rows.to_iterable_dataset(), processing_class=tokenizer)
-    with pytest.raises(
-        DataError, match="train_dataset: the prompt 'w2 <new>' has the token id 100, outside the model's"
-    ):
+
+    def of(data: Any) -> Any:
+        given = {"train_dataset": data, "processing_class": tokenizer}
+        return trainer(tmp_path, kind, given=given, per_device_eval_batch_size=4)
+
+    told = "train_dataset: rows 1, 3 have token ids outside the model's vocabulary of 100"
+    with pytest.raises(DataError, match=told):
+        of(rows)
+    stream = of(rows.to_iterable_dataset())
+    told = "train_dataset: the prompt 'w2 <new>' has the token id 100, outside the model's"
+    with pytest.raises(DataError, match=told):
         stream.train()
     stream.close()
-    made = made_by(policy(), distinct, args, PROMPTS, processing_class=tokenizer)
+    made = of(PROMPTS)
     with pytest.raises(DataError, match="eval_dataset: the prompt '' has no tokens; filter such prompts out"):
         made.evaluate(Dataset.from_dict({"prompt": [""] * 4}))
     made.close()
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_log_probabilities_can_be_asked_for_before_the_training_more_than_once(
-    tmp_path: Path, coefficient: float
-) -> None:
+def test_log_probabilities_can_be_asked_for_before_the_training_and_again(tmp_path: Path, coefficient: float) -> None:
     """As a subclass may, or a person who looks at a policy."""
-    model = policy()
-    args = settings(tmp_path, entropy_coef=coefficient)
-    trainer = GRPOTrainer(model, distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    model = tiny.policy()
+    made = trainer(tmp_path, given={"model": model}, entropy_coef=coefficient)
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, 3:-1].float()
     expected = logits.log_softmax(-1).gather(-1, ids[:, 4:, None])[..., 0]
     for _ in range(2):
-        found, entropies, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, torch.ones_like(ids), 4, compute_entropy=True
+        found, entropies, _ = made._get_per_token_logps_and_entropies(
+            made.model, ids, torch.ones_like(ids), 4, compute_entropy=True
         )
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert found.requires_grad and entropies.requires_grad == bool(coefficient)
-    trainer.close()
+    made.close()
 
 
 def test_a_generation_outside_of_a_run_is_trls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,10 +381,9 @@ def test_a_dtype_that_the_engines_do_not_read_is_refused(tmp_path: Path, key: st
 
 
 def test_a_model_by_path_is_loaded_with_what_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    policy().save_pretrained(tmp_path / "policy")
+    tiny.policy().save_pretrained(tmp_path / "policy")
     asked = {"dtype": "bfloat16", "attn_implementation": "eager"}
-    args = settings(tmp_path, model_init_kwargs=asked, max_steps=1, beta=0.1)
-    made = GRPOTrainer(str(tmp_path / "policy"), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    made = trainer(tmp_path, given={"model": str(tmp_path / "policy")}, model_init_kwargs=asked, max_steps=1, beta=0.1)
     assert "model_init_kwargs` will be ignored" not in caplog.text and made.args.model_init_kwargs == asked
     made.train()
     made.close()
@@ -502,22 +395,19 @@ def test_a_model_by_path_is_loaded_with_what_is_asked_for(tmp_path: Path, caplog
 def test_samples_beyond_the_length_up_to_which_longrope_is_one_embedding_are_refused(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "factor": 8.0, "rope_theta": 1e4}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 8, **factors}
-    args = settings(tmp_path)
     with pytest.raises(ModelError, match=r"actor: its rotary embedding \(longrope\) .* more than 8 tokens"):
-        GRPOTrainer(policy(rope_parameters=rope), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+        trainer(tmp_path, given={"model": tiny.policy(rope_parameters=rope)})
 
 
 def test_what_counts_the_tokens_of_a_response_is_not_drawn_in_two_parts(tmp_path: Path) -> None:
     why = why_not_moved(Sampling(8, 1.0, extra={"min_tokens": 3}))
     check_moves(settings(tmp_path), separate(Cluster(1, 4), graph=grpo_graph()), why)
     ahead = settings(tmp_path, max_staleness=1, use_vllm=True, vllm_importance_sampling_correction=True)
-    with pytest.raises(
-        ConfigError, match="max_staleness is 1, .* min_tokens depends on all tokens .* set max_staleness"
-    ):
+    told = "max_staleness is 1, .* min_tokens depends on all tokens .* set max_staleness"
+    with pytest.raises(ConfigError, match=told):
         check_moves(ahead, None, why)
-    moving = replace(
-        separate(Cluster(1, 4), graph=grpo_graph(reward_models=True)), streams=Streams(migration=Migration(0.2, 1))
-    )
+    whole = separate(Cluster(1, 4), graph=grpo_graph(reward_models=True))
+    moving = replace(whole, streams=Streams(migration=Migration(0.2, 1)))
     with pytest.raises(ConfigError, match="min_tokens depends on all tokens .* Leave migration out of the plan"):
         check_moves(settings(tmp_path), moving, why)
     check_moves(ahead, moving, None)
@@ -533,21 +423,16 @@ def test_environments_may_make_the_prompts() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_models_may_be_given_by_a_path_that_is_no_text(tmp_path: Path, dropout: float) -> None:
     """Whether the plan's engines train, or, with dropout, Accelerate."""
-    policy(attention_dropout=dropout).save_pretrained(tmp_path / "policy")
+    tiny.policy(attention_dropout=dropout).save_pretrained(tmp_path / "policy")
     classifier(tmp_path / "reward")
     rewards = [distinct, tmp_path / "reward"]
-    args = settings(tmp_path, max_steps=1)
-    made = GRPOTrainer(tmp_path / "policy", rewards, args, PROMPTS, processing_class=tiny.tokenizer())
-    made.train()
-    made.close()
+    made = trained(tmp_path, given={"model": tmp_path / "policy", "reward_funcs": rewards}, max_steps=1)
     assert (made.run is None) == bool(dropout)
     assert "rewards/reward/mean" in made.state.log_history[0]
 
 
 @pytest.mark.parametrize("turns", ["tools", "rollout_func", "environment_factory"])
-def test_where_completions_take_turns_nothing_is_generated_ahead_and_nothing_streams(
-    tmp_path: Path, turns: str
-) -> None:
+def test_where_completions_take_turns_nothing_is_generated_ahead_or_streams(tmp_path: Path, turns: str) -> None:
     plan = separate(Cluster(1, 2), graph=grpo_graph())
     request = PlanRequest(plan, plan.cluster, "vllm", (), None)
     streamed = replace(request, plan=replace(plan, streams=Streams()))
@@ -558,10 +443,9 @@ def test_where_completions_take_turns_nothing_is_generated_ahead_and_nothing_str
 
 
 def test_the_weights_of_a_policy_by_path_can_be_looked_at_before_the_training(tmp_path: Path) -> None:
-    given = policy()
+    given = tiny.policy()
     given.save_pretrained(tmp_path / "policy")
-    args = settings(tmp_path, max_steps=1)
-    made = GRPOTrainer(str(tmp_path / "policy"), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    made = trainer(tmp_path, given={"model": str(tmp_path / "policy")}, max_steps=1)
     before = {name: parameter.clone() for name, parameter in made.model.named_parameters()}
     assert all(torch.equal(parameter, before[name]) for name, parameter in given.named_parameters())
     made.train()
@@ -572,9 +456,8 @@ def test_the_weights_of_a_policy_by_path_can_be_looked_at_before_the_training(tm
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_a_new_adapter_is_trained_alone(tmp_path: Path, kind: type) -> None:
     peft = pytest.importorskip("peft")
-    args = settings(tmp_path, GRPOConfig if kind is GRPOTrainer else RLOOConfig, beta=0.04)
     adapter = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian")
-    made = kind(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer(), peft_config=adapter)
+    made = trainer(tmp_path, kind, given={"peft_config": adapter}, beta=0.04)
     before = {name: parameter.detach().clone() for name, parameter in made.model.named_parameters()}
     made.train()
     made.close()
@@ -585,10 +468,7 @@ def test_a_new_adapter_is_trained_alone(tmp_path: Path, kind: type) -> None:
 
 @pytest.mark.oldest
 def test_the_reference_stays_what_the_policy_was(tmp_path: Path) -> None:
-    args = settings(tmp_path, beta=0.04, max_steps=3, num_iterations=2, optim="sgd", learning_rate=1.0)
-    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
-    made.train()
-    made.close()
+    made = trained(tmp_path, beta=0.04, max_steps=3, num_iterations=2, optim="sgd", learning_rate=1.0)
     kl = [row["kl"] for row in made.state.log_history if "kl" in row]
     assert kl[0] == pytest.approx(0.0, abs=1e-7)
     assert min(kl[1:]) > 1e-7
@@ -600,9 +480,7 @@ def test_an_abandoned_optimizer_step_leaves_nothing_to_the_next_training(tmp_pat
             control.should_training_stop = True
 
     stop = Stop()
-    made = GRPOTrainer(
-        policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer(), callbacks=[stop]
-    )
+    made = trainer(tmp_path, given={"callbacks": [stop]})
     made.train()
     assert made.state.global_step == 0 and len(made.run.adapter.loss.step_buffer) == 1
     made.remove_callback(stop)
@@ -612,8 +490,7 @@ def test_an_abandoned_optimizer_step_leaves_nothing_to_the_next_training(tmp_pat
 
 
 def test_prompts_of_an_evaluation_and_of_tools_have_room(tmp_path: Path) -> None:
-    long = Dataset.from_dict({"prompt": [" ".join(["w5"] * 40)] * 4})
-    made = GRPOTrainer(policy(), distinct, settings(tmp_path), PROMPTS, long, processing_class=tiny.tokenizer())
+    made = trainer(tmp_path, given={"eval_dataset": words(40)})
     made.close()
     assert made.setup.job.options.context_length == 40 + 8
 
@@ -624,8 +501,7 @@ def words(count: int, rows: int = 4) -> Dataset:
 
 def test_generation_in_the_model_that_trains_has_room_for_all_prompts_that_the_model_has(tmp_path: Path) -> None:
     """Also for those of an evaluation that are longer than those of the data set, as in TRL."""
-    args = settings(tmp_path, per_device_eval_batch_size=4)
-    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    made = trainer(tmp_path, per_device_eval_batch_size=4)
     assert made.evaluate(words(60))["eval_completions/max_length"] == 8
     assert made.evaluate(words(123))["eval_completions/max_length"] == 5  # of 128 positions
     with pytest.raises(JobFailed, match=r"128 tokens, .* nothing can be generated; the model has no more positions"):
@@ -636,11 +512,8 @@ def test_generation_in_the_model_that_trains_has_room_for_all_prompts_that_the_m
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
-def test_an_engine_says_that_it_shortens_completions_and_what_to_set(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    args = settings(tmp_path, per_device_eval_batch_size=4, use_vllm=True)
-    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+def test_an_engine_that_shortens_completions_says_what_to_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = trainer(tmp_path, per_device_eval_batch_size=4, use_vllm=True)
     assert made.evaluate(words(5))["eval_completions/max_length"] == 6
     assert made.evaluate(words(4))["eval_completions/max_length"] == 7
     (message,) = [text for text in caplog.messages if "a prompt has" in text]
@@ -649,42 +522,32 @@ def test_an_engine_says_that_it_shortens_completions_and_what_to_set(
         made.evaluate(words(11))
 
 
-@pytest.mark.parametrize(("kind", "made_by"), [(GRPOConfig, GRPOTrainer), (RLOOConfig, RLOOTrainer)])
-def test_a_reward_model_with_fewer_positions_than_a_sample_has_tokens_is_refused(
-    tmp_path: Path, kind: type, made_by: type
-) -> None:
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_a_reward_model_with_fewer_positions_than_a_sample_has_tokens_is_refused(tmp_path: Path, kind: type) -> None:
     for positions in (10, 11):  # three tokens of a prompt and eight of its completion
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
         config = BertConfig(vocab_size=100, max_position_embeddings=positions, num_labels=1, **sizes)
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
         tiny.tokenizer().save_pretrained(tmp_path / "reward")
-        rewards, refused = (
-            [distinct, str(tmp_path / "reward")],
-            pytest.raises(ModelError, match="reward: its model has"),
-        )
+        rewards = [distinct, str(tmp_path / "reward")]
+        refused = pytest.raises(ModelError, match="reward: its model has")
         with refused if positions == 10 else contextlib.nullcontext():
-            made_by(policy(), rewards, settings(tmp_path, kind), PROMPTS, processing_class=tiny.tokenizer()).close()
+            trainer(tmp_path, kind, given={"reward_funcs": rewards}).close()
 
 
 @pytest.mark.parametrize("use_vllm", [True, False])
 @pytest.mark.parametrize("where", ["train_dataset", "eval_dataset"])
-def test_a_prompt_without_room_for_a_completion_is_refused_before_engines_start(
-    tmp_path: Path, where: str, use_vllm: bool
-) -> None:
+def test_a_prompt_without_room_for_a_completion_is_refused_at_once(tmp_path: Path, where: str, use_vllm: bool) -> None:
     positions = tiny.config().max_position_embeddings
     given = {"train_dataset": PROMPTS, where: concatenate_datasets([PROMPTS, words(positions)])}
-    with pytest.raises(
-        DataError, match=f"longest prompt of the data sets has {positions} tokens, .*; the model has no more positions"
-    ):
-        GRPOTrainer(
-            policy(), distinct, settings(tmp_path, use_vllm=use_vllm), processing_class=tiny.tokenizer(), **given
-        )
+    told = f"longest prompt of the data sets has {positions} tokens, .*; the model has no more positions"
+    with pytest.raises(DataError, match=told):
+        trainer(tmp_path, given=given, use_vllm=use_vllm)
 
 
 def test_vespo_needs_weights_of_tokens(tmp_path: Path) -> None:
-    args = settings(tmp_path, loss_type="vespo", use_vllm=None)
     with pytest.raises(ConfigError, match="token_truncate"):
-        GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+        trainer(tmp_path, loss_type="vespo", use_vllm=None)
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
@@ -725,12 +588,10 @@ class OwnOptimizer(GRPOTrainer):
         return self.optimizer
 
 
-def test_a_subclass_that_makes_its_optimizer_is_trained_by_accelerate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_subclass_with_its_optimizer_is_for_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(grpo_trainer.logger, "warning", said.append)
-    made = OwnOptimizer(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
+    made = trainer(tmp_path, OwnOptimizer)
     assert made.run is None and "OwnOptimizer.create_optimizer makes the optimizer" in said[0]
     made.train()
     assert isinstance(getattr(made.optimizer, "optimizer", made.optimizer), torch.optim.SGD)
@@ -738,7 +599,7 @@ def test_a_subclass_that_makes_its_optimizer_is_trained_by_accelerate(
 
 
 def test_an_optimizer_that_is_set_on_a_trainer_is_refused(tmp_path: Path) -> None:
-    made = GRPOTrainer(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
+    made = trainer(tmp_path)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=1e-6)
     with pytest.raises(ConfigError, match=r"trainer.optimizer has been set .* as optimizers=\("):
         made.train()
@@ -758,12 +619,9 @@ class LossOfLogits(GRPOTrainer):
 
 
 def test_a_loss_may_read_the_model_but_not_train_by_its_logits(tmp_path: Path) -> None:
-    made = CallsTheModel(policy(), distinct, settings(tmp_path), PROMPTS, processing_class=tiny.tokenizer())
-    made.train()
-    made.close()
+    made = trained(tmp_path, CallsTheModel)
     assert made.width == (made.model.config.vocab_size, made.model.config.hidden_size)
-    args = settings(tmp_path, beta=0.1)
-    other = LossOfLogits(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    other = trainer(tmp_path, LossOfLogits, beta=0.1)
     with pytest.raises(ConfigError, match="the loss calls the model itself"):
         other.train()
     with pytest.raises(ConfigError, match="ref_model is in an engine of the plan"):
@@ -781,14 +639,12 @@ def test_a_loss_may_read_the_model_but_not_train_by_its_logits(tmp_path: Path) -
     ],
 )
 def test_arguments_of_another_type_are_named(tmp_path: Path, given: dict[str, Any], words: str) -> None:
-    inputs = {"model": policy(), "train_dataset": PROMPTS, "processing_class": tiny.tokenizer(), **given}
     with pytest.raises((TypeError, DataError), match=words):
-        GRPOTrainer(reward_funcs=distinct, args=settings(tmp_path), **inputs)
+        trainer(tmp_path, given=given)
 
 
 def test_a_checkpoint_of_the_engines_is_not_resumed_without_its_optimizer(checkpoint: Path, tmp_path: Path) -> None:
-    args = settings(tmp_path)
-    other = OwnOptimizer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    other = trainer(tmp_path, OwnOptimizer)
     with pytest.raises(CheckpointError, match="in this run Accelerate trains, which does not read training_state"):
         other.train(resume_from_checkpoint=str(checkpoint))
     other.close()
@@ -796,14 +652,13 @@ def test_a_checkpoint_of_the_engines_is_not_resumed_without_its_optimizer(checkp
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_reward_models_by_name_are_loaded_with_model_init_kwargs(tmp_path: Path, kind: type) -> None:
-    config = GRPOConfig if kind is GRPOTrainer else RLOOConfig
     asked = {"dtype": "bfloat16", "attn_implementation": "eager"}
-    args = settings(tmp_path / "run", config, model_init_kwargs=asked)
-    trainer = kind(policy(), classifier(tmp_path / "reward"), args, PROMPTS, processing_class=tiny.tokenizer())
-    trainer.run.placed.start()
-    (engine,) = trainer.placement.engines["reward.forward"]
+    given = {"reward_funcs": classifier(tmp_path / "reward")}
+    made = trainer(tmp_path / "run", kind, given=given, model_init_kwargs=asked)
+    made.run.placed.start()
+    (engine,) = made.placement.engines["reward.forward"]
     model = engine.head.model
-    trainer.close()
+    made.close()
     assert attention_name(model.config) == "eager"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
@@ -817,19 +672,15 @@ def test_reward_models_by_name_are_loaded_with_model_init_kwargs(tmp_path: Path,
         ({"num_iterations": 2}, "its num_iterations is 1, this run's 2"),
     ],
 )
-def test_a_run_with_another_order_of_prompts_does_not_resume(
-    checkpoint: Path, changes: dict[str, Any], words: str
-) -> None:
-    args = settings(checkpoint.parent, **changes)
-    other = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+def test_a_run_with_prompts_in_another_order_is_refused(checkpoint: Path, changes: dict[str, Any], words: str) -> None:
+    other = trainer(checkpoint.parent, **changes)
     with pytest.raises(CheckpointError, match=f"{words}.*ignore_data_skip"):
         other.train(resume_from_checkpoint=str(checkpoint))
     other.close()
 
 
 def test_a_run_with_smaller_micro_batches_resumes(checkpoint: Path, tmp_path: Path) -> None:
-    args = settings(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3)
-    other = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
+    other = trainer(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3)
     other.train(resume_from_checkpoint=str(checkpoint))
     other.close()
     assert other.state.global_step == 3
@@ -838,8 +689,5 @@ def test_a_run_with_smaller_micro_batches_resumes(checkpoint: Path, tmp_path: Pa
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    args = settings(folder, save_strategy="steps", save_steps=1)
-    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tiny.tokenizer())
-    made.train()
-    made.close()
+    trained(folder, save_strategy="steps", save_steps=1)
     return folder / "checkpoint-2"

@@ -37,9 +37,7 @@ class Engine:
         pytest.param("vllm", marks=pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")),
     ],
 )
-def test_losses_see_vllms_log_probabilities_whether_they_correct_for_them_or_not(
-    tmp_path: Path, engine: str, corrects: bool
-) -> None:
+def test_losses_see_vllms_log_probabilities_also_uncorrected(tmp_path: Path, engine: str, corrects: bool) -> None:
     """TRL masks samples far from the policy by them (`off_policy_mask_threshold`) without a correction too."""
     made = recorded_rollouts.make(
         trl_realloc,

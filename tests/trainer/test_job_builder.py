@@ -22,18 +22,8 @@ def config(folder: Path, **values: Any) -> PPOConfig:
 
 
 def job(args: PPOConfig, plugin: ReallocationPlugin | None = None) -> Job:
-    models = JobModels({}, {})
-    return ppo_job(
-        args,
-        plugin or ReallocationPlugin(),
-        Cluster(1, 4),
-        0,
-        "vllm",
-        models,
-        prompt_tokens=5.0,
-        context_length=60,
-        pad_token_id=0,
-    )
+    sizes = {"prompt_tokens": 5.0, "context_length": 60, "pad_token_id": 0}
+    return ppo_job(args, plugin or ReallocationPlugin(), Cluster(1, 4), 0, "vllm", JobModels({}, {}), **sizes)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +59,8 @@ def test_a_deepspeed_config_says_what_is_computed_in_before_all_else(tmp_path: P
 
 
 def test_short_runs_have_the_timeouts_and_buckets_of_the_run(tmp_path: Path) -> None:
-    options = job(config(tmp_path), ReallocationPlugin(bucket_mb=3, transfer_timeout=7.0, checksums=True)).options
-    assert (options.bucket_bytes, options.transfer_timeout_s, options.checksums) == (3 << 20, 7.0, True)
+    options = job(config(tmp_path), ReallocationPlugin(bucket_mb=3, transfer_timeout=7.0)).options
+    assert (options.bucket_bytes, options.transfer_timeout_s) == (3 << 20, 7.0)
 
 
 def test_a_vllm_engine_has_room_for_its_share_of_the_samples_under_any_plan(tmp_path: Path) -> None:

@@ -54,14 +54,9 @@ def batch(draw: torch.Generator, kind: str, *, tells_old: bool, per_token: bool,
     mask = (torch.arange(WIDTH)[None] < lengths).long()
     advantages = normal(ROWS)
     advantages[2] = 0.0
-    inputs = {
-        "prompt_ids": torch.ones(ROWS, 3, dtype=torch.long),
-        "prompt_mask": torch.ones(ROWS, 3, dtype=torch.long),
-        "completion_ids": mask,
-        "completion_mask": mask,
-        "advantages": advantages,
-        "num_items_in_batch": torch.tensor(40),
-    }
+    inputs = {name: torch.ones(ROWS, 3, dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
+    inputs |= {"completion_ids": mask, "completion_mask": mask, "advantages": advantages}
+    inputs["num_items_in_batch"] = torch.tensor(40)
     if kind == "RLOO":
         return {**inputs, "old_logps": -4.0 * mask.sum(1) + 0.05 * normal(ROWS)}
     inputs["ref_per_token_logps"] = -4.0 + 0.1 * normal(ROWS, WIDTH)

@@ -14,9 +14,7 @@ from trl_realloc.trainer.run.metrics import RunMetrics
 
 def test_of_a_long_run_the_spans_of_the_latest_updates_are_kept() -> None:
     samples = Rollouts(
-        index=torch.tensor([0]),
-        prompts=Ragged.of([[5]], torch.long),
-        responses=Ragged.of([[7, 8]], torch.long),
+        index=torch.tensor([0]), prompts=Ragged.of([[5]], torch.long), responses=Ragged.of([[7, 8]], torch.long)
     )
     for most, kept in ((15, [17, 18, 19]), (0, [19])):
         metrics = RunMetrics(spans=most)

@@ -12,11 +12,12 @@ from typing import Any, cast
 
 import pytest
 import tiny
+import tiny_groups
 import torch
 from datasets import Dataset
 from torch import Tensor
 
-from trl_realloc import RLOOConfig, RLOOTrainer
+from trl_realloc import RLOOTrainer
 from trl_realloc.engines.base import Sampling
 from trl_realloc.runtime.call_server import CallServer
 from trl_realloc.trainer.policy.mismatch import EngineMismatch
@@ -28,6 +29,10 @@ from trl_realloc.trainer.run.mismatch_gate import MismatchError
 ERROR = "sampling/token_mult_prob_error"
 DIFFERENCE = "sampling/sampling_logp_difference"
 RATIO = "sampling/importance_sampling_ratio"
+GIVEN: dict[str, Any] = {
+    "reward_funcs": lambda completions, **_: [*range(len(completions))],
+    "train_dataset": Dataset.from_dict({"prompt": ["w1 w2", "w3"] * 4}),
+}
 
 
 # --- PPO ----------------------------------------------------------------------------------------------------------
@@ -52,9 +57,7 @@ def told_wrongly(tmp_path: Path, by: float, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("corrects", [False, True])
-def test_ppo_logs_the_mismatch_before_its_first_optimizer_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, corrects: bool
-) -> None:
+def test_ppo_logs_the_mismatch_before_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture, corrects: bool) -> None:
     made = told_wrongly(tmp_path, 0.2, vllm_importance_sampling_correction=corrects, learning_rate=1e-2)
     made.train()
     first, *_ = rows = tiny.updates(made)
@@ -65,7 +68,7 @@ def test_ppo_logs_the_mismatch_before_its_first_optimizer_step(
         assert first[f"{RATIO}/min"] == pytest.approx(math.exp(0.2), rel=1e-4) == first[f"{RATIO}/max"]
     (warning,) = [record.message for record in caplog.records if ERROR in record.message]
     assert "is 1.221 in update 1, above max_mismatch 1.1" in warning and "bf16: false" in warning
-    assert ("PPO's ratio is to the engine" in warning) != corrects
+    assert ("PPO's ratio is relative to the engine's" in warning) != corrects
 
 
 def test_a_run_ends_above_its_limit_where_that_is_set(tmp_path: Path) -> None:
@@ -89,14 +92,9 @@ TRAINER = -torch.tensor([[1.0, 2.0, 3.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
 
 
 def trainer_of(**changes: Any) -> Any:
-    settings = {
-        "max_mismatch": 1.1,
-        "mismatch_action": "correct",
-        "vllm_importance_sampling_correction": None,
-        **changes,
-    }
+    settings = {"max_mismatch": 1.1, "mismatch_action": "correct", "vllm_importance_sampling_correction": None}
     made = SimpleNamespace(
-        args=SimpleNamespace(**settings),
+        args=SimpleNamespace(**{**settings, **changes}),
         accelerator=SimpleNamespace(is_main_process=True, gather=lambda rows: torch.cat([rows, rows])),  # two ranks
         state=SimpleNamespace(global_step=4),
         model=SimpleNamespace(training=True),
@@ -249,32 +247,8 @@ def test_engine_and_trainer_compute_over_the_tokens_that_sampling_keeps(tmp_path
             gaps.append(made["old_logps"] - drawn)
             return made
 
-    args = RLOOConfig(
-        str(tmp_path),
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=6,
-        max_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        use_vllm=False,
-        bf16=False,
-        disable_tqdm=True,
-        top_p=0.8,
-        top_k=20,
-        beta=0.1,
-        full_vocabulary_logprobs=full,
-    )
-    rows = Dataset.from_dict({"prompt": ["w1 w2", "w3"] * 4})
-    made = Compared(
-        tiny.policy(),
-        lambda completions, **_: [*range(len(completions))],
-        args,
-        rows,
-        processing_class=tiny.tokenizer(),
-    )
-    made.train()
-    made.close()
+    draws = {"top_p": 0.8, "top_k": 20, "max_completion_length": 6, "gradient_accumulation_steps": 1}
+    made = tiny_groups.trained(tmp_path, Compared, given=GIVEN, **draws, beta=0.1, full_vocabulary_logprobs=full)
     gap = torch.cat(gaps)
     assert len(gap) == 8 and bool((gap < -1).all() if full else (gap.abs() < 1e-4).all())
     assert made.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-5)
@@ -304,17 +278,9 @@ def test_a_resumed_run_corrects_as_the_one_before(tmp_path: Path, asked: bool | 
     """Unless the settings have switched the correction off since."""
 
     def trainer(folder: str, correction: bool | None, steps: int) -> Any:
-        args = RLOOConfig(
-            str(tmp_path / folder),
-            **{**tiny.BARE, "save_strategy": "steps", "save_steps": 1, "max_steps": steps, "use_vllm": False},
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=4,
-            vllm_importance_sampling_correction=correction,
-        )
-        rows = Dataset.from_dict({"prompt": ["w1 w2", "w3"] * 4})
-        reward: Any = lambda completions, **_: [*range(len(completions))]  # noqa: E731
-        return RLOOTrainer(tiny.policy(), reward, args, rows, processing_class=tiny.tokenizer())
+        run = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
+        corrects = {"vllm_importance_sampling_correction": correction}
+        return tiny_groups.trainer(tmp_path / folder, RLOOTrainer, given=GIVEN, **{**tiny.BARE, **run}, **corrects)
 
     first = trainer("first", None, 1)
     first.run.adapter.mismatch.corrects = True  # as `_judge` decides above the limit

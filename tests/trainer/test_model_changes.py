@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_groups
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
@@ -17,7 +18,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 from trl.trainer import utils as trl_utils
 
-from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.model_changes import model_changes
@@ -172,18 +173,10 @@ def trainer(algorithm: str, folder: Path, model: Any, reference: Any = None, **c
         settings = {"generation_engine": None, "per_device_train_batch_size": 4, **changes}
         given = {"model": model, "ref_model": reference, "reward_model": reward}
         return tiny.trainer(folder, given=given, **settings), drawn
-    kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}[algorithm]
-    settings = {
-        **tiny.BARE,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 12,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        **changes,
-    }
-    args = config(output_dir=str(folder), **settings)
-    return kind(model, reward, args, tiny.prompts(), processing_class=tiny.tokenizer()), drawn
+    kind, settings = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}[algorithm], {**tiny.BARE, "use_vllm": None}
+    settings |= {"gradient_accumulation_steps": 1, "max_completion_length": 12, **changes}
+    given = {"model": model, "reward_funcs": reward, "train_dataset": tiny.prompts()}
+    return tiny_groups.trainer(folder, kind, given=given, **settings), drawn
 
 
 def engine_logprobs(made: Any) -> list[Tensor]:
@@ -229,7 +222,7 @@ def test_what_is_on_the_policy_is_followed(tmp_path: Path, algorithm: str, chang
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (closure, "a forward of its own on the model itself"),
+        (closure, "a replaced forward on the model itself"),
         (hook_of_head, "a forward hook on lm_head"),
         (bias, "a parameter 'bias' that the class does not have on lm_head"),
         (attention, "an? Attention in place of LlamaAttention on model.layers.0.self_attn and 1 more"),
@@ -315,7 +308,7 @@ def test_a_users_forward_is_seen_under_the_wrappers_of_libraries() -> None:
             model = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
         elif hasattr(trl_utils, "add_fused_lm_head"):
             trl_utils.add_fused_lm_head(model, temperature=1.0)
-        assert [str(change) for change in model_changes(model)] == ["a forward of its own on the model itself"]
+        assert [str(change) for change in model_changes(model)] == ["a replaced forward on the model itself"]
 
 
 def test_seeing_what_is_on_a_model_draws_no_random_numbers() -> None:
@@ -329,7 +322,7 @@ def test_a_copy_computes_with_its_own_weights_or_is_refused(make: Callable[..., 
     """Of a closure over the policy the reference would be the policy in training, and every KL 0."""
     model, ids = make(tiny.policy()) if make is closure else make(), torch.tensor([[5, 6, 7]])
     if make is closure:
-        with pytest.raises(ValueError, match="a forward of its own on the model itself, which calls the model .* give"):
+        with pytest.raises(ValueError, match="a replaced forward on the model itself, which calls the model .* give"):
             frozen_copy(model)
         return
     copied = frozen_copy(model)
@@ -347,9 +340,7 @@ def mirrored(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("algorithm", "argument"), [("ppo", "value_model"), ("ppo", "reward_model"), ("grpo", "reward_funcs")]
 )
-def test_a_hook_around_a_classifier_that_is_read_in_parts_is_refused(
-    tmp_path: Path, algorithm: str, argument: str
-) -> None:
+def test_a_hook_on_a_classifier_that_is_read_in_parts_is_refused(tmp_path: Path, algorithm: str, argument: str) -> None:
     with pytest.raises(ValueError, match=rf"{argument} has a forward hook on the model itself, which is not called"):
         if algorithm == "ppo":
             tiny.trainer(tmp_path, given={argument: mirrored(tiny.classifier())})
@@ -363,8 +354,7 @@ def test_a_hook_around_a_classifier_that_is_read_in_parts_is_refused(
 def test_a_hook_on_the_score_layer_is_followed(tmp_path: Path) -> None:
     critic = tiny.classifier()
     critic.score.register_forward_hook(lambda module, args, out: out + 3.0)
-    made = tiny.trainer(tmp_path, given={"value_model": critic}, max_steps=1)
-    made.train()
+    made = tiny.trained(tmp_path, given={"value_model": critic}, max_steps=1)
     sample = Rollouts(
         prompts=Ragged.of(PROMPTS[:1], torch.long),
         responses=Ragged.of(RESPONSES[:1], torch.long),

@@ -86,18 +86,15 @@ def test_models_by_path_give_the_run_of_the_loaded_ones(tmp_path: Path) -> None:
     tiny.classifier().save_pretrained(tmp_path / "critic")
     runs = []
     for given in ({}, {"model": str(tmp_path / "policy"), "value_model": str(tmp_path / "critic")}):
-        made = tiny.trainer(tmp_path / "out", given=given)
-        made.train()
+        made = tiny.trained(tmp_path / "out", given=given)
         runs.append(tiny.updates(made))
     assert runs[0] == runs[1]
 
 
 def test_a_given_reference_is_the_one_the_kl_is_measured_against(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, given={"ref_model": tiny.policy(seed=9)}, learning_rate=0.0, max_steps=1)
-    made.train()
+    made = tiny.trained(tmp_path, given={"ref_model": tiny.policy(seed=9)}, learning_rate=0.0, max_steps=1)
     assert abs(tiny.updates(made)[0]["objective/kl"]) > 1e-3
-    own = tiny.trainer(tmp_path, learning_rate=0.0, max_steps=1)
-    own.train()
+    own = tiny.trained(tmp_path, learning_rate=0.0, max_steps=1)
     assert abs(tiny.updates(own)[0]["objective/kl"]) < 1e-4
 
 
@@ -117,8 +114,7 @@ def test_the_reference_of_a_trained_adapter_is_the_policy_without_it() -> None:
 
 def test_with_lora_only_the_adapter_trains_and_the_base_is_the_reference(tmp_path: Path) -> None:
     base = tiny.policy()
-    made = tiny.trainer(tmp_path, given={"model": tiny.policy(), "peft_config": LORA}, max_steps=3)
-    made.train()
+    made = tiny.trained(tmp_path, given={"model": tiny.policy(), "peft_config": LORA}, max_steps=3)
     first, *_, last = tiny.updates(made)
     assert abs(first["objective/kl"]) < 1e-4 < abs(last["objective/kl"])
     after = made.policy_model.unload().state_dict()
@@ -128,8 +124,7 @@ def test_with_lora_only_the_adapter_trains_and_the_base_is_the_reference(tmp_pat
 
 def test_an_adapter_can_be_loaded_on_its_base(tmp_path: Path) -> None:
     tiny.policy().save_pretrained(tmp_path / "base")
-    made = tiny.trainer(tmp_path / "out", given={"model": str(tmp_path / "base"), "peft_config": LORA})
-    made.train()
+    made = tiny.trained(tmp_path / "out", given={"model": str(tmp_path / "base"), "peft_config": LORA})
     made.save_model()
     saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.tensor([[5, 6, 7]])
@@ -173,8 +168,7 @@ def test_dropout_is_off_whatever_a_family_calls_it(config: Any) -> None:
 
 
 def test_dropout_is_off_in_all_models(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, given={"model": tiny.policy(attention_dropout=0.5)}, learning_rate=0.0, max_steps=1)
-    made.train()
+    made = tiny.trained(tmp_path, given={"model": tiny.policy(attention_dropout=0.5)}, learning_rate=0.0, max_steps=1)
     assert tiny.updates(made)[0]["val/ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -210,17 +204,9 @@ def test_in_bfloat16_the_ratio_of_the_first_pass_is_1_to_rounding(tmp_path: Path
     """The generation engine's products round otherwise than the training's; docs/mismatch.md says by how much."""
     size = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "initializer_range": 0.1}
     given = {"model": tiny.policy(**size).to(loaded), "value_model": tiny.classifier().to(loaded)}
-    made = tiny.trainer(
-        tmp_path,
-        given=given,
-        bf16=True,
-        learning_rate=0.0,
-        max_steps=1,
-        num_ppo_epochs=1,
-        response_length=32,
-        per_device_train_batch_size=64,  # a ratio is 2 % off, and the mean of a thousand is 0.05 %
-    )
-    made.train()
+    of_run = {"learning_rate": 0.0, "max_steps": 1, "num_ppo_epochs": 1, "response_length": 32}
+    many = 64  # a ratio is 2 % off, and the mean of a thousand is 0.05 %
+    made = tiny.trained(tmp_path, given=given, bf16=True, per_device_train_batch_size=many, **of_run)
     (row,) = tiny.updates(made)
     assert row["val/ratio"] == pytest.approx(1.0, abs=2e-3)
     assert row["policy/approxkl_avg"] < 1e-3 and abs(row["objective/kl"]) < 0.1

@@ -60,8 +60,7 @@ def test_a_run_without_a_correction_computes_nothing_for_it(tmp_path: Path) -> N
     """Bit for bit, whether the setting is left out or false."""
     runs = []
     for name, on in (("out", {}), ("false", {"vllm_importance_sampling_correction": False, "max_staleness": 0})):
-        made = tiny.trainer(tmp_path / name, **on)
-        made.train()
+        made = tiny.trained(tmp_path / name, **on)
         assert made.plan.order == flatten(ONE).order and not made.placement.engines.get("actor.forward")
         runs.append((tiny.updates(made), tiny.weights(made)))
     assert runs[0][0] == runs[1][0] and not SAMPLING & runs[0][0][0].keys()
@@ -127,9 +126,7 @@ def test_staleness_without_a_correction_is_said(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("plan", ["auto", "separate"])
-def test_a_staleness_on_one_process_is_said_to_need_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: str
-) -> None:
+def test_a_staleness_needs_more_than_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], plan: str) -> None:
     """The preset `separate` is `flatten` there, so it is no remedy."""
     tiny.trainer(tmp_path, plan=plan, max_staleness=1, **ON)
     told = capsys.readouterr().err
@@ -137,9 +134,7 @@ def test_a_staleness_on_one_process_is_said_to_need_more(
     assert "the preset separate generates ahead" not in told
 
 
-def test_a_preset_that_one_process_cannot_have_is_said_to_be_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preset_that_one_process_cannot_have_is_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.trainer(tmp_path, plan="interleave")
     assert "plan: interleave needs two processes; this run has one, which runs every call (flatten)" in (
         capsys.readouterr().err

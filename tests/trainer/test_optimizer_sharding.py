@@ -27,11 +27,7 @@ from trl_realloc.trainer import ppo_trainer
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.plan_checks import check_adapters_split, check_sharding
 from trl_realloc.trainer.run import run_setup as setup
-from trl_realloc.trainer.run.optimizer_sharding import (
-    OptimizerSharding,
-    splits_of,
-    user_maker,
-)
+from trl_realloc.trainer.run.optimizer_sharding import OptimizerSharding, splits_of, user_maker
 from trl_realloc.trainer.run.plan_request import PlanRequest
 
 
@@ -117,9 +113,7 @@ def _plan(**training: Any) -> ExecutionPlan:
         ({"engine": "megatron", "dp": 2, "tp": 2}, "critic.train under tp: 2 would not train"),
     ],
 )
-def test_adafactor_is_refused_where_a_plan_cuts_parameters(
-    tmp_path: Path, training: dict[str, Any], refused: str
-) -> None:
+def test_adafactor_is_refused_where_parameters_are_cut(tmp_path: Path, training: dict[str, Any], refused: str) -> None:
     args = tiny.arguments(tmp_path, optim="adafactor")
     if not refused:
         _check_sharding(OptimizerSharding(args, None), _plan(**training))
@@ -134,9 +128,8 @@ def test_adagrad_is_refused_under_deepspeed_which_makes_it_anew_without_its_grou
         _check_sharding(sharding, _plan(**training))
     assert sharding.splits == TrainingSplits(by_deepspeed=False)
     assert not sharding.splits.allow("zero", zero_stage=1) and sharding.splits.allow("megatron", tp=2, zero_stage=1)
-    with pytest.raises(
-        ConfigError, match="DeepSpeed does not keep the groups of optim='adagrad', so critic.train under"
-    ):
+    told = "DeepSpeed does not keep the groups of optim='adagrad', so critic.train under"
+    with pytest.raises(ConfigError, match=told):
         _check_sharding(sharding, _plan(engine="zero", dp=4, zero_stage=2))
 
 
@@ -169,9 +162,7 @@ def test_an_adapter_that_tp_or_pp_cannot_split_is_refused_before_a_model_is_load
 
 
 @pytest.mark.parametrize("training", [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "zero_stage": 1}])
-def test_an_optimizer_that_is_not_known_is_refused_where_parameters_are_dealt_out(
-    tmp_path: Path, training: dict[str, Any]
-) -> None:
+def test_an_unknown_optimizer_is_refused_where_parameters_are_dealt(tmp_path: Path, training: dict[str, Any]) -> None:
     given = Normed([nn.Parameter(torch.ones(3, 2))])
     with pytest.raises(ConfigError, match="Normed is not among the optimizers that .*, so critic.train under"):
         _check_sharding(OptimizerSharding(tiny.arguments(tmp_path), given), _plan(engine="megatron", **training))

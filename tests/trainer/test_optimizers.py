@@ -136,9 +136,7 @@ def test_a_scheduler_that_changes_betas_changes_them_in_the_roles(tmp_path: Path
     assert part.param_groups[0]["betas"] == given.param_groups[0]["betas"] != (0.9, 0.999)
 
 
-def test_the_scheduled_optimizer_is_not_stepped_in_a_training_and_is_the_users_again_after_it(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_the_scheduled_optimizer_is_not_stepped_and_is_the_users_afterwards(recwarn: pytest.WarningsRecorder) -> None:
     """A step without gradients may count in the groups, or fail."""
     weight = nn.Parameter(torch.ones(2))
     given = Adapting([weight])
@@ -180,13 +178,12 @@ def test_an_adamw_of_torch_trains_without_a_scheduler(tmp_path: Path) -> None:
     """Its defaults are not its constructor's arguments. The schedule is the config's, for each group from its rate."""
     model, value = tiny.policy(), tiny.classifier()
     given = torch.optim.AdamW(groups_of(model, value))
-    made = tiny.trainer(
+    made = tiny.trained(
         tmp_path,
         given={"model": model, "value_model": value, "optimizers": (given, None)},
         lr_scheduler_type="linear",
         max_steps=2,
     )
-    made.train()
     assert [group["lr"] for group in made.placement.engine("actor.train").optimizer.param_groups] == [0.2, 0.1]
     assert [group["lr"] for group in made.placement.engine("critic.train").optimizer.param_groups] == [0.05]
     assert made.placement.engine("actor.train").optimizer.state and not given.state
@@ -255,15 +252,7 @@ class Overriding(PPOTrainer):
 
 def test_an_optimizer_that_ppo_would_not_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Overriding.create_optimizer_and_scheduler is not called"):
-        Overriding(
-            args=tiny.arguments(tmp_path),
-            processing_class=tiny.tokenizer(),
-            model=tiny.policy(),
-            ref_model=None,
-            reward_model=tiny.short,
-            value_model=tiny.classifier(),
-            train_dataset=tiny.prompts(8),
-        )
+        tiny.trainer(tmp_path, kind=Overriding)
     made = tiny.trainer(tmp_path)
     made.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(ConfigError, match="trainer.optimizer has been set to another SGD"):

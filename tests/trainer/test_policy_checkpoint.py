@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_groups
 import torch
 from policy_alone import learned, place
 from remax import prompts
@@ -39,6 +40,14 @@ def lengths(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+def group_trainer(folder: Path, given: dict[str, Any] | None = None, **changes: Any) -> GRPOTrainer:
+    """A trainer that saves a checkpoint after each optimizer step."""
+    groups = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
+    saves = {**groups, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
+    parts = {"reward_funcs": lengths, "train_dataset": ROWS, **(given or {})}
+    return tiny_groups.trainer(folder, given=parts, **{**tiny.BARE, **saves, **changes})
+
+
 class Counting(TrainerCallback):
     saved = 0
 
@@ -52,16 +61,8 @@ class PolicyTrainer(Trainer):
     def __init__(self, folder: Path, seed: int = 0, **changes: Any) -> None:
         plan = flatten(Cluster(1, 1), generation_engine="transformers", graph=BARE)
         self.executor = executor = place(plan, 0, seed)
-        settings = {"save_strategy": "steps", **changes}
-        args = GRPOConfig(
-            str(folder),
-            use_cpu=True,
-            report_to=[],
-            learning_rate=0.01,
-            max_steps=8,
-            per_device_train_batch_size=8,
-            **settings,
-        )
+        settings: dict[str, Any] = {"learning_rate": 0.01, "max_steps": 8, "per_device_train_batch_size": 8}
+        args = GRPOConfig(str(folder), use_cpu=True, report_to=[], **{**settings, "save_strategy": "steps", **changes})
         self.rates = LearningRates.of(args, None, None, [Role.ACTOR])
         self.host = SimpleNamespace(
             trainer=self,
@@ -146,18 +147,15 @@ def test_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
     assert trainer.counting.saved == 1 and (tmp_path / "checkpoint-1" / STATE).exists()
 
 
-def test_all_ranks_load_the_best_checkpoint_though_not_every_host_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_load_the_best_checkpoint_though_a_host_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = PolicyTrainer(tmp_path)
     trainer.step()
     trainer.checkpoints.save()
     resumed = PolicyTrainer(tmp_path)
     resumed.args.load_best_model_at_end = True
     best = str(tmp_path / "checkpoint-0")
-    monkeypatch.setattr(
-        run_checkpoints, "all_gather_object", lambda own, control: [own, best]
-    )  # a rank of another host
+    with_another_host = lambda own, control: [own, best]  # noqa: E731
+    monkeypatch.setattr(run_checkpoints, "all_gather_object", with_another_host)
     resumed.resume(True)
     assert resumed.state.best_model_checkpoint == best, "Trainer has forgotten it on this host"
 
@@ -167,26 +165,10 @@ def test_all_ranks_load_the_best_checkpoint_though_not_every_host_has_it(
     [(1, 1, 2, 1), (2, 2, 2, 1), (2, 1, 2, 2), (2, 4, 2, 1), (2, 4, 3, 1), (1, 2, 9, 0)],
 )
 def test_a_run_that_goes_on_asks_again_for_the_generations_that_are_not_trained_on(
-    tmp_path: Path,
-    accumulated: int,
-    on_a_generation: int,
-    fails_at: int,
-    again: int,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, accumulated: int, on_a_generation: int, fails_at: int, again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = GRPOConfig(
-        str(tmp_path),
-        **{**tiny.BARE, "save_strategy": "steps"},
-        save_steps=4,
-        max_steps=4,
-        gradient_accumulation_steps=accumulated,
-        steps_per_generation=on_a_generation,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=4,
-        use_vllm=False,
-    )
-    made = GRPOTrainer(tiny.policy(), lengths, args, ROWS, processing_class=tiny.tokenizer())
+    steps = {"gradient_accumulation_steps": accumulated, "steps_per_generation": on_a_generation}
+    made = group_trainer(tmp_path, **steps, save_steps=4, max_steps=4)
     asked: list[int] = []
     monkeypatch.setattr(made.calls, "samples_under_way", lambda again: asked.append(again))
     train = made.calls.train
@@ -205,18 +187,7 @@ def test_a_run_that_goes_on_asks_again_for_the_generations_that_are_not_trained_
 
 def test_every_host_gets_the_entropy_coefficient_that_trl_reads_on_every_rank(tmp_path: Path) -> None:
     """Rank 0 writes it, on the disk of its host."""
-    args = GRPOConfig(
-        str(tmp_path),
-        **{**tiny.BARE, "save_strategy": "steps"},
-        save_steps=1,
-        max_steps=1,
-        use_adaptive_entropy=True,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=4,
-        use_vllm=False,
-    )
-    made = GRPOTrainer(tiny.policy(), lengths, args, ROWS, processing_class=tiny.tokenizer())
+    made = group_trainer(tmp_path, max_steps=1, use_adaptive_entropy=True)
     made.train()
     made.close()
     (file,) = [path.name for path in (tmp_path / "checkpoint-1").glob("*entropy*")]
@@ -236,29 +207,9 @@ def test_a_checkpoint_in_the_background_is_complete_before_trainer_ends_the_run(
 ) -> None:
     """Trainer then keeps the best one alone."""
     monkeypatch.setattr(StateWrite, "done", False)  # one that takes long
-    made = GRPOTrainer(
-        tiny.policy(),
-        lengths,
-        GRPOConfig(
-            str(tmp_path),
-            **{**tiny.BARE, "save_strategy": "steps"},
-            async_save=True,
-            save_steps=1,
-            max_steps=2,
-            save_total_limit=1,
-            metric_for_best_model="score",
-            eval_strategy="steps",
-            eval_steps=1,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=4,
-            use_vllm=False,
-        ),
-        ROWS,
-        ROWS,
-        processing_class=tiny.tokenizer(),
-        callbacks=[ended := Ended()],
-    )
+    evaluates = {"metric_for_best_model": "score", "eval_strategy": "steps", "eval_steps": 1}
+    given = {"eval_dataset": ROWS, "callbacks": [ended := Ended()]}
+    made = group_trainer(tmp_path, given, async_save=True, max_steps=2, save_total_limit=1, **evaluates)
     monkeypatch.setattr(made, "_evaluate", lambda *_, **__: {"eval_score": -abs(made.state.global_step - best)})
     made.train()
     made.close()
@@ -278,8 +229,7 @@ def test_the_best_checkpoint_is_kept_until_a_better_one_is_complete(tmp_path: Pa
 
 
 def test_a_checkpoint_of_ppo_is_not_one_of_a_run_without_critic(tmp_path: Path) -> None:
-    ppo = tiny.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
-    ppo.train()
+    tiny.trained(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     trainer = PolicyTrainer(tmp_path)
     with pytest.raises(CheckpointError) as refusal:
         trainer.checkpoints.find(True)
@@ -297,9 +247,8 @@ def test_a_checkpoint_of_a_run_without_critic_is_not_one_of_ppo(tmp_path: Path, 
     trainer.step()
     trainer.checkpoints.save()
     folder = tmp_path / "checkpoint-1"
-    with pytest.raises(
-        CheckpointError, match=f"cannot resume from {folder}: it is of a run that trains the policy alone"
-    ):
+    told = f"cannot resume from {folder}: it is of a run that trains the policy alone"
+    with pytest.raises(CheckpointError, match=told):
         tiny.trainer(tmp_path, save_strategy="steps").run.checkpoints.find(str(folder) if by_name else True)
 
 
@@ -315,20 +264,6 @@ def test_other_prompts_are_refused_and_unknown_ones_are_not(tmp_path: Path) -> N
     assert other.checkpoints.find(True) is not None
 
 
-def each_step(folder: Path, **changes: Any) -> GRPOConfig:
-    """The settings of a small run that saves a checkpoint after each optimizer step."""
-    return GRPOConfig(
-        str(folder),
-        **{**tiny.BARE, "save_strategy": "steps"},
-        save_steps=1,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        max_completion_length=4,
-        use_vllm=False,
-        **changes,
-    )
-
-
 @pytest.mark.parametrize("in_background", [False, True])
 def test_callbacks_are_told_of_a_checkpoint_when_it_is_complete(tmp_path: Path, in_background: bool) -> None:
     told: list[tuple[int, bool]] = []
@@ -337,25 +272,15 @@ def test_callbacks_are_told_of_a_checkpoint_when_it_is_complete(tmp_path: Path, 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             told.append((state.global_step, (tmp_path / f"checkpoint-{state.global_step}").is_dir()))
 
-    args = each_step(tmp_path, max_steps=2, async_save=in_background)
-    given = {"processing_class": tiny.tokenizer(), "callbacks": [Looks()]}
-    GRPOTrainer(tiny.policy(), lengths, args, ROWS, **given).train()
+    group_trainer(tmp_path, {"callbacks": [Looks()]}, max_steps=2, async_save=in_background).train()
     assert told == [(1, True), (2, True)]
 
 
 def test_where_accelerate_trains_the_best_model_is_that_of_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
     def made(**changes: Any) -> GRPOTrainer:
-        args = each_step(
-            tmp_path,
-            save_only_model=True,
-            load_best_model_at_end=True,
-            metric_for_best_model="reward",
-            eval_strategy="steps",
-            eval_steps=1,
-            max_steps=1,
-        )
-        given = {"eval_dataset": tiny.prompts(2), "processing_class": tiny.tokenizer()}
-        return GRPOTrainer(tiny.policy(**changes), lengths, args, ROWS, **given)
+        settings = {"save_only_model": True, "load_best_model_at_end": True, "metric_for_best_model": "reward"}
+        given = {"model": tiny.policy(**changes), "eval_dataset": tiny.prompts(2)}
+        return group_trainer(tmp_path, given, **settings, eval_strategy="steps", eval_steps=1, max_steps=1)
 
     with pytest.raises(ConfigError, match="load_best_model_at_end.*save_only_model"):
         made()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_groups
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl_realloc import GRPOTrainer, RLOOTrainer
 from trl_realloc.plan.timeline import Timeline
 from trl_realloc.trainer.report.callbacks import MetricsWriter
 from trl_realloc.trainer.report.logged_updates import load_metrics
@@ -21,40 +22,21 @@ from trl_realloc.trainer.report.run_report import report_run
 
 
 def trainer(folder: Path, kind: Any = GRPOTrainer, **given: Any) -> Any:
-    config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[kind]
-    changes = given.pop("changes", {})
-    args = config(
-        output_dir=str(folder),
-        **{
-            "report_to": [],
-            "disable_tqdm": True,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "num_generations": 4,
-            "max_completion_length": 8,
-            "max_steps": 10,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "use_vllm": False,
-            "plan": "flatten",
-            **changes,
-        },
-    )
-    parts = {
-        "model": tiny.policy(),
-        "reward_funcs": tiny.short,
-        "train_dataset": tiny.prompts(32),
-        "eval_dataset": tiny.prompts(5),
-        "processing_class": tiny.tokenizer(),
-        "callbacks": [MetricsWriter(folder / "metrics.jsonl")],
-    }
-    return kind(args=args, **{**parts, **given})
+    changes = {"max_steps": 10, "learning_rate": 1e-6, "plan": "flatten", **given.pop("changes", {})}
+    parts = {"reward_funcs": tiny.short, "train_dataset": tiny.prompts(32), "eval_dataset": tiny.prompts(5)}
+    parts["callbacks"] = [MetricsWriter(folder / "metrics.jsonl")]
+    return tiny_groups.trainer(folder, kind, given={**parts, **given}, **changes)
+
+
+def trained(folder: Path, kind: Any = GRPOTrainer, **given: Any) -> Any:
+    made = trainer(folder, kind, **given)
+    made.train()
+    made.close()
+    return made
 
 
 def test_a_run_leaves_a_report_without_a_callback_and_with_logs_of_several_updates(tmp_path: Path) -> None:
-    made = trainer(tmp_path, callbacks=[], changes={"max_steps": 4, "logging_steps": 2})
-    made.train()
-    made.close()
+    trained(tmp_path, callbacks=[], changes={"max_steps": 4, "logging_steps": 2})
     text = (tmp_path / "report.md").read_text()
     assert "4 updates." in text and "| logs | mean score |" in text and "![the mean score of every log]" in text
     assert "| reward: short |" in text and (tmp_path / "reward.png").is_file()
@@ -69,9 +51,7 @@ def test_before_the_training_the_timeline_is_empty_and_logs_have_no_times(tmp_pa
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_a_runs_report_has_its_rewards_the_times_of_its_calls_and_its_plan(tmp_path: Path, kind: Any) -> None:
-    made = trainer(tmp_path, kind, changes={"eval_strategy": "steps", "eval_steps": 5})
-    made.train()
-    made.close()
+    trained(tmp_path, kind, changes={"eval_strategy": "steps", "eval_steps": 5})
     rows = load_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert [row["objective/scores"] for row in rows] == [row["reward"] for row in rows]
@@ -96,9 +76,7 @@ def test_a_runs_report_has_its_rewards_the_times_of_its_calls_and_its_plan(tmp_p
 
 
 def test_a_log_of_several_updates_has_their_mean_times(tmp_path: Path) -> None:
-    made = trainer(tmp_path, changes={"logging_steps": 5})
-    made.train()
-    made.close()
+    made = trained(tmp_path, changes={"logging_steps": 5})
     first, second = load_metrics(tmp_path / "metrics.jsonl")
     whole = made.timeline.by_call()["actor.train"]
     assert (first["time/actor.train"] + second["time/actor.train"]) / 2 == pytest.approx(whole)
@@ -141,9 +119,7 @@ def test_completions_between_updates_change_no_log_of_the_training(tmp_path: Pat
     counts = []
     for callbacks in ([], [Shows()]):
         changes = {"max_steps": 2, "skip_nonfinite_updates": True, "logging_steps": 2}
-        made = trainer(tmp_path, reward_funcs=[infinite_in_training], callbacks=callbacks, changes=changes)
-        made.train()
-        made.close()
+        made = trained(tmp_path, reward_funcs=[infinite_in_training], callbacks=callbacks, changes=changes)
         counts.append(made.state.log_history[0]["rewards/nonfinite"])
     assert counts == [1.0, 1.0]
 
@@ -180,9 +156,7 @@ async def slow_async(completions: list[str], **columns: Any) -> list[float]:
 
 def test_reward_functions_have_spans_by_name_and_the_loop_has_the_rest_of_an_update(tmp_path: Path) -> None:
     changes = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
-    made = trainer(tmp_path, reward_funcs=[slow_short, slow_async], changes=changes)
-    made.train()
-    made.close()
+    trained(tmp_path, reward_funcs=[slow_short, slow_async], changes=changes)
     rows, timeline = load_metrics(tmp_path / "metrics.jsonl"), Timeline.load(tmp_path / "timeline.json")
     for name in ("slow_short", "slow_async"):
         spans = [span for span in timeline.spans if span.call == f"reward: {name}"]

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_groups
 import torch
-from test_grpo_trainer import PROMPTS, distinct, policy, settings
-from tiny import tokenizer
+from tiny_groups import settings, trainer
 from transformers import TrainerCallback
 
-from trl_realloc import GRPOTrainer
 from trl_realloc.algorithms.rewards import is_async
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.trainer.checks.config_checks import ConfigError
@@ -50,8 +49,7 @@ class At(TrainerCallback):
 
 
 def trained(folder: Path, at: At, resume: str | None = None, **changes: Any) -> Any:
-    args = settings(folder, max_steps=3, lr_scheduler_type="constant", **changes)
-    at.trainer = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tokenizer(), callbacks=[at])
+    at.trainer = trainer(folder, given={"callbacks": [at]}, max_steps=3, lr_scheduler_type="constant", **changes)
     at.trainer.train(resume_from_checkpoint=resume)
     at.trainer.close()
     return at.trainer
@@ -92,7 +90,7 @@ def test_a_process_that_sees_several_gpus_makes_batches_for_the_one_that_it_uses
     args = settings(tmp_path)
     assert args.device.type == "cpu"
     args._n_gpu = 4  # what Trainer finds there
-    made = GRPOTrainer(policy(), distinct, args, PROMPTS, processing_class=tokenizer())
+    made = trainer(tmp_path, given={"args": args})
     made.close()
     assert made._train_batch_size == 4
     assert next(iter(made.get_train_dataloader())) and len(next(iter(made.get_train_dataloader()))) == 8
@@ -102,13 +100,6 @@ def test_generation_in_the_model_that_trains_answers_all_prompts_of_a_generation
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    made = GRPOTrainer(
-        policy(),
-        distinct,
-        settings(tmp_path, gradient_accumulation_steps=4, max_steps=1),
-        PROMPTS,
-        processing_class=tokenizer(),
-    )
     begin = TransformersEngine._batch
 
     def counted(self: Any, model: Any, batch: Any, sampling: Any) -> Any:
@@ -116,8 +107,7 @@ def test_generation_in_the_model_that_trains_answers_all_prompts_of_a_generation
         return begin(self, model, batch, sampling)
 
     monkeypatch.setattr(TransformersEngine, "_batch", counted)
-    made.train()
-    made.close()
+    tiny_groups.trained(tmp_path, gradient_accumulation_steps=4, max_steps=1)
     assert sizes == [16]
 
 

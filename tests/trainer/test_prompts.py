@@ -79,8 +79,7 @@ def test_conversations_with_tool_calls_of_mixed_types_are_trained_on(tmp_path: P
         return [float(len(message["content"])) for (message,) in completions]
 
     given = {"train_dataset": Dataset.from_list(rows, on_mixed_types="use_json"), "reward_model": judged}
-    made = tiny.trainer(tmp_path, given=given, max_steps=1)
-    made.train()
+    made = tiny.trained(tmp_path, given=given, max_steps=1)
     assert made.prompts.longest == 4
     assert seen and all(prompt in [row["prompt"] for row in rows] for prompt in seen)
 
@@ -110,8 +109,7 @@ def test_a_pad_token_outside_the_models_vocabulary_never_reaches_it(tmp_path: Pa
     if padded:
         ids = tokens(list(data["prompt"]), padding=True, return_token_type_ids=False)["input_ids"]
         data = Dataset.from_dict({"input_ids": ids})
-    made = tiny.trainer(tmp_path, given={"processing_class": tokens, "train_dataset": data}, max_steps=1)
-    made.train()
+    made = tiny.trained(tmp_path, given={"processing_class": tokens, "train_dataset": data}, max_steps=1)
     assert tiny.updates(made)
 
 
@@ -156,9 +154,7 @@ def test_padding_is_no_part_of_a_prompt(case: str, by_collator: bool) -> None:
         ({"input_ids": [5, 6], "attention_mask": [1]}, "row 9 has an attention_mask of 1 entries for 2 input_ids"),
     ],
 )
-def test_padding_that_cannot_be_told_from_the_prompt_is_refused(
-    tmp_path: Path, where: str, row: dict[str, Any], told: str
-) -> None:
+def test_padding_that_may_be_prompt_is_refused(tmp_path: Path, where: str, row: dict[str, Any], told: str) -> None:
     good = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}
     rows = [{name: good[name] for name in row}] * 9 + [row]
     given = {"processing_class": tiny.tokenizer(pad="<eos>"), where: Dataset.from_list(rows)}

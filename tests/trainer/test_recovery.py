@@ -12,11 +12,12 @@ from unittest import mock
 
 import pytest
 import tiny
+import tiny_groups
 import torch
 from engine_forks import EngineForks
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from trl_realloc import GRPOConfig, GRPOTrainer
+from trl_realloc import GRPOTrainer
 from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.generation import engine_process
@@ -42,10 +43,9 @@ class Reward:
 
 
 def grpo(folder: Path, reward: Any, callbacks: Any = None, **changes: Any) -> GRPOTrainer:
-    settings = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6, "max_steps": 3}
-    args = GRPOConfig(str(folder), **{**tiny.BARE, **settings, "use_vllm": False, "learning_rate": 1e-2, **changes})
-    parts = {"train_dataset": tiny.prompts(), "eval_dataset": tiny.prompts(4), "processing_class": tiny.tokenizer()}
-    return GRPOTrainer(tiny.policy(), reward, args, callbacks=callbacks, **parts)  # type: ignore[arg-type]
+    sizes = {"gradient_accumulation_steps": 1, "num_generations": 2, "max_completion_length": 6, "max_steps": 3}
+    given = {"reward_funcs": reward, "eval_dataset": tiny.prompts(4), "callbacks": callbacks}
+    return tiny_groups.trainer(folder, given=given, **{**tiny.BARE, **sizes, **changes})
 
 
 def is_alive(pid: int) -> bool:
@@ -140,9 +140,7 @@ def test_the_same_trainer_resumes_to_where_a_run_without_a_failure_ends(tmp_path
     assert all(torch.equal(value, expected[name]) for name, value in made.model.named_parameters())
 
 
-def test_a_training_that_failed_in_its_middle_leaves_no_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_failed_midway_leaves_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny.trainer(tmp_path, max_steps=1, per_device_train_batch_size=4, response_length=4)
     made.run.placed.start()
     engine: Any = made.placement.trained("actor")  # type: ignore[arg-type]  # a role is its name

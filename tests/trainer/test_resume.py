@@ -28,8 +28,7 @@ def test_the_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kind: str)
     options = dict(KINDS[kind])
     given = {"train_dataset": tiny.prompts(options.pop("rows")), **options}
     changes: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "num_mini_batches": 2}
-    whole = tiny.trainer(tmp_path, given=given, **changes)
-    whole.train()
+    whole = tiny.trained(tmp_path, given=given, **changes)
     shutil.rmtree(tmp_path / "checkpoint-6")
     resumed = tiny.trainer(
         tmp_path, given={**given, "model": tiny.policy(), "value_model": tiny.classifier()}, **changes
@@ -52,13 +51,11 @@ def test_no_engine_takes_what_it_generated_with_for_the_parameters_of_a_checkpoi
 
 
 def test_a_checkpoint_without_the_critic_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, save_strategy="steps", save_steps=1)
-    made.train()
+    tiny.trained(tmp_path, save_strategy="steps", save_steps=1)
     shutil.rmtree(tmp_path / "checkpoint-2" / "value_model")
     again = tiny.trainer(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"value_model/model.safetensors is missing.*checkpoint-1 is whole: resume from it"
-    ):
+    told = r"value_model/model.safetensors is missing.*checkpoint-1 is whole: resume from it"
+    with pytest.raises(CheckpointError, match=told):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert not again.placement.started
 
@@ -69,17 +66,10 @@ def test_resuming_where_there_is_no_checkpoint_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_run_goes_on_without_the_best_checkpoint_if_nobody_has_it_any_more(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        **{"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1},
-        **{
-            "load_best_model_at_end": True,
-            "metric_for_best_model": "eval_objective/scores",
-            "missing_eos_penalty": None,
-        },
-    }
+    changes = {**tiny.every(1), "load_best_model_at_end": True, "metric_for_best_model": "eval_objective/scores"}
+    changes |= {"missing_eos_penalty": None}
     given = {"eval_dataset": tiny.prompts(8), "reward_model": tiny.always_one}
-    first = tiny.trainer(tmp_path, given=given, **changes)
-    first.train()
+    first = tiny.trained(tmp_path, given=given, **changes)
     assert first.state.best_model_checkpoint == str(tmp_path / "checkpoint-1"), "no later one is better"
     shutil.rmtree(tmp_path / "checkpoint-1")
     again = tiny.trainer(tmp_path, given=given, **{**changes, "max_steps": 3})

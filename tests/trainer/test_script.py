@@ -31,21 +31,10 @@ def test_the_example_script_runs_with_either_import(tmp_path: Path, line: str, m
     assert OURS in text
     script = tmp_path / "script.py"
     script.write_text(text.replace(OURS, line))
-    options = {
-        "dataset_name": tmp_path / "data",
-        "sft_model_path": tmp_path / "policy",
-        "reward_model_path": tmp_path / "reward",
-        "output_dir": tmp_path / "out",
-        "total_episodes": 16,
-        "per_device_train_batch_size": 8,
-        "response_length": 12,
-        "stop_token": "eos",
-        "missing_eos_penalty": 1.0,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-    }
+    folders = {"dataset_name": "data", "sft_model_path": "policy", "reward_model_path": "reward", "output_dir": "out"}
+    options: dict[str, object] = {name: tmp_path / folder for name, folder in folders.items()}
+    options |= {"total_episodes": 16, "per_device_train_batch_size": 8, "response_length": 12, "stop_token": "eos"}
+    options |= {"missing_eos_penalty": 1.0, "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     if line == OURS:
         command = [sys.executable, str(script), *arguments]

@@ -17,18 +17,10 @@ from trl_realloc.trainer.checks.config_checks import ConfigError
 
 def test_epoch_strategies_log_evaluate_and_save_after_every_pass(tmp_path: Path) -> None:
     """Two updates a pass; the run ends in the middle of the third, which counts."""
-    made = tiny.trainer(
-        tmp_path,
-        given={"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(2)},
-        max_steps=5,
-        num_ppo_epochs=1,
-        save_strategy="epoch",
-        eval_strategy="epoch",
-        logging_strategy="epoch",
-        save_only_model=True,
-        eval_on_start=True,
-    )
-    made.train()
+    given = {"train_dataset": tiny.prompts(16), "eval_dataset": tiny.prompts(2)}
+    strategies = {f"{what}_strategy": "epoch" for what in ("save", "eval", "logging")}
+    of_run = {"max_steps": 5, "num_ppo_epochs": 1, "save_only_model": True, "eval_on_start": True}
+    made = tiny.trained(tmp_path, given=given, **strategies, **of_run)
     steps: dict[str, list[int]] = {"objective/scores": [], "eval_objective/scores": []}
     for row in made.state.log_history:
         for name in set(steps) & set(row):
@@ -44,13 +36,8 @@ class StopsAfterAPass(TrainerCallback):
 
 
 def test_a_callback_that_stops_after_a_pass_gets_no_other_update(tmp_path: Path) -> None:
-    made = tiny.trainer(
-        tmp_path,
-        callbacks=[StopsAfterAPass()],
-        given={"train_dataset": tiny.prompts(16)},
-        max_steps=6,
-        num_ppo_epochs=1,
-    )
+    given = {"train_dataset": tiny.prompts(16)}
+    made = tiny.trainer(tmp_path, callbacks=[StopsAfterAPass()], given=given, max_steps=6, num_ppo_epochs=1)
     output = made.train()
     assert made.state.global_step == 2
     rows = tiny.updates(made)
@@ -62,20 +49,11 @@ def test_a_callback_that_stops_after_a_pass_gets_no_other_update(tmp_path: Path)
 
 def test_reduce_lr_on_plateau_follows_the_evaluations_metric(tmp_path: Path) -> None:
     """The score never gets better at a learning rate of 0 for the policy; the critic has one of its own."""
-    made = tiny.trainer(
-        tmp_path,
-        given={"eval_dataset": tiny.prompts(2)},
-        max_steps=3,
-        num_ppo_epochs=1,
-        learning_rate=0.0,
-        value_learning_rate=1e-2,
-        lr_scheduler_type="reduce_lr_on_plateau",
-        lr_scheduler_kwargs={"patience": 0, "factor": 0.5, "mode": "max", "threshold_mode": "abs"},
-        metric_for_best_model="objective/scores",
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-    made.train()
+    of_plateau = {"patience": 0, "factor": 0.5, "mode": "max", "threshold_mode": "abs"}
+    rates = {"learning_rate": 0.0, "value_learning_rate": 1e-2, "lr_scheduler_kwargs": of_plateau}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "objective/scores"}
+    of_run = {"max_steps": 3, "num_ppo_epochs": 1, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    made = tiny.trained(tmp_path, given={"eval_dataset": tiny.prompts(2)}, **of_run, **rates, **evaluates)
     assert made.placement.engine("actor.train").optimizer.param_groups[0]["lr"] == 0.0
     # set before each update: the first evaluation is the best so far, the second and third bring the factor
     assert made.placement.engine("critic.train").optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)

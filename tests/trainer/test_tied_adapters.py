@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_groups
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GemmaConfig, LlamaConfig
 
-from trl_realloc import GRPOConfig, GRPOTrainer
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.model_checks import check_generated
@@ -50,19 +50,9 @@ def assert_engines_follow(made: Any) -> None:
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
 @pytest.mark.parametrize("kind", ["a head", "tokens"])
 def test_grpo_of_a_policy_by_path(tmp_path: Path, kind: str) -> None:
-    args = GRPOConfig(
-        str(tmp_path),
-        **tiny.BARE,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=12,
-        max_steps=2,
-        learning_rate=1e-2,
-        beta=0.04,
-        use_vllm=True,
-    )
-    policy, parts = tied_policy(tmp_path / "policy"), (tiny.short, args, tiny.prompts(32))
-    assert_engines_follow(GRPOTrainer(policy, *parts, processing_class=tiny.tokenizer(), peft_config=lora(kind)))
+    given = {"model": tied_policy(tmp_path / "policy"), "reward_funcs": tiny.short, "peft_config": lora(kind)}
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_completion_length": 12}
+    assert_engines_follow(tiny_groups.trainer(tmp_path, given=given, **tiny.BARE, **sizes, beta=0.04, use_vllm=True))
 
 
 @pytest.mark.vllm

@@ -113,7 +113,7 @@ def test_a_model_with_code_of_its_own_is_trained_by_accelerate() -> None:
         """As transformers makes it of a repository's code."""
 
     config = OwnConfig(auto_map={"AutoConfig": "configuration.OwnConfig"})
-    assert "code of its own" in str(why_not_trained(SimpleNamespace(), config, None, {}))
+    assert "custom code" in str(why_not_trained(SimpleNamespace(), config, None, {}))
 
 
 def test_code_of_a_repository_runs_only_where_the_user_says_so(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_code_of_a_repository_runs_only_where_the_user_says_so(tmp_path: Path) -
     with pytest.raises(ModelError, match="has custom code in its repository.* Accelerate then trains the model"):
         config_or_model(arguments(trust_remote_code=False), str(tmp_path))
     found = config_or_model(arguments(trust_remote_code=True), str(tmp_path))
-    assert "code of its own" in str(why_not_trained(SimpleNamespace(), found, None, {}))
+    assert "custom code" in str(why_not_trained(SimpleNamespace(), found, None, {}))
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 import tiny
-from test_grpo_trainer import PROMPTS, distinct, policy, settings
+from tiny_groups import settings, trainer
 from transformers import PreTrainedModel
 
-from trl_realloc import GRPOConfig, GRPOTrainer, PPOConfig, RLOOConfig
-from trl_realloc.trainer.checks.unfollowed_settings import (
-    GRPO_AND_RLOO,
-    PPO,
-    UNFOLLOWED,
-    Then,
-    unfollowed_settings,
-)
+from trl_realloc import GRPOConfig, PPOConfig, RLOOConfig
+from trl_realloc.trainer.checks.unfollowed_settings import GRPO_AND_RLOO, PPO, UNFOLLOWED, Then, unfollowed_settings
 
 
 OF_ALL: list[tuple[dict[str, Any], str]] = [
@@ -62,8 +56,8 @@ def test_the_table_of_settings_in_the_documentation_is_made_of_the_rows() -> Non
     lines = []
     for then, title in titles.items():
         cells = [
-            ", ".join(f"`{row.name}`" for row in UNFOLLOWED if row.then is then and trainer in row.trainers)
-            for trainer in (PPO, GRPO_AND_RLOO)
+            ", ".join(f"`{row.name}`" for row in UNFOLLOWED if row.then is then and kind in row.trainers)
+            for kind in (PPO, GRPO_AND_RLOO)
         ]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     table = "\n".join(["| what happens | PPO | GRPO and RLOO |", "| --- | --- | --- |", *lines, ""])
@@ -74,19 +68,15 @@ def test_the_rows_name_settings_that_the_configurations_have() -> None:
     of_older_releases = {"use_transformers_paged"}
     of_trainers = {PPO: {PPOConfig}, GRPO_AND_RLOO: {GRPOConfig, RLOOConfig}}
     for row in UNFOLLOWED:
-        for trainer in row.trainers:
-            fields = {field.name for config in of_trainers[trainer] for field in dataclasses.fields(config)}
-            assert row.name in fields | of_older_releases, f"{trainer} has no setting {row.name}"
+        for kind in row.trainers:
+            fields = {field.name for config in of_trainers[kind] for field in dataclasses.fields(config)}
+            assert row.name in fields | of_older_releases, f"{kind} has no setting {row.name}"
 
 
-def test_defaults_are_not_named(tmp_path: Path) -> None:
-    for args in (tiny.arguments(tmp_path), settings(tmp_path), settings(tmp_path, RLOOConfig)):
+def test_defaults_and_what_trls_loop_uses_are_not_named(tmp_path: Path) -> None:
+    used = settings(tmp_path, torch_empty_cache_steps=5, dataloader_num_workers=2)
+    for args in (tiny.arguments(tmp_path), settings(tmp_path), settings(tmp_path, RLOOConfig), used):
         assert not list(unfollowed_settings(args, Then.LOG))
-
-
-def test_what_trls_loop_uses_is_not_named(tmp_path: Path) -> None:
-    args = settings(tmp_path, torch_empty_cache_steps=5, dataloader_num_workers=2)
-    assert not list(unfollowed_settings(args, Then.LOG))
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
@@ -97,10 +87,7 @@ def test_trl_refuses_to_find_a_batch_size_for_groups(tmp_path: Path, kind: type)
 
 def test_the_log_of_a_run_names_what_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny.trainer(tmp_path, torch_compile=True).close()
-    made = GRPOTrainer(
-        policy(), distinct, settings(tmp_path, torch_compile=True), PROMPTS, processing_class=tiny.tokenizer()
-    )
-    made.close()
+    trainer(tmp_path, torch_compile=True).close()
     assert len([text for text in caplog.messages if text.startswith("torch_compile has no effect")]) == 2
 
 
@@ -108,8 +95,7 @@ def test_the_log_of_a_run_names_what_has_no_effect(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize("kwargs", [{"every_n_layers": 2}, {"use_reentrant": False}])
 def test_activations_are_recomputed_as_the_settings_say(tmp_path: Path, kwargs: dict[str, Any]) -> None:
     changes = {"gradient_checkpointing": None, "activation_checkpointing": True, "max_steps": 1}
-    made = tiny.trainer(tmp_path, **changes, activation_checkpointing_kwargs=kwargs)
-    made.train()
+    made = tiny.trained(tmp_path, **changes, activation_checkpointing_kwargs=kwargs)
     recomputed = [layer.gradient_checkpointing for layer in made.model.policy.model.layers]
     made.close()
     assert sum(recomputed) == (1 if "every_n_layers" in kwargs else 2)

@@ -24,19 +24,9 @@ from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
 
 
 ALONE, CPU = MeshGroup((0,), 0), torch.device("cpu")
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-}
+SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8}
+SIZES |= {"shared_expert_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES,
@@ -113,9 +103,7 @@ def test_tensors_of_several_dtypes_and_a_critic_are_stored_alike(tmp_path: Path)
 @pytest.mark.parametrize(
     "changes", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}, {"use_dora": True}]
 )
-def test_of_a_model_with_adapters_peft_saves_them_and_no_base_weight_is_gathered(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_of_a_model_with_adapters_peft_saves_them_and_gathers_no_base(changes: dict[str, Any], tmp_path: Path) -> None:
     def adapted() -> Any:
         torch.manual_seed(3)
         config = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **changes})
@@ -158,9 +146,7 @@ def test_a_tensor_that_needs_others_of_its_layer_waits_for_them(tmp_path: Path) 
     assert torch.equal(kept["layers.1.qk"], torch.cat([tensors["layers.1.q"], tensors["layers.1.k"]]))
 
 
-def test_the_pieces_of_one_file_are_written_through_one_open_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pieces_of_a_file_are_written_through_one_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     opens = Path.open
 

@@ -11,12 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
 from trl_realloc import PPOConfig, PPOTrainer
 
@@ -24,15 +19,8 @@ from trl_realloc import PPOConfig, PPOTrainer
 PAD, EOS, VOCABULARY = 0, 1, 100
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 # arguments of any trainer of a model so small: every step is logged, nothing is saved or shown
-BARE: dict[str, Any] = {
-    "report_to": [],
-    "bf16": False,
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "save_strategy": "no",
-}
+BARE: dict[str, Any] = {"report_to": [], "bf16": False, "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
+BARE |= {"gradient_checkpointing": False, "save_strategy": "no"}
 
 
 def forget_accelerate() -> None:
@@ -54,22 +42,9 @@ def tokenizer(pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
 
 def config(**changes: Any) -> LlamaConfig:
     """Two layers; heads of 32, the least that vLLM's attention has on a CPU."""
-    return LlamaConfig(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 128,
-            "pad_token_id": PAD,
-            "eos_token_id": EOS,
-            "bos_token_id": None,
-            **changes,
-        }
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "vocab_size": VOCABULARY}
+    return LlamaConfig(**{**sizes, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None, **changes})
 
 
 def policy(seed: int = 0, **changes: Any) -> Any:
@@ -100,36 +75,30 @@ def always_one(completions: list[str], **columns: Any) -> list[float]:
 
 
 def arguments(folder: Path, **changes: Any) -> PPOConfig:
-    return PPOConfig(
-        output_dir=str(folder),
-        **{
-            **BARE,
-            "per_device_train_batch_size": 8,
-            "max_steps": 2,
-            "num_ppo_epochs": 2,
-            "stop_token": "eos",
-            "response_length": 12,
-            "temperature": 1.0,
-            "learning_rate": 1e-2,
-            "generation_engine": "transformers",
-            "num_sample_generations": 0,
-            **changes,
-        },
-    )
+    of_run = {"per_device_train_batch_size": 8, "max_steps": 2, "num_ppo_epochs": 2, "learning_rate": 1e-2}
+    draws = {"stop_token": "eos", "response_length": 12, "temperature": 1.0, "generation_engine": "transformers"}
+    return PPOConfig(output_dir=str(folder), **{**BARE, **of_run, **draws, "num_sample_generations": 0, **changes})
 
 
-def trainer(folder: Path, *, callbacks: Any = None, given: dict[str, Any] | None = None, **changes: Any) -> PPOTrainer:
+def every(steps: int) -> dict[str, Any]:
+    """The settings of a run that evaluates and saves after so many steps."""
+    return {"eval_strategy": "steps", "eval_steps": steps, "save_strategy": "steps", "save_steps": steps}
+
+
+def trainer(
+    folder: Path, *, kind: type = PPOTrainer, callbacks: Any = None, given: dict[str, Any] | None = None, **changes: Any
+) -> PPOTrainer:
     """A trainer on the tiny parts; `given` replaces constructor arguments, `changes` are of the config."""
-    parts: dict[str, Any] = {
-        "processing_class": tokenizer(),
-        "model": policy(),
-        "ref_model": None,
-        "reward_model": short,
-        "train_dataset": prompts(),
-        "value_model": classifier(),
-        **(given or {}),
-    }
-    return PPOTrainer(args=arguments(folder, **changes), callbacks=callbacks, **parts)
+    parts: dict[str, Any] = {"processing_class": tokenizer(), "model": policy(), "ref_model": None}
+    parts |= {"reward_model": short, "train_dataset": prompts(), "value_model": classifier(), **(given or {})}
+    return kind(args=arguments(folder, **changes), callbacks=callbacks, **parts)
+
+
+def trained(folder: Path, **how: Any) -> PPOTrainer:
+    """A trainer as of `trainer`, after its training."""
+    made = trainer(folder, **how)
+    made.train()
+    return made
 
 
 def updates(made: PPOTrainer) -> list[dict[str, float]]:
@@ -144,8 +113,8 @@ def updates(made: PPOTrainer) -> list[dict[str, float]]:
 
 def change_ppo(made: Any, **changes: Any) -> None:
     """Change numbers of PPO past the config's checks."""
-    algorithm = made.executor.algorithm
-    made.executor.algorithm = replace(algorithm, settings=replace(algorithm.settings, **changes))
+    algorithm = made.executor.runner.algorithm
+    made.executor.runner.algorithm = replace(algorithm, settings=replace(algorithm.settings, **changes))
 
 
 def resumed(checkpoint: Path, folder: Path, **changes: Any) -> PPOTrainer:

@@ -13,14 +13,8 @@ from trl_stand_ins import SMALL, chat_template, write_repository
 
 
 IMAGE, PATCH = 28, 7  # pixels a side
-VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": IMAGE,
-    "patch_size": PATCH,
-}
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+VISION |= {"num_attention_heads": 4, "image_size": IMAGE, "patch_size": PATCH}
 
 
 def _text(tokenizer: Any, **changes: Any) -> dict[str, Any]:

@@ -15,13 +15,8 @@ from typing import Any
 
 ORGANIZATION = "trl-internal-testing"
 COMMIT = "0" * 40  # code in a repository is only imported from a folder with the name of a commit
-SMALL: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SMALL: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2}
 LARGER = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 32, the least of vLLM's
 # Qwen's control tokens from id 151,643 on, in the order of their ids: TRL's tests have ids of them in their code.
 QWEN_CONTROL_TOKENS = [

@@ -120,8 +120,8 @@ def _unpadded(ids: torch.Tensor, mask: object, pad_token_id: int | None, is_spec
     if after > 1:
         raise ValueError(
             f"{after} tokens {pad_token_id} at its end, which is the pad token and the eos or bos token: they may be "
-            f"padding or prompt; give the column attention_mask, pad on the left, or give the tokenizer a pad token of "
-            f"its own"
+            f"padding or prompt; give the column attention_mask, pad on the left, or give the tokenizer a separate pad "
+            f"token"
         )
     if real and start:
         _notice_left_padding(pad_token_id)

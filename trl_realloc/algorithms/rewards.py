@@ -130,7 +130,7 @@ class FunctionReward:
             parameters = inspect.signature(self.function).parameters.values()
         except (TypeError, ValueError):  # a built-in function
             raise RewardError(
-                f"reward function {self.name!r} does not say its parameters; wrap it in one that takes (completions, "
+                f"reward function {self.name!r} has no readable signature; wrap it in one that takes (completions, "
                 f"**columns)."
             ) from None
         unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
@@ -146,7 +146,7 @@ class FunctionReward:
         if missing:
             raise RewardError(
                 f"reward function {self.name!r} takes {', '.join(map(repr, missing))}, which is no column of "
-                f"{dataset}; it can be given {', '.join(available)}."
+                f"{dataset}; available are {', '.join(available)}."
             )
 
     def call(self, samples: Rollouts, texts: Callable[[], Texts]) -> Any:

@@ -82,13 +82,13 @@ def plan_table(plan: ExecutionPlan) -> Table:
     overlap += [plan.staleness.in_words(plan.graph)] if plan.staleness.versions else []
     overlap += [f"{' and '.join(plan.fused)} train together"] if plan.fused else []
     caption = Text("; ".join(overlap)) if overlap else None
-    table = Table("call", "mesh", "engine", "strategy", "between turns", title=title, title_justify="left")
+    table = Table("call", "mesh", "engine", "strategy", "between uses", title=title, title_justify="left")
     table.caption, table.caption_justify = caption, "left"
     for name, assignment in plan.assignments.items():
         strategy = str(assignment.strategy)
         if assignment.memory_share is not None:
             strategy += f" share {assignment.memory_share:g}"
-        table.add_row(name, str(assignment.mesh), assignment.engine, strategy, between_uses(assignment))
+        table.add_row(name, str(assignment.mesh), assignment.engine_name, strategy, between_uses(assignment))
     return table
 
 
@@ -132,7 +132,7 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
         chosen = PRESETS[plan](cluster, generation_engine=engine, zero_stage=zero_stage)
     else:
         chosen = plan_file(plan)
-        _refuse_given(OF_PRESETS, f"a preset, and {shown(plan)} is a plan's file, which says them")
+        _refuse_given(OF_PRESETS, f"a preset, and {shown(plan)} is a plan's file, which contains them")
         if devices is not None or nodes is not None:
             cluster = job_cluster(plan, devices, nodes)
             with in_file(plan):
@@ -176,7 +176,7 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
     help="Compare clusters, like h100:8x8,h200:8x8: seconds, GPU-hours, memory, and what a colocated run takes.",
 )
 @click.option("--price", "prices", multiple=True, metavar="KIND=P", help="Price of a device's hour, for --clusters.")
-@click.option("--plan", "own", type=click.Path(path_type=Path), help="A plan of one's own, for --clusters.")
+@click.option("--plan", "own", type=click.Path(path_type=Path), help="A plan file to compare with, for --clusters.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for --clusters.")
 @click.option(
     "--explain",
@@ -232,7 +232,7 @@ def plan(
             _say_who_trains(recipe)
             compare_clusters(recipe, clusters, work, prices, own, output or Path("clusters.png"), time_limit, as_json)
             return
-        _refuse_given(OF_SEVERAL, "--clusters, which is not given")
+        _refuse_given(OF_SEVERAL, "--clusters, which is not set")
         output = output or _free_name()
         check_output(output, "the plan")
         named = [call for call in calls if call != OVERLAPS]
@@ -290,7 +290,7 @@ def _show_choice(
     chosen: Decision, calls: Sequence[str], worth: OverlapWorth | None, output: Path, *, assumes_prompts: bool
 ) -> None:
     console = Console()
-    source = "assumed; --prompt-tokens says their length" if assumes_prompts else "--prompt-tokens"
+    source = "assumed; --prompt-tokens sets their length" if assumes_prompts else "--prompt-tokens"
     work = chosen.best.space.pricing.workload
     as_long = ", as long as they may be" if work.response_tokens[0] == work.response_tokens[-1] else ""
     lengths = work.lengths_text.replace(" tokens", f" tokens ({source})", 1)

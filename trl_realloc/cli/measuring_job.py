@@ -22,9 +22,10 @@ from .inputs import accelerate_config, check_torch
 def check_processes(devices: int | None) -> None:
     """Refuse more processes than this machine can run. Raises `PlanError`."""
     if devices is not None and not 1 <= devices <= _most_processes():
+        amount = "many" if devices > 0 else "few"
         raise PlanError(
-            f"--devices {devices}: so many processes would be started on this machine, which has {os.cpu_count()} "
-            f"processors; give a number from 1 to {_most_processes()}."
+            f"--devices {devices}: too {amount} processes for this machine ({os.cpu_count()} processors); give a "
+            f"number from 1 to {_most_processes()}."
         )
 
 
@@ -83,6 +84,6 @@ def processes_of(recipe: Path) -> int:
     if isinstance(processes, bool) or not isinstance(processes, int) or not 1 <= processes <= _most_processes():
         raise PlanError(
             f"{config}: num_processes is a whole number from 1 to {_most_processes()} here, not {shown(processes)}; "
-            f"or say --devices N."
+            f"or set --devices N."
         )
     return processes

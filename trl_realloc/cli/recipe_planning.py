@@ -55,9 +55,9 @@ def check_request(
             "--cluster plans for devices by their specification and --profile for a measured machine; keep one."
         )
     if cluster is not None and devices is not None:
-        problems.append("--cluster says how many devices there are; leave --devices out.")
+        problems.append("--cluster sets the number of devices; leave --devices out.")
     if cluster is not None and nodes is not None:
-        problems.append("--cluster says how many nodes there are; leave --nodes out.")
+        problems.append("--cluster sets the number of nodes; leave --nodes out.")
     if cluster is None and measured is None and nodes is not None and nodes > 1:
         problems.append(
             f"--nodes {nodes}: a recipe is planned for this machine, which is one node; name the devices of several "
@@ -246,7 +246,7 @@ def job_cluster(plan: str, devices: int | None, nodes: int | None) -> Cluster:
     cluster."""
     nodes = 1 if nodes is None else nodes
     if devices is None:
-        raise PlanError(f"the size of the job is missing: say --devices N, for instance {plan} --devices 8.")
+        raise PlanError(f"the size of the job is missing: set --devices N, for instance {plan} --devices 8.")
     if devices > MAX_DEVICES:
         raise PlanError(f"--devices {devices}: a plan can be for {MAX_DEVICES:,} devices at most.")
     if nodes < 1 or devices < 1 or devices % nodes:

@@ -56,7 +56,7 @@ class RunArguments(ScriptArguments):
     reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A reward model."})
     reward_funcs: list[str] | None = field(default=None, metadata={"help": "Import paths of reward functions."})
     value_model_path: str | None = field(default=None, metadata={"help": "PPO's critic; by default the reward model."})
-    dataset_function: str | None = field(default=None, metadata={"help": "Import path of what returns the data set."})
+    dataset_function: str | None = field(default=None, metadata={"help": "Import path of a function for the data set."})
     tools: list[str] | None = field(default=None, metadata={"help": "Import paths of functions the policy may call."})
 
 

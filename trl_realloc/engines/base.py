@@ -106,7 +106,6 @@ class Updates(StrEnum):
 
     END = "end"  # ends it
     KEEP = "keep"  # decoding continues with the keys and values of the earlier parameters
-    RECOMPUTE = "recompute"  # decoding continues after all keys and values have been recomputed
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _on_object(name: str, module: nn.Module) -> Iterator[Change]:
         of_class = getattr(type(module), attribute, None)
         is_method = callable(value) and (callable(of_class) or attribute in _KEPT_METHODS)
         if is_method and not isinstance(value, nn.Module) and _is_users(value, (), type(module)):
-            yield Change(name, f"a {attribute.removeprefix('_old_').removeprefix('_original_')} of its own")
+            yield Change(name, f"a replaced {attribute.removeprefix('_old_').removeprefix('_original_')}")
 
 
 def _patched_classes(model: nn.Module) -> Iterator[Change]:

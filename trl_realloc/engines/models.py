@@ -162,7 +162,7 @@ def with_adapters(model: PreTrainedModel, peft_config: PeftConfig, adapter: str 
             )
         if isinstance(model, PeftModel):
             raise ModelError(
-                "model is a PeftModel and a peft_config is given too; merge and unload its adapter first, or leave "
+                "model is a PeftModel and a peft_config is set too; merge and unload its adapter first, or leave "
                 "peft_config out to train the adapter it has."
             )
         stand_in(model)
@@ -276,7 +276,7 @@ def check_trains(model: nn.Module, argument: str) -> None:
         way_out = (
             "load its adapter with PeftModel.from_pretrained(..., is_trainable=True)"
             if has_adapters(model)
-            else "call requires_grad_(True) on what is to be trained"
+            else "call requires_grad_(True) on the parameters to train"
         )
         raise ModelError(
             f"every parameter of {argument} is frozen (requires_grad is False), so it cannot be trained; {way_out}."

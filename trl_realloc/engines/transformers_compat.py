@@ -102,7 +102,9 @@ def names_in_checkpoint(model: PreTrainedModel, stored: Iterable[str]) -> Tensor
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     except ImportError:
-        raise UnknownRelease("this release of Transformers does not say how it names a checkpoint's tensors") from None
+        raise UnknownRelease(
+            "this release of Transformers names a checkpoint's tensors in a way that this package does not support"
+        ) from None
     expected, prefix = model.state_dict(), model.base_model_prefix
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -199,7 +201,9 @@ def headers_only() -> Iterator[dict[str, HeaderFile]]:
 
     opens = getattr(modeling_utils, "safe_open", None)
     if opens is None:
-        raise UnknownRelease("this release of Transformers opens safetensors files in a way that is not known here")
+        raise UnknownRelease(
+            "this release of Transformers opens safetensors files in a way that this package does not support"
+        )
     modeling_utils.safe_open = open_header
     try:
         yield opened

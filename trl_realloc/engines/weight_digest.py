@@ -99,6 +99,11 @@ def total(digests: Iterable[int]) -> int:
     return (sum(digests) + 2**63) % 2**64 - 2**63
 
 
+def hexadecimal(digest: int | np.int64) -> str:
+    """A digest for messages."""
+    return f"{int(digest) % 2**64:016x}"
+
+
 def row_width(shape: Sequence[int]) -> int:
     return shape[-1] if len(shape) > 1 else max(1, min(prod(shape), _FLAT_ROW))
 

@@ -1,8 +1,6 @@
-"""The dataflow graphs of known algorithms, with the columns that their calls read and write: PPO, GRPO, ReMax."""
+"""The dataflow graphs of known algorithms, with the columns that their calls read and write: PPO, GRPO."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping
 
 from .dataflow import Call, CallKind, DataflowGraph, Role
 
@@ -61,26 +59,3 @@ def has_host_loop(graph: DataflowGraph) -> bool:
     """True if another library's loop asks for the calls, as TRL's does for GRPO and RLOO: one after the other, each on
     a whole batch. With streams or a staleness, calls run before the loop asks for them."""
     return any(ENTROPIES in call.outputs for call in graph.calls)
-
-
-def remax_graph() -> DataflowGraph:
-    """ReMax (Li et al. 2023) for the planner: the greedy response's reward is the baseline. One call generates both
-    responses, because one batch takes fewer decoding steps than two. The executor runs it as two calls with labels
-    (docs/algorithms.md)."""
-    greedy = "greedy_responses"
-    return DataflowGraph(
-        (
-            Call(Role.ACTOR, CallKind.GENERATE, ("prompts",), ("responses", "logprobs", greedy), passes=2),
-            Call(Role.REFERENCE, CallKind.FORWARD, _SAMPLE, ("ref_logprobs",)),
-            Call(Role.REWARD, CallKind.FORWARD, (*_SAMPLE, greedy), ("scores", "baselines"), passes=2),
-            Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", "ref_logprobs", "scores", "baselines")),
-        )
-    )
-
-
-# Trainers run PPO, GRPO and RLOO (with GRPO's graph); the executor runs ReMax.
-GRAPHS: Mapping[str, Callable[[], DataflowGraph]] = {
-    "ppo": ppo_graph,
-    "grpo": grpo_graph,
-    "remax": remax_graph,
-}

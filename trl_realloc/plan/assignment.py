@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from ..common.errors import PlanError, Problems, shown, suggest, unknown_keys
-from .cluster import Cluster, DeviceMesh, check_mesh
+from .cluster import Cluster, DeviceMesh, check_mesh, is_whole
 from .dataflow import Call, CallKind
 
 
@@ -66,14 +66,16 @@ class ParallelStrategy:
         problems = Problems(
             f"{name} is a whole number from 1, not {shown(value)}."
             for name, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp))
-            if not _whole(value) or value < 1
+            if not is_whole(value) or value < 1
         )
-        if not _whole(self.zero_stage) or not 0 <= self.zero_stage <= 3:
+        if not is_whole(self.zero_stage) or not 0 <= self.zero_stage <= 3:
             problems.append(f"zero_stage is 0, 1, 2 or 3, not {shown(self.zero_stage)}.")
-        if self.micro_batch_tokens is not None and (not _whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1):
+        if self.micro_batch_tokens is not None and (
+            not is_whole(self.micro_batch_tokens) or self.micro_batch_tokens < 1
+        ):
             problems.append(
                 f"micro_batch_tokens is a number of tokens from 1, not {shown(self.micro_batch_tokens)}; "
-                f"leave it out for the trainer's own."
+                f"leave it out for the trainer's default."
             )
         problems.refuse()
 
@@ -139,6 +141,11 @@ class Assignment:
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             problems.append(f"memory_share is a number above 0 and up to 1, not {shown(share)}; or leave it out.")
         problems.refuse()
+
+    @property
+    def engine_name(self) -> str:
+        """The engine in tables: `ddp` for `zero` with ZeRO stage 0, which is plain data parallelism."""
+        return "ddp" if self.engine == "zero" and not self.strategy.zero_stage else self.engine
 
     def to_dict(self) -> dict[str, object]:
         """A flat dictionary: mesh, engine, dp, and other fields that are not the default."""
@@ -273,13 +280,13 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
         yield f"engine {engine} forms its batches itself; leave micro_batch_tokens out."
     if assignment.offload and call.kind is not CallKind.FORWARD and engine != "vllm":
         yield (
-            "offload is for what roles score with, and for vLLM engines; leave it out (DeepSpeed's own config offloads "
-            "what trains)."
+            "offload applies to scoring calls and vLLM engines; leave it out (DeepSpeed's own config offloads a "
+            "training's state)."
         )
     elif assignment.offload and strategy.zero_stage == 3:
         yield "zero_stage 3 shards parameters, and DeepSpeed's own config offloads those (offload_param); leave it out."
     if assignment.memory_share is not None and engine != "vllm":
-        yield f"memory_share is of vLLM engines, and engine {engine} is none; leave it out."
+        yield f"memory_share applies only to vLLM engines, not to engine {engine}; leave it out."
     if assignment.drop:
         yield from _drop_problems(call, assignment, trained)
     if strategy.size != mesh.size:
@@ -293,12 +300,8 @@ def assignment_problems(call: Call, assignment: Assignment, cluster: Cluster, tr
 
 def _drop_problems(call: Call, assignment: Assignment, trained: bool) -> Iterator[str]:
     if call.trains or not trained:
-        yield "drop is for copies of a trained role's parameters; a frozen role's may rest on the host (offload: true)."
+        yield "drop applies to copies of a trained role's parameters; for a frozen role use offload: true."
     elif assignment.offload:
-        yield "drop frees the copy between its turns, and offload keeps it in host memory; choose one."
+        yield "drop frees the copy between its uses, and offload keeps it in host memory; choose one."
     elif assignment.strategy.zero_stage == 3:
-        yield "zero_stage 3 has a part of each parameter alone; leave drop out."
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        yield "zero_stage 3 shards parameters; leave drop out."

@@ -29,7 +29,7 @@ class DeviceMesh:
     size: int
 
     def __post_init__(self) -> None:
-        if not (_whole(self.first) and _whole(self.size) and self.first >= 0 and self.size >= 1):
+        if not (is_whole(self.first) and is_whole(self.size) and self.first >= 0 and self.size >= 1):
             raise PlanError(
                 f"a device mesh starts at device 0 or later and has 1 device or more, "
                 f"not first={shown(self.first)}, size={shown(self.size)}."
@@ -75,7 +75,7 @@ class DeviceMesh:
         """
         if isinstance(value, (list, tuple)):
             devices = list(value)
-            if devices and all(map(_whole, devices)) and devices == [devices[0] + i for i in range(len(devices))]:
+            if devices and all(map(is_whole, devices)) and devices == [devices[0] + i for i in range(len(devices))]:
                 return DeviceMesh(devices[0], len(devices))
             raise PlanError(f"a mesh's devices are consecutive and ascending, like [0, 1, 2, 3], not {shown(devices)}.")
         first, dash, last = (part.strip() for part in str(value).partition("-"))
@@ -105,7 +105,7 @@ class Cluster:
         problems = Problems(
             f"a cluster's {name} is a whole number from 1, not {shown(value)}."
             for name, value in (("nodes", self.nodes), ("devices_per_node", self.devices_per_node))
-            if not _whole(value) or value < 1
+            if not is_whole(value) or value < 1
         )
         memory = self.memory_gb
         if memory is not None and (
@@ -220,7 +220,7 @@ def halves(cluster: Cluster) -> tuple[DeviceMesh, DeviceMesh]:
     return DeviceMesh(0, larger), DeviceMesh(larger, smaller)
 
 
-def _whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -152,7 +152,7 @@ class ExecutionPlan:
     def _overlap(self) -> dict[str, object]:
         """The fields about the overlap of calls that are not the default."""
         streams = {} if self.streams is None else {"streams": self.streams.to_dict() or True}
-        staleness = {"staleness": self.staleness.to_dict()} if self.staleness != Staleness() else {}
+        staleness = {"staleness": self.staleness.versions} if self.staleness != Staleness() else {}
         fused = {"fused": list(self.fused)} if self.fused else {}
         return {**streams, **({"barrier": True} if self.barrier else {}), **staleness, **fused}
 
@@ -187,7 +187,7 @@ class ExecutionPlan:
         with problems.of():
             streams = Streams.from_dict(value.get("streams"))
         with problems.of():
-            staleness = Staleness.from_dict(value.get("staleness", 0))
+            staleness = Staleness(value.get("staleness", 0))
         with problems.of():
             fused = read_fused(value.get("fused"))
         calls = value.get("calls")
@@ -249,9 +249,7 @@ def _problems(
     unknown = [name for name in [*assignments, *unread] if name not in graph.order]
     problems = [f"there is no call {shown(name)}; {suggest(name, graph.order)}" for name in unknown]
     present = {*assignments, *unread, *(nearest(name, graph.order) for name in unknown)}
-    problems += [
-        f"{name} is missing; say which mesh and engine it runs on." for name in graph.order if name not in present
-    ]
+    problems += [f"{name} is missing; set its mesh and engine." for name in graph.order if name not in present]
     assigned = {name: assignments[name] for name in graph.order if name in assignments}
     for name, assignment in assigned.items():
         call = graph.call(name)
@@ -262,8 +260,7 @@ def _problems(
             continue  # a vLLM engine always has separate weights
         if in_place(assigned[source], assigned[target]):
             problems += [
-                f"{target}: it works with the very parameters that {source} trains, which stay where they are; leave "
-                f"{flag} out, or give it a layout of its own."
+                f"{target}: it uses {source}'s parameters in place; leave {flag} out, or give it another layout."
                 for flag in RELEASE_FLAGS
                 if getattr(assigned[target], flag)
             ]
@@ -288,20 +285,23 @@ _HEADER = f"""\
 # An execution plan: which devices run each call of an iteration, and how. Edit it; it is checked when it is read.
 #   mesh: the devices, like 0-3 or 2: whole nodes, or an aligned power-of-two part of one node
 #   engine: {engines_for(CallKind.GENERATE)} to generate, {engines_for(CallKind.TRAIN)} to score and train
-#   dp, tp, pp: data, tensor and pipeline parallel degrees (1 where left out); dp x tp x pp is the mesh's size
-#   zero_stage: 0-3; micro_batch_tokens: most tokens of one forward
-#   offload: true keeps what a call scores with in host memory between its turns
-#   drop: true frees a copy of trained parameters between its turns, and makes it again for the next
-#   of a vLLM engine offload and drop free its cache too: it sleeps while others use its devices
+#     zero is DeepSpeed ZeRO; with zero_stage 0 it is plain data parallelism, which tables show as ddp
+#     megatron is Megatron-style tensor x pipeline x data groups of this package over Transformers models, without
+#     Megatron-Core
+#   dp, tp, pp: data, tensor and pipeline parallel degrees, by default 1; dp x tp x pp is the mesh's size
+#   zero_stage: 0-3, by default 0; micro_batch_tokens: maximum tokens of one forward
+#   offload: true keeps the parameters of a scoring call in host memory between its uses
+#   drop: true frees a copy of trained parameters between its uses; it is sent again before the next one
+#   For a vLLM engine, offload and drop also free the cache: the engine sleeps while others use its devices
 # Before calls:
-#   streams: true, or a table: scoring begins while other samples are being generated, on devices that do not generate
-#     migration: {{threshold: 0.2, engines: 1}}: when less than a fifth is unfinished, one engine takes it
-#     deterministic: true repeats a run bit for bit; calls: [reference.forward] streams these alone
-#   barrier: true begins no iteration before the one before has ended everywhere
+#   streams: true, or a table: scoring begins during the generation, on devices that do not generate
+#     migration: {{threshold: 0.2, engines: 1}}: when less than 20% of the samples are unfinished, one engine takes them
+#     deterministic: true makes runs bit-identical; calls: [reference.forward] streams only these calls
+#   barrier: true begins an iteration only after the previous one has ended on every device
 #   staleness: 1 generates for the next batch while this one trains, on devices on which nothing trains; a token is
-#     trained at most so many updates after the policy that drew it; not together with streams
+#     trained at most so many updates after the policy that sampled it; not together with streams
 #   fused: [actor.train, critic.train] trains both at the same time on one mesh, by engine megatron with pp above 1: a
-#     stage computes for one role while it would wait for the other's; the second role's stages lie in reverse
+#     stage computes for one role while it would wait for the other; the second role's stages are in reverse order
 """
 _KEYS = ("name", "cluster", "graph", "streams", "barrier", "staleness", "fused", "calls")
 

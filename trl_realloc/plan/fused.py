@@ -80,7 +80,10 @@ def order_problems(graph: DataflowGraph, fused: tuple[str, str]) -> Iterator[str
     for name in graph.order[graph.order.index(earlier) + 1 : graph.order.index(later) + 1]:
         other = graph.call(name)
         if set(call.outputs) & set(other.inputs) or other.role is call.role:
-            yield f"fused: {name} needs what {earlier} has trained, so {earlier} and {later} cannot train together."
+            yield (
+                f"fused: {name} needs the parameters that {earlier} has trained, so {earlier} and {later} cannot train "
+                f"together."
+            )
 
 
 def joined(calls: Collection[str]) -> str:

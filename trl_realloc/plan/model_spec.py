@@ -140,10 +140,6 @@ class ModelSpec:
         return ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary)
 
     @cached_property
-    def by_name(self) -> Mapping[str, ParameterSpec]:
-        return {parameter.name: parameter for parameter in self.parameters}
-
-    @cached_property
     def elements(self) -> int:
         return sum(parameter.elements for parameter in self.parameters)
 

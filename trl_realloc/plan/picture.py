@@ -44,9 +44,7 @@ def colour(name: str) -> str:
     return OTHER if MOVES in name else next(named, OTHER)
 
 
-def draw_timeline(
-    timeline: Timeline, path: str | Path, *, title: str = "", calls: Sequence[str] = (), seconds: float = 0.0
-) -> None:
+def draw_timeline(timeline: Timeline, path: str | Path, *, title: str = "", calls: Sequence[str] = ()) -> None:
     """Draw a timeline with a row for each device, in the format of the file's suffix. Neighbours with the same calls at
     the same times share a row. Concurrent spans of a device are drawn side by side, with iteration numbers if it
     generates for several iterations. Reward functions and tools are narrow hatched bars over the calls. With streamed
@@ -54,7 +52,6 @@ def draw_timeline(
 
     Args:
         calls: the order of all calls in the legend. *optional*, defaults to the order of their first starts.
-        seconds: minimum length of the time axis, to match another picture.
 
     Raises:
         ValueError: there are no spans.
@@ -82,8 +79,6 @@ def draw_timeline(
         _number(axes, {span: lane for span, lane in lanes.items() if span.device in row}, row, zero)
     axes.set_yticks(range(len(rows)), [_named(devices) for devices in rows])
     axes.invert_yaxis()
-    if seconds:
-        axes.set_xlim(0.0, 1.02 * max(seconds, *(span.end - zero for span in timeline.spans)))
     if streamed:
         flow = figure.add_subplot(212, sharex=axes)
         for call in order:

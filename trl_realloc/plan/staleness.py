@@ -9,9 +9,9 @@ sets). `planner.iteration.ahead_order` decides when each call runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ..common.errors import Problems, shown, unknown_keys
+from ..common.errors import Problems, shown
 from .algorithm_graphs import has_host_loop
 from .assignment import Assignment, sleeps
 from .dataflow import CallKind, DataflowGraph
@@ -19,25 +19,21 @@ from .streams import Streams
 
 
 MAX_VERSIONS = 64
-KV_CACHE = ("keep", "recompute")
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """Number of updates that generation may run ahead of the training, and the treatment of its caches.
+    """Number of updates that generation may run ahead of the training.
 
     Args:
         versions: maximum number of updates between the policy that sampled a token and the training on it; 0 for a
             synchronous run.
-        kv_cache: treatment of the keys and values of unfinished samples when the engine takes new parameters: `keep`
-            them, or `recompute` them under the new parameters.
 
     Raises:
-        PlanError: a value has the wrong type or is out of its range.
+        PlanError: the number has the wrong type or is out of its range.
     """
 
     versions: int = 0
-    kv_cache: str = "keep"
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -45,8 +41,6 @@ class Staleness:
             problems.append(f"staleness is a number of updates, like 1, not {shown(self.versions)}.")
         elif not 0 <= self.versions <= MAX_VERSIONS:
             problems.append(f"staleness is from 0 to {MAX_VERSIONS} updates, not {self.versions}.")
-        if self.kv_cache not in KV_CACHE:
-            problems.append(f"staleness: kv_cache is {' or '.join(KV_CACHE)}, not {shown(self.kv_cache)}.")
         problems.refuse()
 
     def in_words(self, graph: DataflowGraph) -> str:
@@ -54,22 +48,7 @@ class Staleness:
         in_turn = has_host_loop(graph)
         unit, what = ("generation", "generation runs") if in_turn else ("update", "generation and scoring run")
         far = f"1 {unit}" if self.versions == 1 else f"{self.versions} {unit}s"
-        caches = "" if self.kv_cache == KV_CACHE[0] else "; new parameters recompute the caches"
-        return f"{what} up to {far} ahead of the training{caches}"
-
-    def to_dict(self) -> int | dict[str, object]:
-        """The number alone if the rest is the default."""
-        if self.kv_cache == KV_CACHE[0]:
-            return self.versions
-        return {"versions": self.versions, "kv_cache": self.kv_cache}
-
-    @staticmethod
-    def from_dict(value: object) -> Staleness:
-        """The inverse of `to_dict`. Raises `PlanError`."""
-        if not isinstance(value, Mapping):
-            return Staleness(value)  # type: ignore[arg-type]  # the constructor refuses other types
-        Problems(unknown_keys(value, [part.name for part in fields(Staleness)], "staleness has no key")).refuse()
-        return Staleness(**value)
+        return f"{what} up to {far} ahead of the training"
 
 
 def uncorrected(versions: int, corrects: bool) -> str:
@@ -81,9 +60,8 @@ def uncorrected(versions: int, corrects: bool) -> str:
     if not versions or corrects:
         return ""
     return (
-        f"max_staleness is {versions}, so older policies draw some of the completions, and without a correction the "
-        f"loss takes them for the current policy's; set vllm_importance_sampling_correction to true, or max_staleness "
-        f"to 0."
+        f"max_staleness is {versions}, so older policies generate some completions, and without a correction the loss "
+        f"treats them as the current policy's; set vllm_importance_sampling_correction to true, or max_staleness to 0."
     )
 
 
@@ -134,7 +112,7 @@ def staleness_problems(
             "staleness."
         )
     if barrier:
-        yield "staleness: barrier asks for iterations one after the other; leave out one of them."
+        yield "staleness: barrier requires iterations one after the other; leave out one of them."
     generations = graph.calls_of(CallKind.GENERATE)
     if len(generations) > 1:
         yield f"staleness: {' and '.join(generations)} generate, and only a graph with one such call can run ahead."
@@ -151,7 +129,7 @@ def staleness_problems(
         if shared and graph.call(name).trains:
             yield (
                 f"staleness: {name} trains on device {shared[0]}, on which {_first_on(shared[0], ahead, assignments)} "
-                f"runs ahead; give training devices of its own (the preset separate does)."
+                f"runs ahead; give training separate devices (the preset separate does)."
             )
         elif shared and not devices.issuperset(assignment.mesh.devices):
             yield (

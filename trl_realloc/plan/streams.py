@@ -176,9 +176,9 @@ def stream_problems(
         elif reason := why_not_streamed(graph, assignments, name):
             yield f"streams: {name} cannot be streamed, because {reason}; leave it out of calls, or change that."
         elif name not in streamed:
-            yield f"streams: {name} reads what a call outside the streams makes; add that call, or leave {name} out."
+            yield f"streams: {name} reads the output of a call outside the streams; add that call, or leave {name} out."
     if not streamed and streams.calls is None:
-        yield "streams: no scoring call of this plan reads what another call generates; leave streams out."
+        yield "streams: no scoring call of this plan reads generated samples; leave streams out."
     if streams.migration is None:
         return
     generations = [name for name in streamed if graph.call(name).kind is CallKind.GENERATE and name in assignments]

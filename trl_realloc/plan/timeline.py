@@ -130,10 +130,6 @@ class Timeline:
     def steps(self) -> tuple[int, ...]:
         return tuple(sorted({span.step for span in self.spans}))
 
-    def __add__(self, other: Timeline) -> Timeline:
-        """The spans of both timelines, such as of two devices of a job."""
-        return Timeline(self.spans + other.spans)
-
     def joined(self, fused: Fused) -> Timeline:
         """Timeline with one joint span in place of the overlapping spans of two calls that train together.
 

@@ -114,7 +114,7 @@ def _plan_by_specification(job: Job, refused: Profile, error: Exception, time_li
         raise error from None
     if job.rank == 0:
         logger.warning(
-            f"No plan fits by what was measured on this machine: {error} The run begins under {chosen.plan.name}, "
+            f"No plan fits by the measurements of this machine: {error} The run begins under {chosen.plan.name}, "
             f"chosen by specification, and may run out of memory. To measure again, delete {cache_path(job)}."
         )
     return replace(chosen, refused=refused)

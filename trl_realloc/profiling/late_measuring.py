@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..common.errors import PlanError
 from ..common.notices import notice
-from ..planner.search.learning import LEAST, WARM_UP
+from ..planner.search.learning import MIN_UPDATES, WARM_UP
 from ..planner.search.problem import estimate_plan
 from ..runtime.process_groups import from_first_rank
 from .job import Job
@@ -65,7 +65,7 @@ class LateMeasuring:
         Args:
             start_s: seconds to start the engines.
         """
-        if self.is_over or len(self._seconds) <= WARM_UP + LEAST:
+        if self.is_over or len(self._seconds) <= WARM_UP + MIN_UPDATES:
             return None
         verdict = MeasuringDecision(None, False)
         if self.job.rank == 0:

@@ -104,8 +104,8 @@ class RunObserver:
             self._keep()
             if text := profile.calibration.described():
                 notice(
-                    f"this run's own times against those expected: {text}. Estimates are corrected by these, and the "
-                    f"factors are kept for the next run ({cache_path(self.job)})"
+                    f"measured / estimated seconds of this run: {text}. Estimates are corrected by these factors, "
+                    f"which are kept for the next run ({cache_path(self.job)})"
                 )
         return estimate_at_lengths(self.job, self.job_plan, lengths)
 

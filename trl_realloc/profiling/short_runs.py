@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from ..algorithms.algorithm import Algorithm
+from ..algorithms.linear_loss import LOGPROB_GRADS
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.ppo import PPO
 from ..algorithms.ppo_settings import PPOSettings
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
+from ..algorithms.trainer_loss import TrainerLoss
 from ..engines.base import Sampling
 from ..engines.dropout import without_dropout
 from ..engines.model_configs import untied
@@ -45,11 +47,22 @@ from ..runtime.process_groups import from_first_rank
 from ..runtime.samples.results import Iteration
 from .job import Job
 from .job_models import POLICIES
-from .policy_training import PolicyTraining
 
 
 EPISODES = 64  # largest number of samples of a device in a run
 RESPONSE = 128  # largest number of tokens of a response in a run
+
+
+@dataclass(frozen=True)
+class PolicyTraining(TrainerLoss):
+    """One optimizer step on all samples, with the same gradient dL/dlogp for every token: the algorithm of a job
+    without a critic."""
+
+    def mini_batches(self, samples: Rollouts, step: int) -> Iterator[Rollouts]:
+        """A single mini-batch of all samples, with the gradients of their log-probabilities."""
+        logprobs = samples.ragged("logprobs")
+        gradient = -1.0 / max(1, len(logprobs.values))
+        yield samples.plus(**{LOGPROB_GRADS: logprobs.like(torch.full_like(logprobs.values, gradient))})
 
 
 class Runs:

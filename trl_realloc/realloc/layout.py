@@ -251,7 +251,7 @@ def vllm_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
         PlanError: vLLM cannot divide the model by tp.
     """
     if tp > 1 and not spec.heads:
-        raise PlanError(f"how vLLM shares a model over tp {tp} that is known by its shapes alone is not known.")
+        raise PlanError(f"vLLM's division of a model over tp {tp} is not known for a model with parameter shapes only.")
     spec.check_generation(tp)
 
     def holders(_: tuple[int, ...], tensor: int) -> list[int]:

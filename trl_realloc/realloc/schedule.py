@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -107,11 +106,6 @@ class TransferSchedule:
         return int(self._sent[device])
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes sent by all devices."""
-        return int(self._sent.sum())
-
-    @property
     def entries(self) -> int:
         """Number of pairs (box of a parameter, receiver), which `schedule_entries` estimates."""
         return sum(common.sources.size for common in self._boxes)
@@ -120,21 +114,6 @@ class TransferSchedule:
     def waves(self) -> int:
         """Largest number of waves of a bucket, over all devices."""
         return 1 + max((int(common.waves.max(initial=0)) for common in self._boxes), default=0)
-
-    @property
-    def max_over_mean_sender(self) -> float:
-        """Largest number of bytes sent by a device, divided by the mean over all senders; 1 without senders."""
-        senders = self._sent[self._sent > 0]
-        return float(senders.max() / senders.mean()) if len(senders) else 1.0
-
-    @cached_property
-    def node_bytes(self) -> int:
-        """Bytes sent between nodes."""
-        per_node = self.cluster.devices_per_node
-        return sum(
-            int((common.sources // per_node != common.receivers // per_node).sum()) * common.bytes
-            for common in self._boxes
-        )
 
     def traffic(self) -> tuple[np.ndarray, np.ndarray]:
         """(inside nodes, between nodes): each (2, devices) float64, bytes sent and received by every device."""
@@ -147,21 +126,6 @@ class TransferSchedule:
                 for direction, devices in enumerate((common.sources, receivers)):
                     traffic[level, direction] += np.bincount(devices[selected], minlength=size) * common.bytes
         return traffic[0], traffic[1]
-
-    @cached_property
-    def lower_bound_bytes(self) -> int:
-        """Bytes that the target's devices lack: each device's target part without its overlap with the device's source
-        part. Computed from the layouts, not from the schedule."""
-        total = 0
-        for before, after, indices in _by_placement(self.source, self.target):
-            missing = 0
-            for target in after:
-                receivers = set(target.devices)
-                missing += volume(target.box) * len(receivers)
-                for source in before:
-                    missing -= _overlap(source.box, target.box) * len(receivers.intersection(source.devices))
-            total += missing * len(indices)
-        return total * self.spec.bytes_per_element
 
     def kept(self, device: int) -> tuple[ParameterBox, ...]:
         """The parts that the device holds in both layouts."""
@@ -305,11 +269,6 @@ def _intersections(
     if covered != sum(volume(target.box) for target in after):
         raise ValueError(f"no device of the source layout holds all of {name} that the target layout wants.")
     return pairs
-
-
-def _overlap(a: Box, b: Box) -> int:
-    """Number of common elements of two boxes."""
-    return volume(tuple((max(p, r), max(max(p, r), min(q, s))) for (p, q), (r, s) in zip(a, b, strict=True)))
 
 
 def _add_relays(boxes: Sequence[_CommonBox], per_node: int, loads: np.ndarray) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,7 +30,6 @@ TRANSFER_BUCKET_BYTES = 256 << 20
 MESSAGE_POLL_S = 2e-4
 LARGE_BYTES = 1 << 20  # parts of this size or more are sent and received in place, without packing
 TIMEOUT_S = 120.0
-_CHECKSUM_BYTES = 8
 
 
 class TransferError(RuntimeError):
@@ -40,17 +38,15 @@ class TransferError(RuntimeError):
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Limits and checks of a transfer's messages.
+    """Limits of a transfer's messages.
 
     Args:
         bucket_bytes: maximum bytes that a rank receives in one bucket, unless a single parameter is larger. Two buckets
             are in flight at a time, each with its buffers.
-        checksum: send a CRC-32 with every message and compare it, to detect a faulty network.
     """
 
     bucket_bytes: int = TRANSFER_BUCKET_BYTES
     timeout_s: float = TIMEOUT_S
-    checksum: bool = False
 
 
 @dataclass
@@ -104,7 +100,7 @@ class Transfer:
         options: TransferOptions = TransferOptions(),
     ) -> None:
         self.name, self.schedule, self.rank, self.group, self.device = name, schedule, rank, group, device
-        self.dtypes, self.timeout_s, self.checksum = dtypes, options.timeout_s, options.checksum
+        self.dtypes, self.timeout_s = dtypes, options.timeout_s
         self.sent_bytes = 0  # this rank's bytes in the latest run
         self._buckets = schedule.buckets(options.bucket_bytes)
         self._steps: dict[int, list[TransferStep]] = {}
@@ -136,8 +132,7 @@ class Transfer:
             The filled target parts of one bucket; an empty mapping on a rank without target parts.
 
         Raises:
-            TransferError: a message was not sent or received within the time limit, a peer is gone, or a checksum
-                differs.
+            TransferError: a message was not sent or received within the time limit, or a peer is gone.
         """
         self.sent_bytes = 0
         is_receiver = self.rank in self.schedule.target_devices
@@ -236,7 +231,7 @@ class Transfer:
         deadline = time.monotonic() + self.timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise RuntimeError("nothing came")
+                raise RuntimeError("no data arrived")
             time.sleep(MESSAGE_POLL_S)
 
     @contextlib.contextmanager
@@ -273,7 +268,7 @@ class Transfer:
         it into kernels differently on each rank, and ranks wait for each other (pytorch#174288). One operation per
         large part would give 488 from 32 devices to 32 others.
         """
-        if self.checksum or (self._batched and len(message.pieces) > 1):
+        if self._batched and len(message.pieces) > 1:
             return [], list(message.pieces)
         large = [p for p in message.pieces if volume(p.box) * self.dtypes[p.parameter].itemsize >= LARGE_BYTES]
         return large, [piece for piece in message.pieces if piece not in large] if large else list(message.pieces)
@@ -301,12 +296,10 @@ class Transfer:
 
     def _packed(self, message: Message, pieces: Sequence[ParameterBox], bucket: _BucketInFlight) -> _Flight:
         placed, size = self._offsets(pieces)
-        buffer = self._buffer(size + (_CHECKSUM_BYTES if self.checksum else 0))
+        buffer = self._buffer(size)
         held, tensor_of = bucket.source, partial(self._source_tensor, bucket=bucket)
         in_buffer, parts = self._views.of(message, buffer, placed, held, tensor_of)
         copy_all(in_buffer, parts)
-        if self.checksum:
-            buffer[size:] = _checksum(buffer[:size])
         return _Flight(message, buffer, buffer=buffer)
 
     def _source_tensor(self, piece: ParameterBox, bucket: _BucketInFlight) -> Tensor:
@@ -330,11 +323,9 @@ class Transfer:
 
     def _unpacked(self, message: Message, pieces: Sequence[ParameterBox], bucket: _BucketInFlight) -> _Flight:
         placed, size = self._offsets(pieces)
-        buffer = self._buffer(size + (_CHECKSUM_BYTES if self.checksum else 0))
+        buffer = self._buffer(size)
 
         def unpack() -> None:
-            if self.checksum and not torch.equal(buffer[size:], _checksum(buffer[:size]).to(buffer.device)):
-                raise TransferError(f"{self._describe(message)}: the checksum differs from what was sent.")
             held, tensor_of = bucket.target, partial(self._target_tensor, bucket=bucket)
             in_buffer, parts = self._views.of(message, buffer, placed, held, tensor_of)
             copy_all(parts, in_buffer)
@@ -370,9 +361,3 @@ def find(parts: Parts, name: str, box: Box) -> Tensor | None:
 def _bytes(part: Tensor) -> Tensor:
     """(n,) uint8, a view of a contiguous tensor."""
     return part.view(-1).view(torch.uint8)
-
-
-def _checksum(payload: Tensor) -> Tensor:
-    """CRC-32 of (n,) uint8, as (8,) uint8."""
-    value = zlib.crc32(payload.cpu().numpy().tobytes())
-    return torch.tensor(list(value.to_bytes(_CHECKSUM_BYTES, "little")), dtype=torch.uint8)

@@ -148,7 +148,7 @@ class CallServer:
         if self.ahead is not None and not self._evaluates:
             return self._generate_ahead(self.ahead, prompts)
         if self.ahead is not None:
-            self.ahead.stop()
+            self.ahead.batches.stop()
         self.generation += not self._evaluates
         return self._perform(name, prompts, finished=finished, sampling=sampling)
 
@@ -176,7 +176,7 @@ class CallServer:
         partial_samples = self.executor.exchange.broadcast(partial_samples)
         if partial_samples is not None:
             self.generation = partial_samples.next
-            self.ahead.restore(partial_samples)
+            self.ahead.batches.restore(partial_samples)
 
     def samples_under_way(self, *, again: int) -> PartialRollouts | None:
         """Finished and partial samples for later generations, on rank 0; `None` on the others, and under a plan without
@@ -188,13 +188,13 @@ class CallServer:
         """
         if self.ahead is None:
             return None
-        partial_samples = self.ahead.drawn(self.generation)
+        partial_samples = self.ahead.batches.drawn(self.generation)
         return None if partial_samples is None else replace(partial_samples, next=self.generation - again)
 
     def stop(self) -> None:
         """Stop generating ahead until the next generation. All ranks together."""
         if self.ahead is not None:
-            self.ahead.stop()
+            self.ahead.batches.stop()
 
     def forward(self, name: str, samples: Rollouts, *, trained: bool = True) -> Rollouts:
         """The outputs of a call that scores, for this rank's samples. Equal samples are computed once.

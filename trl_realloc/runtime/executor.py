@@ -48,7 +48,8 @@ class Executor:
     Args:
         algorithm: computes the columns between the calls, the losses and the metrics.
         alarm: reports this rank's failures to the other ranks, and raises theirs here.
-        runner: runs this rank's calls; by default a `CallRunner`.
+        runner: runs this rank's calls; by default a `CallRunner`. Its settings and algorithm may be replaced between
+            two iterations.
 
     Attributes:
         orders: orders of the latest iteration's streams, on rank 0.
@@ -72,24 +73,6 @@ class Executor:
         self.runner = runner or CallRunner(placement, algorithm, settings, alarm)
         runs_ahead = self.plan.staleness.versions and not has_host_loop(self.plan.graph)
         self.ahead = AheadRuns(placement, alarm, self.runner, exchange) if runs_ahead else None
-
-    @property
-    def settings(self) -> CallSettings:
-        """Settings of this rank's calls. A new value applies from the next iteration."""
-        return self.runner.settings
-
-    @settings.setter
-    def settings(self, settings: CallSettings) -> None:
-        self.runner.settings = settings
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """The algorithm. A new value applies from the next iteration."""
-        return self.runner.algorithm
-
-    @algorithm.setter
-    def algorithm(self, algorithm: Algorithm) -> None:
-        self.runner.algorithm = algorithm
 
     def run(
         self,
@@ -128,7 +111,7 @@ class Executor:
         if self.ahead is not None and sampling is None and len(names) == len(self.plan.order):
             return self._run_ahead(this_step, batch, following)
         if self.ahead is not None:
-            self.ahead.stop()
+            self.ahead.batches.stop()
         early = self.runner.early
         if early is not None and not (early.is_of(this_step, batch) and early.call in names):
             self.cancel_early()
@@ -161,7 +144,7 @@ class Executor:
 
     def _run_streamed(self, batch: PromptBatch) -> StreamLeader | None:
         """Run this rank's streamed calls and publish their outputs. Returns the leader, on rank 0."""
-        stream = stream_of_batch(self.placement, self.settings, self._now.step, batch)
+        stream = stream_of_batch(self.placement, self.runner.settings, self._now.step, batch)
         tag, messages = self.exchange.stream_tag, self.exchange.messages
         leader, streams = None, self.plan.streams
         assert streams is not None, "the plan has streamed calls"
@@ -173,7 +156,7 @@ class Executor:
             link = StreamLink(messages, tag, leader, End) if self.rank in stream.ranks else None
             worker = StreamWorker(
                 self.placement,
-                self.settings,
+                self.runner.settings,
                 self.alarm,
                 messages,
                 self.exchange.stream_tag + 2,
@@ -195,7 +178,7 @@ class Executor:
         if name is not None and self.placement.takes_part(name):
             step = Step(self._now.step.number + 1, batch.rows, {})
             self.alarm.set_activity(f"{name} of {step.name} (its parameters)")
-            self.runner.early = PrefetchedGeneration(self.placement, self.settings, name, step, batch)
+            self.runner.early = PrefetchedGeneration(self.placement, self.runner.settings, name, step, batch)
 
     def cancel_early(self) -> None:
         """Stop the generation for later iterations. With a staleness the next iteration resumes it; otherwise it is
@@ -204,7 +187,7 @@ class Executor:
             self.runner.early.close()
             self.runner.early = None
         if self.ahead is not None:
-            self.ahead.stop()
+            self.ahead.batches.stop()
 
     def follow(self, plan: ExecutionPlan) -> None:
         """Run the next iterations by another plan, which differs only in the overlap of calls. All ranks together."""
@@ -215,7 +198,7 @@ class Executor:
     def samples_under_way(self, step: int) -> PartialRollouts | None:
         """Finished and partial samples of the iterations from `step` on, on rank 0; `None` on the others, and under a
         plan without a staleness. All ranks together, between two iterations."""
-        return None if self.ahead is None else self.ahead.drawn(step)
+        return None if self.ahead is None else self.ahead.batches.drawn(step)
 
     def go_on_with(self, partial_samples: PartialRollouts | None) -> None:
         """Use samples that were under way in another run or plan. Before the first iteration, all ranks together. A
@@ -225,7 +208,7 @@ class Executor:
             partial_samples: the samples, on rank 0; `None` if there are none.
         """
         if self.ahead is not None and (partial_samples := self.exchange.broadcast(partial_samples)) is not None:
-            self.ahead.restore(partial_samples)
+            self.ahead.batches.restore(partial_samples)
 
     # --- one call at a time -----------------------------------------------------------------------------------------
 
@@ -349,9 +332,10 @@ class Executor:
     def _finish(self, batch: PromptBatch, names: Sequence[str], replayed: Collection[str]) -> Iteration:
         """Rank 0 computes the iteration's results and broadcasts them."""
         outcome: Iteration | JobFailed | NonFiniteError | None = None
+        runner = self.runner
         if self.rank == RESULTS:
             try:
-                outcome = iteration_results(self._now, self.algorithm, self.settings, batch, names, replayed)
+                outcome = iteration_results(self._now, runner.algorithm, runner.settings, batch, names, replayed)
             except (JobFailed, NonFiniteError) as error:
                 outcome = error
         sent = outcome.for_other_ranks() if isinstance(outcome, Iteration) else outcome

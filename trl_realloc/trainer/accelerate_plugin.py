@@ -26,9 +26,10 @@ class ReallocationPlugin:
 
     Args:
         plan (`str`, `dict` or `ExecutionPlan`, *optional*, defaults to `"auto"`):
-            `auto` (the planner chooses), a preset's name, a YAML file or a plan. Environment: `TRL_REALLOC_PLAN`.
+            Execution plan: `auto` (the planner chooses), a preset's name, a YAML file or a plan. Environment:
+            `TRL_REALLOC_PLAN`.
         generation_engine (`str`, *optional*):
-            `"vllm"` or `"transformers"`; by default vLLM where it is installed. Environment:
+            Engine that generates: `"vllm"` or `"transformers"`; by default vLLM where it is installed. Environment:
             `TRL_REALLOC_GENERATION_ENGINE`.
         bucket_mb (`int`, *optional*, defaults to `256`):
             Maximum mebibytes that a device receives in one bucket of a reallocation. Two buckets are in flight at a
@@ -36,17 +37,14 @@ class ReallocationPlugin:
         transfer_timeout (`float`, *optional*):
             Timeout in seconds of a message of a reallocation; by default the config's `ddp_timeout`. Environment:
             `TRL_REALLOC_TRANSFER_TIMEOUT`.
-        checksums (`bool`, *optional*, defaults to `False`):
-            Send a checksum with every message of a reallocation, to find a faulty link. Environment:
-            `TRL_REALLOC_CHECKSUMS`.
         replan (`float`, *optional*, defaults to `0.1`):
-            With `plan: auto`: the planner searches again between two updates if the lengths of responses change the
-            plan's estimate by more than this share; 0 or less for never. Environment: `TRL_REALLOC_REPLAN`.
+            Share by which the lengths of responses must change the plan's estimate for the planner of `plan: auto` to
+            search again between two updates; 0 or less for never. Environment: `TRL_REALLOC_REPLAN`.
         measure (`str`, *optional*, defaults to `"between"`):
-            With `plan: auto` on a machine that was not measured for these models: `between` starts at once with a plan
-            from the device's data sheet, and measures between two updates as soon as a better plan can save more time
-            than measuring takes; `first` measures before the first update; `never` does not. Environment:
-            `TRL_REALLOC_MEASURE`.
+            Time at which `plan: auto` measures a machine that was not measured for these models: `between` starts at
+            once with a plan from the device's data sheet, and measures between two updates as soon as a better plan can
+            save more time than measuring takes; `first` measures before the first update; `never` does not.
+            Environment: `TRL_REALLOC_MEASURE`.
         heartbeat_timeout (`float`, *optional*, defaults to `30.0`):
             Seconds without a heartbeat of a rank, or with a rank stopped, after which the job ends. Environment:
             `TRL_REALLOC_HEARTBEAT_TIMEOUT`.
@@ -57,11 +55,10 @@ class ReallocationPlugin:
 
     plan: Any = field(default=None, metadata={"help": "A preset's name, a YAML file or a plan."})
     generation_engine: str | None = field(default=None, metadata={"help": "`vllm` or `transformers`."})
-    bucket_mb: int | None = field(default=None, metadata={"help": "Most MiB received in one bucket."})
+    bucket_mb: int | None = field(default=None, metadata={"help": "Maximum MiB received in one bucket."})
     transfer_timeout: float | None = field(default=None, metadata={"help": "Seconds for a message."})
     replan: float | None = field(default=None, metadata={"help": "Change that lets the planner search again."})
     measure: str | None = field(default=None, metadata={"help": "`between` two updates, `first` or `never`."})
-    checksums: bool | None = field(default=None, metadata={"help": "Send checksums, to find a faulty link."})
     heartbeat_timeout: float | None = field(default=None, metadata={"help": "Longest silence of a rank in seconds."})
 
     def __post_init__(self) -> None:
@@ -83,8 +80,6 @@ class ReallocationPlugin:
             self.measure = os.environ.get("TRL_REALLOC_MEASURE", "between")
         if self.measure not in ("between", "first", "never"):
             raise PlanError(f"measure must be 'between', 'first' or 'never', not {shown(self.measure)}.")
-        if self.checksums is None:
-            self.checksums = os.environ.get("TRL_REALLOC_CHECKSUMS", "0").lower() in ("1", "true", "yes", "on")
         if self.bucket_mb < 1 or (self.transfer_timeout is not None and not self.transfer_timeout > 0):
             raise PlanError(
                 f"bucket_mb is 1 or more and transfer_timeout above 0, not {self.bucket_mb} and "

@@ -4,7 +4,7 @@ engines."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from ..plan.staleness import uncorrected
 from ..planner.recipe.defaults import dtype_name, init_kwargs
 from .checks.config_checks import ConfigError
-from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
+from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments, setting
 from .trl_compat import TRLGRPOConfig, TRLRLOOConfig
 
 
@@ -41,15 +41,15 @@ class GenerationSettings(PlanSettings):
 
     Parameters:
         use_vllm (`bool`, *optional*):
-            `True`: vLLM engines generate, and GRPO's loss is corrected for their log-probabilities
-            (`vllm_importance_sampling_correction`). `False`: the trained models generate, with Transformers. Default:
-            vLLM if it is installed and serves the model. The plan says on which devices; no server is started.
+            Generation engine. `True`: vLLM, with GRPO's loss corrected for its log-probabilities
+            (`vllm_importance_sampling_correction`). `False`: the trained models, with Transformers. Default: vLLM if it
+            is installed and serves the model. The plan sets the devices; no server is started.
         vllm_gpu_memory_utilization (`float`, *optional*):
             Share of a GPU's memory for a vLLM engine beside training. Default: the planner's choice on one GPU
             (`memory_share` in a plan), otherwise 0.3.
         vllm_enable_sleep_mode (`bool`, *optional*):
-            Whether vLLM engines free their memory while others use their GPUs. Default: as in the plan; the planner
-            lets them sleep if no plan fits otherwise.
+            Sleep mode of vLLM engines: they free their memory while others use their GPUs. Default: as in the plan; the
+            planner lets them sleep if no plan fits otherwise.
         max_staleness (`int`, *optional*, defaults to `0`):
             Maximum number of generations that completions may be generated ahead. They are generated on separate
             devices during training, by a policy that lacks the training on up to this many generations. The loss must
@@ -57,43 +57,28 @@ class GenerationSettings(PlanSettings):
         score_groups_early (`bool`, *optional*, defaults to `False`):
             No effect. It will be removed.
         full_vocabulary_logprobs (`bool`, *optional*, defaults to `False`):
-            Compute the log-probabilities and entropies of policy and reference over the whole vocabulary even if
-            `top_p`, `top_k` or `min_p` exclude tokens, as TRL does. By default they are over the tokens that these
-            settings keep, like the engine's, so that the importance ratio is right. See docs/differences.md
+            Log-probabilities and entropies of policy and reference over the whole vocabulary even if `top_p`, `top_k`
+            or `min_p` exclude tokens, as in TRL. By default they are over the tokens that these settings keep, like the
+            engine's, so that the importance ratio is right. See docs/differences.md
     """
 
-    full_vocabulary_logprobs: bool = field(
-        default=False,
-        metadata={
-            "help": "Log-probabilities over the whole vocabulary, as TRL's, where top_p, top_k or min_p are set."
-        },
+    full_vocabulary_logprobs: bool = setting(
+        False, "Log-probabilities over the whole vocabulary, as TRL's, where top_p, top_k or min_p are set."
     )
 
-    use_vllm: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Generate by vLLM engines, or by the training's models. Default: vLLM, if it can.",
-            **FLAG,
-        },
+    use_vllm: bool | None = setting(
+        None, "Generate by vLLM engines, or by the training's models. Default: vLLM, if it can.", **FLAG
     )
-    vllm_gpu_memory_utilization: float | None = field(
-        default=None,
-        metadata={"help": "Share of a GPU's memory for a vLLM engine. Default: the planner's on one GPU, else 0.3."},
+    vllm_gpu_memory_utilization: float | None = setting(
+        None, "Share of a GPU's memory for a vLLM engine. Default: the planner's on one GPU, else 0.3."
     )
-    vllm_enable_sleep_mode: bool | None = field(
-        default=None,
-        metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG},
+    vllm_enable_sleep_mode: bool | None = setting(
+        None, "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG
     )
 
-    max_staleness: int = field(
-        default=0,
-        metadata={"help": "Most generations by which the next completions may be drawn ahead of the training."},
-    )
+    max_staleness: int = setting(0, "Maximum number of generations that completions may be generated ahead.")
 
-    score_groups_early: bool = field(
-        default=False,
-        metadata={"help": "No effect. It will be removed."},
-    )
+    score_groups_early: bool = setting(False, "No effect. It will be removed.")
 
     if TYPE_CHECKING:  # defined by TRL
         bf16: bool | None = None
@@ -127,15 +112,14 @@ class RLOOConfig(GenerationSettings, TRLRLOOConfig):
 
     Parameters:
         vllm_importance_sampling_correction (`bool`, *optional*):
-            Whether the probability ratio of a completion, which the loss clips by `epsilon`, is relative to the policy
-            that sampled it, with the vLLM engine's log-probabilities. `False`: relative to the policy before the first
-            training on it, as in TRL, whose RLOO does not have this setting. Default: `False`, until the mismatch of
-            engine and trainer exceeds `max_mismatch`.
+            Denominator of a completion's probability ratio, which the loss clips by `epsilon`. `True`: the policy that
+            sampled it, with the vLLM engine's log-probabilities. `False`: the policy before the first training on it,
+            as in TRL, whose RLOO does not have this setting. Default: `False`, until the mismatch of engine and trainer
+            exceeds `max_mismatch`.
     """
 
-    vllm_importance_sampling_correction: bool | None = field(
-        default=None,
-        metadata={"help": "Whether the loss's ratio of a completion is to the policy that drew it.", **FLAG},
+    vllm_importance_sampling_correction: bool | None = setting(
+        None, "Whether the loss's ratio of a completion is to the policy that sampled it.", **FLAG
     )
 
     _VALID_DICT_FIELDS = [*getattr(TRLRLOOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,17 @@ FLAG: dict[str, Any] = {"nargs": "?", "const": True}
 # TrlParser reads dict fields from YAML only if `_VALID_DICT_FIELDS` names them
 DICT_FIELDS = ("plan", "vllm_engine_kwargs")
 
+Value = TypeVar("Value")
+
+
+def setting(default: Value, help: str, **more: Any) -> Value:
+    """A field of a configuration, with its text for `--help`.
+
+    Args:
+        more: further arguments of the command line's option, such as `FLAG`.
+    """
+    return field(default=default, metadata={"help": help, **more})
+
 
 @dataclass
 class PlanSettings:
@@ -41,8 +52,8 @@ class PlanSettings:
             The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, `separate`), a
             YAML file or a dict. Default: `auto`.
         vllm_repeatable_sampling (`bool`, *optional*, defaults to `False`):
-            Use this package's sampler on a GPU too, as on a CPU: the tokens of a sample depend only on its seed and its
-            probabilities, and are the same as with generation by Transformers. Slower, and with vLLM's older model
+            Sampling on a GPU by this package's sampler, as on a CPU: the tokens of a sample depend only on its seed and
+            its probabilities, and are the same as with generation by Transformers. Slower, and with vLLM's older model
             runner. By default vLLM's sampler is used, with a seed per sample. No effect on a CPU.
         vllm_engine_kwargs (`dict[str, Any]`, *optional*):
             Extra arguments of vLLM's engine, by vLLM's names, such as `max_num_batched_tokens`, `kv_cache_dtype` or
@@ -58,7 +69,7 @@ class PlanSettings:
             Share of a GPU's memory that a plan of `plan: auto` leaves free, for allocator fragmentation and for what
             the memory estimate does not count.
         skip_nonfinite_updates (`bool`, *optional*, defaults to `False`):
-            Skip an update whose samples, losses or gradients are not finite, and count it in `skipped_updates/*`. By
+            Skipping of updates whose samples, losses or gradients are not finite; `skipped_updates/*` counts them. By
             default such an update ends the run, and the state before it is saved.
         max_mismatch (`float`, *optional*, defaults to `1.1`):
             Maximum mismatch between the probabilities of vLLM engine and trainer: the mean of exp |difference of
@@ -68,64 +79,40 @@ class PlanSettings:
             Action above `max_mismatch`. `correct`: weight the loss by the ratio trainer / engine, unless it already is.
             `end`: end the run.
         async_save (`bool`, *optional*, defaults to `False`):
-            Write the training state of a checkpoint in the background while training continues. Each process first
-            copies its part to host memory. The checkpoint gets its final name when all processes have written their
-            parts.
+            Background writing of a checkpoint's training state while training continues. Each process first copies its
+            part to host memory. The checkpoint gets its final name when all processes have written their parts.
         heartbeat_timeout (`float`, *optional*):
             Seconds without a heartbeat of a rank (its host or the network is down), or with a rank stopped, after which
             the job ends on all ranks. Ranks send heartbeats during long computations too. Default: 30.
     """
 
-    plan: dict | str | None = field(  # type: ignore[type-arg]  # a parser reads it as `dict`
-        default=None,
-        metadata={
-            "help": "The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, "
-            "`separate`), a YAML file or a dict. Default: `auto`."
-        },
+    plan: dict | str | None = setting(  # type: ignore[type-arg]  # a parser reads it as `dict`
+        None,
+        "The execution plan: `auto` (the planner's choice), a preset (`flatten`, `interleave`, "
+        "`separate`), a YAML file or a dict. Default: `auto`.",
     )
-    vllm_repeatable_sampling: bool = field(
-        default=False,
-        metadata={"help": "Draw tokens on a GPU by this package's sampler, which repeats exactly, not by vLLM's."},
+    vllm_repeatable_sampling: bool = setting(
+        False, "Draw tokens on a GPU by this package's sampler, which repeats exactly, not by vLLM's."
     )
-    vllm_engine_kwargs: dict | str | None = field(  # type: ignore[type-arg]
-        default=None,
-        metadata={"help": "Further arguments of vLLM's engine, by vLLM's names."},
+    vllm_engine_kwargs: dict | str | None = setting(  # type: ignore[type-arg]
+        None, "Further arguments of vLLM's engine, by vLLM's names."
     )
-    vllm_start_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Seconds in which a vLLM engine must have started."},
+    vllm_start_timeout: float = setting(600.0, "Seconds in which a vLLM engine must have started.")
+    vllm_step_timeout: float = setting(300.0, "Seconds that a vLLM engine may take for a token of each sample.")
+    vllm_load_timeout: float = setting(300.0, "Seconds that a vLLM engine may take for one bucket of new weights.")
+    memory_headroom: float = setting(0.1, "Share of a GPU's memory that a plan of `plan: auto` leaves free.")
+    skip_nonfinite_updates: bool = setting(
+        False, "Leave out and count updates that are not finite, where otherwise the run ends."
     )
-    vllm_step_timeout: float = field(
-        default=300.0,
-        metadata={"help": "Seconds that a vLLM engine may take for a token of each sample."},
+    max_mismatch: float | None = setting(
+        1.1, "Maximum mean factor between the probabilities of vLLM engine and trainer."
     )
-    vllm_load_timeout: float = field(
-        default=300.0,
-        metadata={"help": "Seconds that a vLLM engine may take for one bucket of new weights."},
+    mismatch_action: str = setting(
+        "correct", "Above `max_mismatch`: `correct` the loss by importance weights, or `end` the run."
     )
-    memory_headroom: float = field(
-        default=0.1,
-        metadata={"help": "Share of a GPU's memory that a plan of `plan: auto` leaves free."},
-    )
-    skip_nonfinite_updates: bool = field(
-        default=False,
-        metadata={"help": "Leave out and count updates that are not finite, where otherwise the run ends."},
-    )
-    max_mismatch: float | None = field(
-        default=1.1,
-        metadata={"help": "The most by which probabilities of vLLM engine and trainer may differ, as a mean factor."},
-    )
-    mismatch_action: str = field(
-        default="correct",
-        metadata={"help": "Above `max_mismatch`: `correct` the loss by importance weights, or `end` the run."},
-    )
-    async_save: bool = field(
-        default=False,
-        metadata={"help": "Write a checkpoint's training state in the background while training goes on."},
-    )
-    heartbeat_timeout: float | None = field(
-        default=None,
-        metadata={"help": "Seconds after which a stopped or silent rank ends the job on all ranks. Default: 30."},
+    async_save: bool = setting(False, "Write a checkpoint's training state in the background while training goes on.")
+    heartbeat_timeout: float | None = setting(
+        None, "Seconds after which a stopped or silent rank ends the job on all ranks. Default: 30."
     )
 
     def to_dict(self) -> dict[str, Any]:

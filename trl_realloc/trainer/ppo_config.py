@@ -5,12 +5,12 @@ Settings are checked in `config_checks`; data and models in `ppo_setup`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..algorithms.ppo_settings import PPOSettings
 from .checks.config_checks import ConfigError
-from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments
+from .plan_settings import DICT_FIELDS, FLAG, PlanSettings, before_training_arguments, setting
 from .trl_compat import ConfigBase
 from .trl_ppo_config import TRLPPOConfig
 
@@ -24,28 +24,28 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
 
     Parameters:
         generation_engine (`str`, *optional*):
-            `vllm` or `transformers`. Default: vllm if it is installed.
+            Engine that generates: `vllm` or `transformers`. Default: vllm if it is installed.
         value_learning_rate (`float`, *optional*):
             Learning rate of the critic. Default: the policy's.
         reward_weights (`list[float]`, *optional*):
             Weight of each reward, if there are several. Default: 1 each.
         match_trl (`bool`, *optional*, defaults to `False`):
-            Reproduce the parts of TRL 1.12's arithmetic that depend on the layout of a batch; see docs/differences.md.
+            Reproduction of the parts of TRL 1.12's arithmetic that depend on the layout of a batch; see
+            docs/differences.md.
         max_staleness (`int`, *optional*, defaults to `0`):
             Maximum age of a token, in updates, relative to the policy that is trained on it; 0 is synchronous. Above 0
             `vllm_importance_sampling_correction` must be set.
         fused_training (`bool`, *optional*):
-            Whether a plan of `plan: auto` may train policy and critic at the same time in fused pipelines. Default:
-            true on CPUs, false on GPUs, where this has never run. See docs/fused_pipelines.md.
+            Permission for `plan: auto` to train policy and critic at the same time in fused pipelines. Default:
+            true on CPUs, false on GPUs, where no measurement shows a gain. See docs/fused_pipelines.md.
         vllm_importance_sampling_correction (`bool`, *optional*):
-            Whether to weight the loss by the probability ratio of the trained policy to the policy that sampled the
-            tokens, as TRL's GRPO does, for rollouts of an older policy and for engines that compute in another
-            precision. The plan then has the call `actor.forward`. `False`: PPO's ratio is to the policy that sampled
-            the tokens. Default: `False` if `max_staleness` is 0; otherwise the setting is required. See
-            docs/old_rollouts.md.
+            Weighting of the loss by the probability ratio of the trained policy to the policy that sampled the tokens,
+            as in TRL's GRPO, for rollouts of an older policy and for engines that compute in another precision. The
+            plan then has the call `actor.forward`. `False`: PPO's ratio is to the policy that sampled the tokens.
+            Default: `False` if `max_staleness` is 0; otherwise the setting is required. See docs/old_rollouts.md.
         vllm_importance_sampling_mode (`str`, *optional*, defaults to `"sequence_mask"`):
-            `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`: one weight per token or per
-            response; weights outside the bounds are set to the bound (`truncate`) or to 0 (`mask`).
+            Kind of weights: `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`. One weight per
+            token or per response; weights outside the bounds are set to the bound (`truncate`) or to 0 (`mask`).
         vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `3.0`):
             Upper bound of a weight. `None`: no bound.
         vllm_importance_sampling_clip_min (`float`, *optional*):
@@ -54,76 +54,47 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
             Share of a GPU's memory for a vLLM engine beside training. Default: the planner's choice on one GPU
             (`memory_share` in a plan), otherwise 0.3.
         vllm_enable_sleep_mode (`bool`, *optional*):
-            Whether vLLM engines free their memory while others use their GPUs (`drop` in a plan): `True` for all
-            engines without `offload` in the plan, `False` for no engine of a plan that the planner chooses. Default: as
-            in the plan; the planner lets them sleep if no plan fits otherwise.
+            Sleep mode of vLLM engines: they free their memory while others use their GPUs (`drop` in a plan). `True`
+            for all engines without `offload` in the plan, `False` for no engine of a plan that the planner chooses.
+            Default: as in the plan; the planner lets them sleep if no plan fits otherwise.
     """
 
     _VALID_DICT_FIELDS = [*getattr(ConfigBase, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
 
-    generation_engine: str | None = field(
-        default=None,
-        metadata={"help": "`vllm` or `transformers`. Default: vllm where it is installed."},
+    generation_engine: str | None = setting(None, "`vllm` or `transformers`. Default: vllm where it is installed.")
+    value_learning_rate: float | None = setting(None, "Learning rate of the critic. Default: the policy's.")
+    reward_weights: list[float] | None = setting(
+        None, "A weight for each reward, where there are several. Default: 1 each."
     )
-    value_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate of the critic. Default: the policy's."},
+    match_trl: bool = setting(
+        False, "Reproduce what in TRL 1.12's arithmetic depends on how a batch is laid out; see docs/differences.md."
     )
-    reward_weights: list[float] | None = field(
-        default=None,
-        metadata={"help": "A weight for each reward, where there are several. Default: 1 each."},
+    max_staleness: int = setting(
+        0,
+        "Maximum age of a token, in updates, relative to the policy that is trained on it; 0 is synchronous. Above 0 "
+        "`vllm_importance_sampling_correction` must be set.",
     )
-    match_trl: bool = field(
-        default=False,
-        metadata={
-            "help": "Reproduce what in TRL 1.12's arithmetic depends on how a batch is laid out; see "
-            "docs/differences.md."
-        },
+    fused_training: bool | None = setting(
+        None, "Whether a plan of `plan: auto` may train policy and critic in fused pipelines. Default: on CPUs.", **FLAG
     )
-    max_staleness: int = field(
-        default=0,
-        metadata={
-            "help": "The most updates that a token may be older than the policy that is trained on it; 0 is "
-            "synchronous. Above 0 `vllm_importance_sampling_correction` must be set."
-        },
+    vllm_importance_sampling_correction: bool | None = setting(
+        None,
+        "Weight the loss by the probability ratio of the trained policy to the one that sampled the tokens; see "
+        "docs/old_rollouts.md. Default: no if `max_staleness` is 0; otherwise required.",
+        **FLAG,
     )
-    fused_training: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether a plan of `plan: auto` may train policy and critic in fused pipelines. Default: on CPUs.",
-            **FLAG,
-        },
+    vllm_importance_sampling_mode: str = setting(
+        "sequence_mask",
+        "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`: a weight for each token "
+        "or response; weights outside the bounds are set to the bound or to 0.",
     )
-    vllm_importance_sampling_correction: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Weight the loss by how likely the trained policy would have drawn what the generation engine "
-            "drew; see docs/old_rollouts.md. Default: no, if `max_staleness` is 0; otherwise to be chosen.",
-            **FLAG,
-        },
+    vllm_importance_sampling_clip_max: float | None = setting(3.0, "Upper bound of a weight. None: no bound.")
+    vllm_importance_sampling_clip_min: float | None = setting(None, "Lower bound of a weight. None: no bound.")
+    vllm_gpu_memory_utilization: float | None = setting(
+        None, "Share of a GPU's memory for a vLLM engine. Default: the planner's on one GPU, else 0.3."
     )
-    vllm_importance_sampling_mode: str = field(
-        default="sequence_mask",
-        metadata={
-            "help": "`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`: a weight for each token "
-            "or response; weights outside the bounds are set to the bound or to 0."
-        },
-    )
-    vllm_importance_sampling_clip_max: float | None = field(
-        default=3.0,
-        metadata={"help": "Upper bound of a weight. None: no bound."},
-    )
-    vllm_importance_sampling_clip_min: float | None = field(
-        default=None,
-        metadata={"help": "Lower bound of a weight. None: no bound."},
-    )
-    vllm_gpu_memory_utilization: float | None = field(
-        default=None,
-        metadata={"help": "Share of a GPU's memory for a vLLM engine. Default: the planner's on one GPU, else 0.3."},
-    )
-    vllm_enable_sleep_mode: bool | None = field(
-        default=None,
-        metadata={"help": "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG},
+    vllm_enable_sleep_mode: bool | None = setting(
+        None, "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG
     )
 
     if TYPE_CHECKING:  # defined by TrainingArguments

@@ -39,14 +39,11 @@ from .checks.fixed_settings import OF_PPO, fixed_settings, refuse_changed
 from .checks.trainable import own_optimizer
 from .plan_settings import use_one_device
 from .ppo.evaluation import completions, dataset_of, mean_metrics
-from .ppo.policy_and_value import PolicyAndValueWrapper
 from .ppo.ppo_adapter import PPOAdapter
 from .ppo.ppo_setup import prepare
-from .ppo.trl_surface import OnlineTrainerState, TrlSurface
+from .ppo.trl_surface import OnlineTrainerState, PolicyAndValueWrapper, TrlSurface
 from .ppo_config import PPOConfig, check_config
 from .report.completions import CompletionRow, show_completions
-from .report.run_facts import run_facts
-from .report.run_record import save_record
 from .run.metrics import SPANS, RunMetrics
 from .run.mismatch_gate import MismatchGate
 from .run.optimizers import check_own_optimizer, follows_metrics
@@ -274,17 +271,7 @@ class PPOTrainer(TrlSurface):
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         if self.accelerator.is_main_process:  # after on_train_end, so that the progress bar has ended its line
-            lengths, folder = list(self.metrics.lengths), Path(args.output_dir)
-            expected, chosen = self.run.change.observer.end(lengths), self.run.change.observer.when_chosen(lengths)
-            stages = self.metrics.stages
-            facts = run_facts("PPO", self.plan.cluster.size, args.device)
-            save_record(
-                *(self.plan, self.timeline, expected, folder),
-                when_chosen=chosen,
-                stages=stages,
-                facts=facts,
-                state=self.state,
-            )
+            self.run.save_record("PPO", self.timeline, list(self.metrics.lengths))
         loss = self.metrics.mean_loss()
         return TrainOutput(self.state.global_step, loss, {**metrics, "train_loss": loss})
 
@@ -293,7 +280,7 @@ class PPOTrainer(TrlSurface):
         how = "the loss is weighted by trainer over engine"
         if not self.args.vllm_importance_sampling_correction:
             how = (
-                "PPO's ratio is to the engine, which weights each token. So are clip range and KL, unless "
+                "PPO's ratio is relative to the engine's probabilities, and so are clip range and KL, unless "
                 "vllm_importance_sampling_correction is set"
             )
         with self.run.checkpoints.saving_good_state():
@@ -369,7 +356,7 @@ class PPOTrainer(TrlSurface):
         check_settings(self.args)
         algorithm = replace(placed.setup.algorithm, settings=settings)
         placed.setup = replace(placed.setup, algorithm=algorithm)
-        placed.executor.algorithm = algorithm
+        placed.executor.runner.algorithm = algorithm
 
     def _log_metrics(self) -> None:
         if metrics := self.metrics.take():
@@ -415,7 +402,7 @@ class PPOTrainer(TrlSurface):
             parts = [self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
             return {name: value for metrics in parts for name, value in metrics.items()}
         if rows is None:
-            raise ValueError("evaluate needs an eval_dataset; none was given to the trainer nor to this call.")
+            raise ValueError("evaluate needs an eval_dataset; neither the trainer nor this call has one.")
         by_vllm = self.plan["actor.generate"].engine == "vllm"
         rows = self.prompts.tokenized(rows, self.eval_dataset, by_vllm=by_vllm)
         start = time.time()

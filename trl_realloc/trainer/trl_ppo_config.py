@@ -5,9 +5,10 @@ Users create `ppo_config.PPOConfig`, which adds fields.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from .plan_settings import setting
 from .trl_compat import ConfigBase
 
 
@@ -35,33 +36,33 @@ class TRLPPOConfig(ConfigBase):
         response_length (`int`, *optional*, defaults to `53`):
             Maximum tokens of a response.
         stop_token (`Literal["eos"]`, *optional*):
-            `eos`: the tokenizer's eos token ends a response. Excludes `stop_token_id`.
+            Token that ends a response: `eos` for the tokenizer's eos token. Excludes `stop_token_id`.
         stop_token_id (`int`, *optional*):
-            The token id that ends a response. Without it and `stop_token`, every response has `response_length` tokens.
+            Token id that ends a response. Without it and `stop_token`, every response has `response_length` tokens.
         temperature (`float`, *optional*, defaults to `0.7`):
             Sampling temperature.
         missing_eos_penalty (`float`, *optional*):
-            Subtracted from the score of a response without eos token; positive.
+            Penalty (positive) subtracted from the score of a response without eos token.
         sft_model_path (`str`, *optional*, defaults to `"EleutherAI/pythia-160m"`):
-            For scripts: the policy's starting point.
+            Policy's starting point, for scripts.
         world_size (`int`, *optional*):
-            Computed: number of processes.
+            Number of processes; computed.
         num_total_batches (`int`, *optional*):
-            Computed: updates of the run.
+            Updates of the run; computed.
         micro_batch_size (`int`, *optional*):
-            Computed: `per_device_train_batch_size` over all processes.
+            Product of `per_device_train_batch_size` and the number of processes; computed.
         local_batch_size (`int`, *optional*):
-            Computed: `per_device_train_batch_size * gradient_accumulation_steps`.
+            Product of `per_device_train_batch_size` and `gradient_accumulation_steps`; computed.
         batch_size (`int`, *optional*):
-            Computed: episodes of one update over all processes.
+            Episodes of one update over all processes; computed.
         local_mini_batch_size (`int`, *optional*):
-            Computed: a process's share of a mini-batch.
+            Episodes of a mini-batch per process; computed.
         mini_batch_size (`int`, *optional*):
-            Computed: episodes of one optimizer step over all processes.
+            Episodes of one optimizer step over all processes; computed.
         push_to_hub (`bool`, *optional*, defaults to `False`):
-            Push the policy to the Hub after training.
+            Upload of the policy to the Hub after training.
         reward_model_path (`str`, *optional*, defaults to `"EleutherAI/pythia-160m"`):
-            For scripts: the reward model.
+            Reward model, for scripts.
         model_adapter_name (`str`, *optional*):
             The PEFT adapter to train, if the model has several.
         ref_adapter_name (`str`, *optional*):
@@ -69,7 +70,7 @@ class TRLPPOConfig(ConfigBase):
         num_ppo_epochs (`int`, *optional*, defaults to `4`):
             Passes over a batch of rollouts.
         whiten_rewards (`bool`, *optional*, defaults to `False`):
-            Whiten the rewards over the batch (their mean is kept).
+            Whitening of the rewards over the batch (their mean is kept).
         kl_coef (`float`, *optional*, defaults to `0.05`):
             Weight of the KL penalty.
         kl_estimator (`Literal["k1", "k3"]`, *optional*, defaults to `"k1"`):
@@ -89,99 +90,57 @@ class TRLPPOConfig(ConfigBase):
             No effect here: a generation engine is filled bucket by bucket, and holds whole parameters.
     """
 
-    learning_rate: float = field(
-        default=3e-6,
-        metadata={"help": "Initial learning rate of the policy (and of the critic, unless `value_learning_rate`)."},
+    learning_rate: float = setting(
+        3e-6, "Initial learning rate of the policy (and of the critic, unless `value_learning_rate`)."
     )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize the dataset."})
-    num_mini_batches: int = field(default=1, metadata={"help": "Mini-batches, and so optimizer steps, per PPO epoch."})
-    total_episodes: int | None = field(
-        default=None,
-        metadata={
-            "help": "Episodes to train on; by default `num_train_epochs` passes over the dataset. `max_steps` "
-            "overrides it."
-        },
+    dataset_num_proc: int | None = setting(None, "Processes that tokenize the dataset.")
+    num_mini_batches: int = setting(1, "Mini-batches, and so optimizer steps, per PPO epoch.")
+    total_episodes: int | None = setting(
+        None, "Episodes to train on; by default `num_train_epochs` passes over the dataset. `max_steps` overrides it."
     )
-    local_rollout_forward_batch_size: int = field(
-        default=64,
-        metadata={"help": "Samples per rank of a forward without gradients, where the plan gives no token budget."},
+    local_rollout_forward_batch_size: int = setting(
+        64, "Samples per rank of a forward without gradients, where the plan gives no token budget."
     )
-    num_sample_generations: int = field(
-        default=10,
-        metadata={"help": "How often in the run a few completions are shown; 0 for never. Needs an `eval_dataset`."},
+    num_sample_generations: int = setting(
+        10, "How often in the run a few completions are shown; 0 for never. Needs an `eval_dataset`."
     )
-    response_length: int = field(default=53, metadata={"help": "Most tokens of a response."})
-    stop_token: Literal["eos"] | None = field(
-        default=None,
-        metadata={"help": "`eos` ends a response at the tokenizer's eos token. Excludes `stop_token_id`."},
+    response_length: int = setting(53, "Maximum tokens of a response.")
+    stop_token: Literal["eos"] | None = setting(
+        None, "`eos` ends a response at the tokenizer's eos token. Excludes `stop_token_id`."
     )
-    stop_token_id: int | None = field(
-        default=None,
-        metadata={"help": "The token id that ends a response. With neither, all have `response_length` tokens."},
+    stop_token_id: int | None = setting(
+        None, "The token id that ends a response. With neither, all have `response_length` tokens."
     )
-    temperature: float = field(default=0.7, metadata={"help": "Sampling temperature."})
-    missing_eos_penalty: float | None = field(
-        default=None,
-        metadata={"help": "Subtracted from the score of a response without eos token; positive."},
+    temperature: float = setting(0.7, "Sampling temperature.")
+    missing_eos_penalty: float | None = setting(
+        None, "Subtracted from the score of a response without eos token; positive."
     )
-    sft_model_path: str = field(
-        default="EleutherAI/pythia-160m",
-        metadata={"help": "For scripts: the policy's starting point."},
+    sft_model_path: str = setting("EleutherAI/pythia-160m", "For scripts: the policy's starting point.")
+    world_size: int | None = setting(None, "Computed: number of processes.")
+    num_total_batches: int | None = setting(None, "Computed: updates of the run.")
+    micro_batch_size: int | None = setting(None, "Computed: `per_device_train_batch_size` over all processes.")
+    local_batch_size: int | None = setting(
+        None, "Computed: `per_device_train_batch_size * gradient_accumulation_steps`."
     )
-    world_size: int | None = field(default=None, metadata={"help": "Computed: number of processes."})
-    num_total_batches: int | None = field(default=None, metadata={"help": "Computed: updates of the run."})
-    micro_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: `per_device_train_batch_size` over all processes."},
+    batch_size: int | None = setting(None, "Computed: episodes of one update over all processes.")
+    local_mini_batch_size: int | None = setting(None, "Computed: a process's share of a mini-batch.")
+    mini_batch_size: int | None = setting(None, "Computed: episodes of one optimizer step over all processes.")
+    push_to_hub: bool = setting(False, "Push the policy to the Hub after training.")
+    reward_model_path: str = setting("EleutherAI/pythia-160m", "For scripts: the reward model.")
+    model_adapter_name: str | None = setting(None, "The PEFT adapter to train, of a model with several.")
+    ref_adapter_name: str | None = setting(None, "The PEFT adapter that is the reference, of a model with several.")
+    num_ppo_epochs: int = setting(4, "Passes over a batch of rollouts.")
+    whiten_rewards: bool = setting(False, "Whiten the rewards over the batch (their mean is kept).")
+    kl_coef: float = setting(0.05, "Weight of the KL penalty.")
+    kl_estimator: Literal["k1", "k3"] = setting(
+        "k1",
+        "The KL estimator: k1 (straightforward) or k3 (lower variance), see http://joschu.net/blog/kl- approx.html.",
     )
-    local_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: `per_device_train_batch_size * gradient_accumulation_steps`."},
-    )
-    batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: episodes of one update over all processes."},
-    )
-    local_mini_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: a process's share of a mini-batch."},
-    )
-    mini_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Computed: episodes of one optimizer step over all processes."},
-    )
-    push_to_hub: bool = field(default=False, metadata={"help": "Push the policy to the Hub after training."})
-    reward_model_path: str = field(
-        default="EleutherAI/pythia-160m",
-        metadata={"help": "For scripts: the reward model."},
-    )
-    model_adapter_name: str | None = field(
-        default=None,
-        metadata={"help": "The PEFT adapter to train, of a model with several."},
-    )
-    ref_adapter_name: str | None = field(
-        default=None,
-        metadata={"help": "The PEFT adapter that is the reference, of a model with several."},
-    )
-    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over a batch of rollouts."})
-    whiten_rewards: bool = field(
-        default=False,
-        metadata={"help": "Whiten the rewards over the batch (their mean is kept)."},
-    )
-    kl_coef: float = field(default=0.05, metadata={"help": "Weight of the KL penalty."})
-    kl_estimator: Literal["k1", "k3"] = field(
-        default="k1",
-        metadata={
-            "help": "The KL estimator: k1 (straightforward) or k3 (lower variance), see http://joschu.net/blog/kl- "
-            "approx.html."
-        },
-    )
-    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the policy's ratio."})
-    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
-    cliprange_value: float = field(default=0.2, metadata={"help": "Clip range of the value function."})
-    gamma: float = field(default=1.0, metadata={"help": "Discount."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of GAE."})
-    ds3_gather_for_generation: bool = field(
-        default=True,
-        metadata={"help": "Of no effect here: generation engines are filled bucket by bucket."},
+    cliprange: float = setting(0.2, "Clip range of the policy's ratio.")
+    vf_coef: float = setting(0.1, "Weight of the value loss.")
+    cliprange_value: float = setting(0.2, "Clip range of the value function.")
+    gamma: float = setting(1.0, "Discount.")
+    lam: float = setting(0.95, "Lambda of GAE.")
+    ds3_gather_for_generation: bool = setting(
+        True, "Of no effect here: generation engines are filled bucket by bucket."
     )

@@ -43,7 +43,7 @@ class BackgroundGeneration:
         self._closed: str | None = None  # how the generation ended
         self._ended_at = time.time()
         self.decode_steps: list[DecodeStep] = []
-        process.send("generate", asdict(sampling), str(updates), version)
+        process.send("generate", asdict(sampling), version)
         self._send(requests)
 
     @property

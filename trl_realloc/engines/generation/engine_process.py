@@ -101,11 +101,6 @@ class EngineProcess:
         return self._process.pid
 
     @property
-    def is_dead(self) -> bool:
-        """True if the process ended by itself, or was ended because it did not answer."""
-        return self._dead is not None
-
-    @property
     def is_running(self) -> bool:
         """True until the process is ended from here or found dead."""
         return self._dead is None and self._finalizer.alive

@@ -70,7 +70,7 @@ class RequestChecks:
         if begun is None:
             return
         if begun.index != request.index:
-            raise EngineError(f"{self.name}: request {request.index} has begun with the tokens of {begun.index}.")
+            raise EngineError(f"{self.name}: request {request.index} continues tokens of request {begun.index}.")
         if len(begun.token_ids) != len(begun.logprobs):
             raise EngineError(
                 f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens and "
@@ -84,13 +84,15 @@ class RequestChecks:
         if len(begun.token_ids) >= sampling.limit_of(request):
             raise EngineError(
                 f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens, and max_tokens is "
-                f"{sampling.limit_of(request)}: it has finished."
+                f"{sampling.limit_of(request)}: there is nothing left to generate."
             )
         if begun.token_ids and begun.token_ids[-1] in sampling.stop_token_ids:
-            raise EngineError(f"{self.name}: request {request.index} has begun with a stop token: it has finished.")
+            raise EngineError(
+                f"{self.name}: request {request.index} has begun with a stop token: there is nothing left to generate."
+            )
         if begun.token_ids and (why := why_not_moved(sampling)):
             raise EngineError(
-                f"{self.name}: request {request.index} was begun by another engine, and cannot go on here: {why}. "
+                f"{self.name}: request {request.index} was begun by another engine and cannot be continued: {why}. "
                 "Choose a plan without migration, or leave the setting out."
             )
         if begun.token_ids and not self._in_vocabulary(begun.token_ids):

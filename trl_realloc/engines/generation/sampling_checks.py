@@ -29,11 +29,11 @@ _OWN = "this package uses it to take tokens and log-probabilities from vLLM; lea
 
 # Arguments of SamplingParams that the user cannot set: the reason, and what to set instead.
 RESERVED_SAMPLING_ARGUMENTS: Mapping[str, str] = {
-    **{name: f"it is a setting of its own; set {name}" for name in _FIELDS},
-    "max_tokens": "it is a setting of its own; set max_completion_length",
+    **{name: f"it has a separate setting; set {name}" for name in _FIELDS},
+    "max_tokens": "it has a separate setting; set max_completion_length",
     **dict.fromkeys(("stop_token_ids", "ignore_eos"), _EOS),
     "n": _ONE,
-    "seed": "every sample is drawn by a seed of its own; set the run's seed",
+    "seed": "every sample has a separate seed; set the run's seed",
     **dict.fromkeys(("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs"), _LOGPROBS),
     **dict.fromkeys(("detokenize", "output_kind", "stream_interval", "skip_clone", "extra_args"), _OWN),
     **dict.fromkeys(("output_text_buffer_length", "routed_experts_prompt_start"), _OWN),
@@ -138,7 +138,7 @@ def why_not_moved(sampling: Sampling) -> str | None:
     names = ["regex"] if sampling.regex is not None else [n for n in _COUNT_RESPONSE if sampling.extra.get(n)]
     if not names:
         return None
-    return f"{names[0]} depends on all tokens of the response, and vLLM would take those drawn before for the prompt's"
+    return f"{names[0]} depends on all tokens of the response, and vLLM would count the earlier ones as the prompt's"
 
 
 def argument_problems(arguments: object) -> list[str]:

@@ -110,8 +110,8 @@ class TransformersEngine:
         runs in the trainer's process, so it takes no samples from other engines."""
         if continued := [request.index for request in requests if request.begun is not None]:
             raise EngineError(
-                f"request {continued[0]} was begun by another engine, and generation by Transformers cannot go on with "
-                "it; samples move between vLLM engines alone (generation_engine: vllm)."
+                f"request {continued[0]} was begun by another engine, and generation by Transformers cannot continue "
+                "it; samples move only between vLLM engines (generation_engine: vllm)."
             )
         if problems := transformers_problems(sampling, None):
             raise EngineError(" ".join(problems))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +22,12 @@ from ...common.notices import working
 from ...common.ports import reserve_port
 from ...plan.assignment import MEMORY_SHARE
 from ..base import BackgroundEngine, Bucket, Completion, DecodeStep, EngineError, GenerationRequest, Sampling, Updates
-from ..child_process import let_open_memory
+from ..child_process import Message, let_open_memory
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
 from .request_checks import RequestChecks
 from .vllm_support import is_vllm_available, why_not_served
 from .weight_buffers import WeightBuffers, by_cuda_ipc
-from .weight_sender import send_weights
 
 
 logger = logging.get_logger(__name__)
@@ -145,7 +144,7 @@ class VLLMEngine:
             )
             raise EngineError(f"{self.name}: vLLM is not installed; {remedy}.")
         if cores is not None and devices is not None:
-            raise EngineError(f"{self.name}: both cpu_cores and cuda_devices are given; an engine has one kind.")
+            raise EngineError(f"{self.name}: both cpu_cores and cuda_devices are set; an engine has one kind.")
         if cores is not None and (not cores or len(cores) % tp):
             raise EngineError(
                 f"{self.name}: {len(cores)} cores cannot be divided among {tp} processes; give a multiple."
@@ -259,9 +258,9 @@ class VLLMEngine:
         self._settle()
         if (sampling.extra or sampling.regex is not None) and sampling != self._sampling:
             self._process.send("check", asdict(sampling))
-            (problem,) = self._process.expect("checked", "checking how to draw tokens", self.limits.step)
+            (problem,) = self._process.expect("checked", "checking the sampling settings", self.limits.step)
             if problem is not None:
-                raise EngineError(f"{self.name}: vLLM refuses to draw tokens so: {problem}")
+                raise EngineError(f"{self.name}: vLLM refuses these sampling settings: {problem}")
             self._sampling = sampling
         self._generation = BackgroundGeneration(self._process, self._checks, requests, sampling, updates, self.version)
         return self._generation
@@ -270,14 +269,6 @@ class VLLMEngine:
     def decode_steps(self) -> list[DecodeStep]:
         latest = [] if self._generation is None else self._generation.decode_steps
         return latest or self._decode_steps
-
-    def tokens_given_out(self) -> int:
-        """The tokens of vLLM's engine core since the first call of this method, including those of unfinished requests.
-        Ends a running generation. For tests and benchmarks, which compare it with the responses' tokens."""
-        self._settle()
-        self._process.send("count")
-        (count,) = self._process.expect("counted", "counting its tokens", self.limits.step)
-        return int(count)
 
     def _settle(self) -> None:
         """Wait until the engine has started, and abort an open generation."""
@@ -292,15 +283,52 @@ class VLLMEngine:
         """Process id of the engine's process. Its session has vLLM's workers too."""
         return self._process.pid
 
-    @property
-    def is_dead(self) -> bool:
-        """True if the engine's process ended by itself, or was ended because it did not answer."""
-        return self._process.is_dead
-
     def close(self) -> None:
         self._process.close()
         self._buffers.clear()
         self.version = -1
+
+
+def send_weights(
+    process: EngineProcess,
+    buffers: WeightBuffers,
+    buckets: Iterable[Bucket],
+    version: int,
+    take: Callable[[Message], bool],
+) -> tuple[str | None, float, list[str]]:
+    """Send the parameters of a `load` bucket by bucket, then their digests. `vllm_update` is the receiver. While one
+    bucket is loaded the next one is filled. Slots on the GPU are freed afterwards.
+
+    Args:
+        take: handles messages of a generation meanwhile, as in `EngineProcess.expect`.
+
+    Returns:
+        The reason why the engine does not have the parameters as sent, or `None`; seconds for which it stopped
+        decoding; tensors that its model does not hold, or from which it holds only computed values.
+    """
+    process.send("load", version)
+    limit_s, free, complete = process.limits.load, [0, 1], False
+    digests: dict[str, int] = {}
+    try:
+        for bucket in buckets:
+            if not free:
+                free += process.expect("free", "loading weights", limit_s, take=take)
+            slot = free.pop(0)
+            filled = buffers.fill(slot, bucket)
+            if filled.tensors:
+                digests |= {name: number for (name, *_), number in zip(filled.tensors, filled.digests, strict=True)}
+                process.send("bucket", slot, filled.size, filled.tensors, filled.handle)
+            else:
+                free.append(slot)
+        complete = True
+    finally:
+        try:
+            if process.is_running:
+                process.send("done", complete, digests)
+                problem, stopped_s, unproven = process.expect("loaded", "loading weights", limit_s, ("free",), take)
+        finally:
+            buffers.release_gpu()
+    return problem, stopped_s, unproven
 
 
 def _completions(generation: BackgroundGeneration) -> Iterator[Completion]:

@@ -172,25 +172,9 @@ def _state(engine: LLMEngine, request_id: str) -> Any:
 
 
 _NO_STATE = (
-    "this vLLM release does not say where it keeps the tokens of an unfinished request, so trl_realloc cannot move "
-    "samples between engines; install vLLM 0.26.0 to 0.33.0, or choose a plan without migration"
+    "trl_realloc cannot read the tokens of an unfinished request from this vLLM release, and so cannot move samples "
+    "between engines; install vLLM 0.26.0 to 0.33.0, or choose a plan without migration"
 )
-
-
-def count_outputs(engine: LLMEngine) -> Callable[[], int]:
-    """Start counting the tokens that vLLM's engine core returns, including those of requests that are aborted later.
-    Returns a function that returns their number."""
-    core, count = engine.engine_core, 0
-    get_output = core.get_output
-
-    def counted() -> Any:
-        nonlocal count
-        outputs = get_output()
-        count += sum(len(output.new_token_ids) for output in outputs.outputs)
-        return outputs
-
-    core.get_output = counted
-    return lambda: count
 
 
 def abort(engine: LLMEngine, request_ids: Sequence[str]) -> None:
@@ -263,7 +247,6 @@ __all__ = [
     "abort",
     "copy_pending",
     "count_drawn",
-    "count_outputs",
     "drain",
     "drawn_so_far",
     "draws_by_position",

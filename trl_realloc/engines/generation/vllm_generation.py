@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..base import Updates
 from ..child_process import Message
 from .vllm_requests import CachedKeys, RunningRequests, Sample
 from .vllm_update import EngineChannel, WeightUpdates
@@ -26,7 +25,6 @@ class RunningGeneration:
         keys: usable keys and values. They include those of earlier generations with the same parameters, so a further
             turn of a conversation computes only its new tokens.
         sampling: fields of `base.Sampling`.
-        updates: a value of `base.Updates`.
         version: version of the engine's parameters.
     """
 
@@ -38,10 +36,9 @@ class RunningGeneration:
         by_seed: bool,
         keys: CachedKeys,
         sampling: dict[str, Any],
-        updates: str,
         version: int,
     ) -> None:
-        self._llm, self._channel, self._weights, self._updates = llm, channel, weights, Updates(updates)
+        self._channel, self._weights = channel, weights
         self._next_version, self._keys = version, keys
         self._requests = RunningRequests(llm, sampling, by_seed, version, keys)
 
@@ -86,21 +83,12 @@ class RunningGeneration:
         problem = self._weights.take(first)
         self._keys.drop()
         if problem is None:
-            self._requests.updated(self._next_version, keep=self._updates is Updates.KEEP)
-            if self._updates is Updates.RECOMPUTE:
-                self._recompute_keys()
+            self._requests.updated(self._next_version)
         else:
             self._requests.end()
         stopped_s = time.monotonic() - self._requests.step_ended if decodes else 0.0
         self._channel.send("loaded", problem, stopped_s, self._weights.unproven)
         return problem is None
-
-    def _recompute_keys(self) -> None:
-        """Drop all keys and values. The next step computes those of running requests again."""
-        if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise RuntimeError(
-                "vLLM did not reset its prefix cache, which has keys and values of earlier weights: blocks are in use"
-            )
 
     def _send(self, samples: list[Sample]) -> None:
         if samples:

@@ -12,7 +12,7 @@ Messages are tuples whose first element is a word:
 | | `ready` (dtype, wider parameters) once; `failed` (why) at any time, and the end |
 | `load` (version), then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
 | `done` (whether complete, digests) after the last | `loaded` (problem or None, seconds without steps, unproven) |
-| `generate` (sampling, effect of a load, version) | |
+| `generate` (sampling, version) | |
 | then `add` (requests)... | `samples` (list, time) and `progress`... while there are unfinished requests |
 | and `withdraw` (indices, least tokens)... | `withdrawn` (list) |
 | and `peek`... | `peeked` (list) |
@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -251,14 +251,12 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
     """Run commands until `close`, or until the parent ends (EOFError)."""
     from vllm.platforms import current_platform
 
-    from .vllm_compat import count_outputs
     from .vllm_generation import RunningGeneration
     from .vllm_requests import CachedKeys, why_not_sampled
     from .vllm_update import WeightUpdates
 
     memory, weights = Memory(llm, settings["sleep_level"]), WeightUpdates(llm, channel, settings["slots"])
     by_seed, keys = draws_by_seed(settings, current_platform.is_cpu()), CachedKeys()
-    given_out: Callable[[], int] | None = None
     while True:
         word, *arguments = channel.connection.recv()
         if word == "load":
@@ -272,9 +270,6 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
                 return
         elif word == "check":
             channel.send("checked", why_not_sampled(llm, *arguments))
-        elif word == "count":
-            given_out = given_out or count_outputs(llm.llm_engine)
-            channel.send("counted", given_out())
         elif word == "sleep":
             keys.drop()
             memory.sleep()

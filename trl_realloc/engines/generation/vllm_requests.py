@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from .decode_times import DecodeTimes
+from ..base import DecodeStep
 from .sample_seeds import seed_arguments
 from .sample_versions import Run, VersionMarks
 from .vllm_compat import abort, count_drawn, drain, drawn_so_far, draws_by_position, end_grammars_by_eos
@@ -40,6 +40,8 @@ class Request:
     begun: int
     limit: int
 
+
+MIN_STEPS = 4  # fewest decode steps that a mean is taken of
 
 # index, tokens sampled here, their log-probabilities and versions
 Partial = tuple[int, list[int], list[float], list[Run]]
@@ -115,6 +117,29 @@ class _Submitted:
     length: int
 
 
+class _DecodeTimes:
+    """Durations of decode steps: sums, grouped by the bit length of their number of samples.
+    `planner.cost.specification` derives the host's share from them."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[int, int, int, float]] = {}  # steps, samples, cached tokens, seconds
+
+    def add(self, samples: int, cached: int, seconds: float) -> None:
+        """Add a step. `cached` is the total number of cached tokens of its samples."""
+        bits = samples.bit_length()
+        steps, all_samples, all_cached, all_seconds = self._sums.get(bits, (0, 0, 0, 0.0))
+        self._sums[bits] = steps + 1, all_samples + samples, all_cached + cached, all_seconds + seconds
+
+    def means(self) -> list[DecodeStep]:
+        """In ascending order of the number of samples."""
+        sums = (self._sums[bits] for bits in sorted(self._sums))
+        return [
+            (samples / steps, cached / samples, seconds / steps)
+            for steps, samples, cached, seconds in sums
+            if steps >= MIN_STEPS
+        ]
+
+
 class RunningRequests:
     """The unfinished requests. vLLM gets as many as it may decode at the same time. The others wait here, so that vLLM
     has no long queue when the parameters are updated.
@@ -136,7 +161,7 @@ class RunningRequests:
         self._by_position = not by_seed and draws_by_position(self._engine)
         self._most = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._version = version
-        self.step_ended, self.times = time.monotonic(), DecodeTimes()
+        self.step_ended, self.times = time.monotonic(), _DecodeTimes()
         self._reading = 0  # steps that may read a prompt: the next one, and another one if two are in progress
         self._steps, self._lengths = 0, 0  # decode steps, and the sum of the `length` of the requests in vLLM
         # A request's name in vLLM is used once: vLLM may still be computing a token of a withdrawn request when the
@@ -200,21 +225,17 @@ class RunningRequests:
         self._abort(list(self._submitted))
         drain(self._engine)
 
-    def updated(self, version: int, keep: bool) -> None:
-        """Set the version of new parameters. No decode step is in progress.
-
-        Args:
-            keep: whether keys and values of the earlier parameters are kept. Requests without a token then start anew.
-        """
+    def updated(self, version: int) -> None:
+        """Set the version of new parameters. Keys and values of the earlier ones are kept, but requests without a token
+        start anew. No decode step is in progress."""
         self._version = version
         counts = {name: count_drawn(self._engine, name) for name in self._submitted}
-        if keep:
-            without = [name for name, count in counts.items() if not count]
-            anew = [self._submitted[name].request for name in without]
-            self._abort(without)
-            for request in reversed(anew):
-                self._waiting[request.index] = request
-                self._waiting.move_to_end(request.index, last=False)
+        without = [name for name, count in counts.items() if not count]
+        anew = [self._submitted[name].request for name in without]
+        self._abort(without)
+        for request in reversed(anew):
+            self._waiting[request.index] = request
+            self._waiting.move_to_end(request.index, last=False)
         for name, submitted in self._submitted.items():
             submitted.marks.change(counts[name], version)
 

@@ -112,11 +112,11 @@ _WEIGHTS = "training sends the weights to the engine, which reads no checkpoint;
 _TOKENS = "the engine takes and gives token ids, and has no tokenizer; give the trainer another processing_class"
 _DP = "the plan's dp is the number of engines; set dp of the call that generates"
 _ONE_HOST = "an engine is one process with its workers on one host; leave it out"
-_SAMPLING = "the trainer's own settings say how tokens are drawn, and training needs each token's probability as drawn"
+_SAMPLING = "the trainer's settings decide the sampling, and training needs each token's probability as sampled"
 _ADAPTERS = "adapters are merged into the weights that the engine gets; leave it out"
 _DTYPE = "the engine gets the weights in the training's dtype, and vLLM checks that all its own have come"
 _DRAFT = "an engine gets the weights of the policy alone, and a draft model would have none"
-_OFFLOAD = "vLLM would go on with the copy of the weights that it made at its start; leave it out"
+_OFFLOAD = "vLLM would keep using the copy of the weights that it made at its start; leave it out"
 _EXPERTS = "vLLM would load the experts of the next weights where they were before it moved them; leave it out"
 _OWN = "this package uses it to load weights and to draw tokens; leave it out"
 
@@ -129,9 +129,9 @@ RESERVED_ENGINE_ARGUMENTS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("safetensors_load_strategy", "ignore_patterns", "hf_token"), _WEIGHTS),
     **dict.fromkeys(("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"), _TOKENS),
-    "trust_remote_code": "no other engine can load a model with code of its own; use one whose family Transformers has",
+    "trust_remote_code": "no other engine can load a model with custom code; use one whose family Transformers has",
     "dtype": "the engine computes in the dtype of the training; set bf16, fp16 or neither",
-    "seed": "every sample is drawn by a seed of its own; set the run's seed",
+    "seed": "every sample has a separate seed; set the run's seed",
     "max_model_len": "it is the longest prompt with the longest response; set response_length (of GRPO and RLOO, "
     "vllm_max_model_length)",
     "tensor_parallel_size": "it is the plan's tp; set tp of the call that generates, in the plan",
@@ -142,7 +142,7 @@ RESERVED_ENGINE_ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("data_parallel_backend", "data_parallel_hybrid_lb", "data_parallel_external_lb"), _DP),
     **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"), _ONE_HOST),
     "device_ids": "an engine runs on the devices of its mesh; set the mesh of the call that generates, in the plan",
-    "gpu_memory_utilization": "it has a setting of its own; set vllm_gpu_memory_utilization",
+    "gpu_memory_utilization": "it has a separate setting; set vllm_gpu_memory_utilization",
     **dict.fromkeys(("enable_sleep_mode", "enable_cumem_allocator"), "set vllm_enable_sleep_mode"),
     **dict.fromkeys(("quantization", "quantization_config"), _DTYPE),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFT),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..child_process import Message
-from ..weight_digest import total
+from ..weight_digest import hexadecimal, total
 
 
 if TYPE_CHECKING:
@@ -109,14 +109,10 @@ def difference(sent: Mapping[str, int], answers: Sequence[WorkerAnswer]) -> str 
             parts.pop((), None)
         if any(len(numbers) > 1 for numbers in parts.values()):
             differing = next(numbers for numbers in parts.values() if len(numbers) > 1)
-            wrong[name] = f"copies of one part of it have the digests {', '.join(map(_hex, sorted(differing)))}"
+            wrong[name] = f"copies of one part of it have the digests {', '.join(map(hexadecimal, sorted(differing)))}"
         elif (lies := total(number for (number,) in parts.values())) != digest:
-            wrong[name] = f"its digest is {_hex(lies)} in the engine and {_hex(digest)} in the trainer"
+            wrong[name] = f"its digest is {hexadecimal(lies)} in the engine and {hexadecimal(digest)} in the trainer"
     if not wrong:
         return None
     name, how = next(iter(wrong.items()))
     return f"{name} does not lie in the engine as it was sent: {how} ({len(wrong)} of {len(sent)} tensors differ)."
-
-
-def _hex(digest: int) -> str:
-    return f"{digest % 2**64:016x}"

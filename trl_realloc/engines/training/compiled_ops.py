@@ -36,7 +36,7 @@ def clear_stale_locks(folder: Path) -> None:
             if holders:
                 logger.warning("%s is being compiled by process %d; this job may wait for it.", lock.parent, holders[0])
             elif lock.stat().st_uid != os.getuid() or _on_network(lock):
-                logger.warning("%s: if no job compiles there, delete this file, or this job waits for ever.", lock)
+                logger.warning("%s: if no job compiles there, delete this file, or this job waits forever.", lock)
             else:
                 lock.unlink()
                 logger.warning("removed %s, the lock of a job that was killed while it compiled.", lock)

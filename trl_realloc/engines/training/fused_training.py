@@ -7,7 +7,6 @@ same as if the models were trained one after the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,25 +23,6 @@ from .stage_figures import FusedShape, exchanged_shape
 from .stage_messages import StageTask
 from .stage_run import Orders, StageRun
 from .stage_times import StageTimes
-
-
-@dataclass(frozen=True)
-class FusedMiniBatch:
-    """The tasks that the stages of a line ran in one mini-batch, with their times. A line is a pipeline of the model
-    with more stages.
-
-    Args:
-        shape: input from which the order of the tasks was chosen.
-        orders: tasks of each stage.
-        times: (start, end) of each task of `orders`, by stage, in seconds since the epoch, without the wait for its
-            input.
-        ranks: rank of each stage.
-    """
-
-    shape: FusedShape
-    orders: Orders
-    times: Sequence[Sequence[tuple[float, float]]]
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -77,8 +57,6 @@ class FusedTraining:
         # the pipeline with more stages; the other model has one or several pipelines there, one after the other
         self.line = first.pp if first.pp.size >= second.pp.size else second.pp
         self.times = StageTimes(engines[0].device)
-        # for the latest mini-batch, on the first tensor rank of each stage
-        self._latest: tuple[FusedShape, Orders] | None = None
 
     def train(self, shares: tuple[FusedShare, FusedShare]) -> tuple[Outcome, Outcome]:
         """Take one optimizer step of each model, on one mini-batch. Collective over the mesh."""
@@ -104,9 +82,7 @@ class FusedTraining:
         works = [
             engine.stage_work(batch.micros, batch.finish) for engine, batch in zip(self.engines, batches, strict=True)
         ]
-        run = StageRun(works, orders, self.line, self.times.of)
-        self.times.begin_tasks()  # the host has just read the orders from the device, so the device is idle
-        run.run()
+        StageRun(works, orders, self.line, self.times.of).run()
 
     def _orders(self, batches: Sequence[MiniBatch]) -> Orders:
         """The order of the tasks on every stage of the line. One rank computes it and sends it to the other stages and
@@ -114,7 +90,6 @@ class FusedTraining:
         line, tp = self.line, self.engines[0].groups.tp
         orders: Orders = ((),) * line.size
         shared: dict[str, Tensor] = {}
-        shape: FusedShape | None = None
         if tp.is_leader:
             measures = not torch.are_deterministic_algorithms_enabled()
             shape = exchanged_shape(self.engines, batches, line, self.times if measures else None)
@@ -123,33 +98,7 @@ class FusedTraining:
             table = {str(stage): torch.tensor(tasks, dtype=torch.int64) for stage, tasks in enumerate(orders)}
             shared = line.share(table, 0)
         shared = tp.share(shared, 0)
-        orders = [
+        return [
             [StageTask(model, number, bool(is_backward)) for model, number, is_backward in shared[str(stage)].tolist()]
             for stage in range(line.size)
         ]
-        self._latest = (shape, orders) if shape is not None and shape.micro_batches else None
-        return orders
-
-    def take_latest(self) -> FusedMiniBatch | None:
-        """The latest mini-batch since the last call, on the line's first rank if that is the first tensor rank of its
-        stage. `None` on other ranks, without a new mini-batch, if the line had no samples, or if a device has not
-        finished it. Collective over the line.
-
-        Does not wait for the device. After `train` the mini-batch has finished, because the steps read the gradients'
-        norms.
-        """
-        line, (latest, self._latest) = self.line, (self._latest, None)
-        if latest is None:
-            return None
-        shape, orders = latest
-        longest, local_times = max(map(len, orders)), self.times.of_tasks()
-        rows = local_times + [(math.nan, math.nan)] * (longest - len(local_times))
-        gathered = line.gather(torch.tensor(rows, dtype=torch.float64, device=line.device))
-        if not line.is_leader:
-            return None
-        times = [
-            [(start, end) for start, end in stage[: len(tasks)].tolist()]
-            for stage, tasks in zip(gathered, orders, strict=True)
-        ]
-        is_complete = all(math.isfinite(end) for stage in times for _, end in stage)
-        return FusedMiniBatch(shape, orders, times, line.ranks) if is_complete else None

@@ -109,14 +109,14 @@ def _checkpoint_files(model: PreTrainedModel, files: Sequence[str] | Mapping[str
             assert structure is not None
             computed = conversion.compute(header, structure)
             if any(value.shape != expected[target].shape for target, value in computed.items() if target in expected):
-                raise CannotReadParts(f"{conversion.first} is computed in a way that is not known here")
+                raise CannotReadParts(f"{conversion.first} is computed in a way that this package does not support")
             conversions |= {target: conversion for target in computed if target in expected}
     readable = names.keys.keys() | conversions.keys()
     named = dict(model.named_parameters(remove_duplicate=False))
     loaded = {name for name, parameter in named.items() if compat.has_values(parameter)}
     tied = compat.tied_names(model)
     if lost := sorted(loaded - readable - tied.keys() - set(tied.values())):
-        raise CannotReadParts(f"Transformers reads {lost[0]} in a way that is not known here")
+        raise CannotReadParts(f"Transformers reads {lost[0]} in a way that this package does not support")
     read_as = {parameter: name for name, parameter in named.items() if name in readable}
     aliases = {name: read_as[p] for name, p in named.items() if name not in readable and p in read_as}
     return CheckpointFiles(list(files), names.keys, aliases, conversions, structure)

@@ -188,7 +188,10 @@ class PolicyHead(RoleHead):
             logits = self._run(self.model, arguments).logits
         # compared by memory, because DeepSpeed's hooks return the same memory as another tensor
         if [logits.data_ptr()] != [result.data_ptr() for result in results]:
-            raise RuntimeError(f"{type(base).__name__} changes its logits after its head, and was found not to.")
+            raise RuntimeError(
+                f"{type(base).__name__} changes its logits after its head, although the check before training found "
+                f"that it does not."
+            )
         columns: tuple[Tensor, Tensor] = Unstacked.apply(logits, use)
         return columns
 

@@ -161,7 +161,7 @@ def fingerprint(model: PreTrainedModel) -> int:
 def _other_files(role: str) -> str:
     return (
         f"the {role}'s model is not the same on all ranks: they read different files under its name or path, or some "
-        f"were given a loaded model; put the same checkpoint on every host."
+        f"received a loaded model; put the same checkpoint on every host."
     )
 
 

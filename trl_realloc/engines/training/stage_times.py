@@ -1,6 +1,4 @@
-"""Seconds of the forwards and backwards of a pipeline's stage, measured while they run, with the start and end of each
-of them in the latest mini-batch.
-"""
+"""Seconds of the forwards and backwards of a pipeline's stage, measured while they run."""
 
 from __future__ import annotations
 
@@ -51,19 +49,6 @@ class TokenFit:
         return seconds - slope * tokens, slope
 
 
-def epoch_of_clock() -> float:
-    """Offset in seconds that turns `time.perf_counter()` into seconds since the epoch.
-
-    The two clocks cannot be read at once. If the process is interrupted between them, the offset is wrong by
-    milliseconds, and the tasks of two ranks seem to overlap. So the quickest of five readings is used.
-    """
-    readings = []
-    for _ in range(5):
-        before, now, after = time.perf_counter(), time.time(), time.perf_counter()
-        readings.append((after - before, now - (before + after) / 2))
-    return min(readings)[1]
-
-
 class StageTimes:
     """The times of one rank. On an accelerator they are device times, for which the host does not wait: a task begins
     when the device has its input and has finished its earlier work, not when the host launches it.
@@ -73,12 +58,6 @@ class StageTimes:
         self.device = device
         self.fits: dict[tuple[int, bool], TokenFit] = defaultdict(TokenFit)
         self._events: list[tuple[tuple[int, bool], int, torch.Event, torch.Event]] = []
-        # latest mini-batch: the tasks in the order in which they ran, and the offset that converts their times to
-        # seconds since the epoch
-        self._tasks: list[tuple[float, float]] = []
-        self._device_tasks: list[tuple[torch.Event, torch.Event]] = []
-        self._epoch = 0.0
-        self._begin: torch.Event | None = None
 
     @contextlib.contextmanager
     def of(self, model: int, is_backward: bool, tokens: int) -> Iterator[None]:
@@ -90,13 +69,10 @@ class StageTimes:
             yield
             end.record()
             self._events.append((key, tokens, start, end))
-            self._device_tasks.append((start, end))
         else:
             began = time.perf_counter()
             yield
-            ended = time.perf_counter()
-            self.fits[key].add(tokens, ended - began)
-            self._tasks.append((began, ended))
+            self.fits[key].add(tokens, time.perf_counter() - began)
 
     def begin_mini_batch(self) -> None:
         """Collect what the device has measured until now; its weight decays with each mini-batch."""
@@ -109,27 +85,3 @@ class StageTimes:
             else:
                 running.append((key, tokens, start, end))
         self._events = running
-
-    def begin_tasks(self) -> None:
-        """Start the tasks of a mini-batch. An accelerator should be idle: its times count from when it reaches this
-        point."""
-        self._tasks, self._device_tasks = [], []
-        if is_accelerator(self.device):
-            self._begin = torch.Event(self.device, enable_timing=True)
-            self._begin.record()
-            self._epoch = time.time()
-        else:
-            self._epoch = epoch_of_clock()
-
-    def of_tasks(self) -> list[tuple[float, float]]:
-        """(start, end) of each task since `begin_tasks`, in the order in which they ran, in seconds since the epoch;
-        NaN for tasks that the device has not finished."""
-        if self._begin is None:
-            return [(self._epoch + start, self._epoch + end) for start, end in self._tasks]
-        begin, unknown = self._begin, (float("nan"), float("nan"))
-        return [
-            (self._epoch + begin.elapsed_time(start) / 1e3, self._epoch + begin.elapsed_time(end) / 1e3)
-            if end.query()
-            else unknown
-            for start, end in self._device_tasks
-        ]

@@ -100,7 +100,7 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     except (RuntimeError, TypeError, ValueError) as error:  # no kernel; a release of torch with other arguments
         logger.warning(
             f"torch's attention for samples of different lengths does not run on {device} with heads of {head_dim} in "
-            f"{dtype}, so each sample's attention is a call of its own, which is slower: {error}"
+            f"{dtype}, so each sample's attention is computed by a separate call, which is slower: {error}"
         )
         return False
     return True

@@ -110,7 +110,7 @@ def unread(model: nn.Module, source: WeightSource) -> list[Unread]:
                 item.name = name
     lost = [item.name for item in items.values() if item.name not in stored]
     if lost:
-        raise EngineError(f"the checkpoint has no {lost[0]} ({len(lost)} parameters have neither a file nor a value).")
+        raise EngineError(f"the checkpoint has no values for {lost[0]} ({len(lost)} parameters are missing).")
     return list(items.values())
 
 

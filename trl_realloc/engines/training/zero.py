@@ -44,9 +44,8 @@ from .packed_row import PackedRow
 from .replicated import whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill, source_of
-from .zero_gradients import GradientMemory
+from .zero_gradients import GradientMemory, check_gradients, loss_scale, set_loss_scale
 from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
-from .zero_scaling import check_gradients, loss_scale, set_loss_scale
 from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype, unify_trained
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
-from pydantic import ConfigDict
+from pydantic import AliasChoices, ConfigDict, Field
 
 from ...plan.assignment import Assignment
 from ...plan.dataflow import Call
@@ -44,7 +44,8 @@ class CalibrationFactors:
     layouts: Mapping[str, Mapping[str, _Factor]] = field(default_factory=dict)
     moves: Mapping[str, _Factor] = field(default_factory=dict)
     functions: Mapping[str, _Seconds] = field(default_factory=dict)
-    dispatch: _Seconds | None = None
+    # version 0.2 wrote `handover`
+    dispatch: Annotated[_Seconds | None, Field(validation_alias=AliasChoices("dispatch", "handover"))] = None
 
     def factor(self, call: Call, assignment: Assignment) -> float:
         """The factor of a call's seconds; for a call that has not run, the median of the calls of its kind."""
@@ -116,7 +117,7 @@ def layout_name(assignment: Assignment) -> str:
 
 
 def bounded(factor: float) -> float:
-    """A factor between 1 / `MOST` and `MOST`."""
+    """A factor between 1 / `MAX_FACTOR` and `MAX_FACTOR`."""
     return min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
 
 

@@ -210,8 +210,8 @@ def _known_device(name: str) -> Device:
     near = nearest(name, DEVICES)
     hint = f"did you mean {near!r}? There" if near else "there"
     raise PlanError(
-        f"there is no specification of {shown(name)}; {hint} are {', '.join(DEVICES)}, and of another device a YAML "
-        f"file with its specification can be named, like gpu.yaml:2x8."
+        f"there is no specification of {shown(name)}; {hint} are {', '.join(DEVICES)}; for another device, name "
+        f"a YAML file with its specification, like gpu.yaml:2x8."
     )
 
 

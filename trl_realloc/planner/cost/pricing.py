@@ -1,4 +1,4 @@
-"""The cost model: time and memory of one call under one assignment. Reallocations are in `reallocation_cost`.
+"""The cost model: time and memory of one call under one assignment. Those of a reallocation are in `search.problem`.
 
 The time of a call is the sum of its parts (`call_cost.PARTS`). docs/studies/planner.md has the formulas with their
 sources.

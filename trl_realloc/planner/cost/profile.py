@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
-from pydantic import ConfigDict, PositiveInt
+from pydantic import AliasChoices, ConfigDict, Field, PositiveInt
 
 from ...common.errors import PlanError
 from ...common.files import MAX_RECORD_BYTES, read_json_mapping
@@ -28,6 +28,8 @@ from .hardware import Sharing
 # Limits of the numbers in a profile's file.
 _Count = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 _Amount = Annotated[float, Ge(0), Le(1e24)]
+# version 0.2 wrote `corrections`
+_Calibration = Annotated[CalibrationFactors, Field(validation_alias=AliasChoices("calibration", "corrections"))]
 MIN_SECONDS = 1e-12
 
 
@@ -107,7 +109,7 @@ class Profile:
         thorough: whether generation was measured under several tensor-parallel degrees.
         nodes: number of nodes of the job that measured it.
         links: messages and all-reduces on the planned network; empty if the observations were made on this network.
-        corrections: calibration factors of estimates from these observations, learned from later runs.
+        calibration: calibration factors of estimates from these observations, learned from later runs.
         is_accelerator: whether the devices are accelerators such as GPUs, not CPU ranks.
         memory: bytes of a device; `None` if unknown.
         complete: whether all short runs have been done. Measuring between two updates may end before.
@@ -126,7 +128,7 @@ class Profile:
     thorough: bool = False
     nodes: _Count = 1
     links: tuple[Observation, ...] = ()
-    calibration: CalibrationFactors = field(default_factory=CalibrationFactors)
+    calibration: _Calibration = field(default_factory=CalibrationFactors)
     is_accelerator: bool = False
     memory: Annotated[float, Gt(0), Le(1e15)] | None = None
     complete: bool = True
@@ -138,7 +140,7 @@ class Profile:
         file.parent.mkdir(parents=True, exist_ok=True)
         head = {key: value for key, value in vars(self).items() if key not in ("observations", "links")}
         head["links"] = [asdict(row) for row in self.links]
-        head["corrections"] = asdict(self.calibration)
+        head["calibration"] = asdict(self.calibration)
         head["decode_host"] = self.decode_host and asdict(self.decode_host)
         head["sharing"] = self.sharing and self.sharing.slower
         lines = ",\n".join(json.dumps(asdict(row)) for row in self.observations)
@@ -173,7 +175,7 @@ class Profile:
         if hardware != self.hardware:
             raise PlanError(
                 f"the profile was made on {self.hardware!r}, but this job runs on {hardware!r}; make one here with "
-                f"trl-realloc profile, or leave it out and it is made by itself."
+                f"trl-realloc profile, or leave it out and one is made automatically."
             )
 
 
@@ -186,17 +188,17 @@ def _check_observations(rows: Sequence[Observation], path: str | Path, name: str
         is_size = row.work == "activations"
         wrong = None
         if is_size and not row.bytes:
-            wrong = "bytes is 0, but it says what was kept"
+            wrong = "bytes is 0, but activations need the saved bytes"
         elif not is_size and row.seconds < MIN_SECONDS:
-            wrong = f"seconds is {row.seconds:g}, but work takes some time"
+            wrong = f"seconds is {row.seconds:g}, below the minimum of {MIN_SECONDS:g}"
         elif row.work in ("forward", "train", "activations") and not row.tokens:
-            wrong = "tokens is 0, but it says how much work it was"
+            wrong = f"tokens is 0, but {row.work} needs the number of tokens"
         elif row.work in ("send", "all_reduce") and not row.bytes:
-            wrong = "bytes is 0, but it says how much was sent"
+            wrong = f"bytes is 0, but {row.work} needs the sent bytes"
         elif row.work == "all_reduce" and row.devices == 1:
-            wrong = "devices is 1, but a reduction sends from one to another"
+            wrong = "devices is 1, but an all-reduce needs 2 or more"
         elif row.pp > 1 and row.micro < 1:
-            wrong = f"micro is {row.micro:g}, but a pipeline is given one micro-batch or more"
+            wrong = f"micro is {row.micro:g}, but a pipeline needs 1 or more"
         elif row.zero_stage and (row.micro < 1 or not row.bytes):
             wrong = f"micro is {row.micro:g} and bytes {row.bytes:g}, but ZeRO moves parameters for each micro-batch"
         elif row.devices % (row.tp * row.pp):

@@ -35,10 +35,6 @@ class SimulatedSchedule:
     starts: tuple[tuple[float, ...], ...]
     memory_peaks: tuple[float, ...]
 
-    @property
-    def memory_peak(self) -> float:
-        return max(self.memory_peaks)
-
 
 def check(pipelines: FusedPipelines, schedule: FusedSchedule) -> SimulatedSchedule:
     """Simulates a schedule.
@@ -51,7 +47,7 @@ def check(pipelines: FusedPipelines, schedule: FusedSchedule) -> SimulatedSchedu
         raise PlanError(f"The schedule has {len(schedule.stages)} stages, the pipelines {pipelines.stages}.")
     for stage, tasks in enumerate(schedule.stages):
         _check_tasks(pipelines, stage, tasks)
-    starts, makespan = start_times(pipelines, schedule)
+    starts, makespan = _start_times(pipelines, schedule)
     peaks = tuple(_memory_peak(pipelines, stage, tasks) for stage, tasks in enumerate(schedule.stages))
     for stage, (peak, limit) in enumerate(zip(peaks, pipelines.memory_limit or [np.inf] * len(peaks), strict=True)):
         if peak > limit * (1 + ROUNDING):
@@ -62,13 +58,13 @@ def check(pipelines: FusedPipelines, schedule: FusedSchedule) -> SimulatedSchedu
 def _check_tasks(pipelines: FusedPipelines, stage: int, tasks: tuple[Task, ...]) -> None:
     expected = Counter(_tasks_of_stage(pipelines, stage))
     actual = Counter(tasks)
-    for difference, problem in (
-        (actual - expected, "has, once too often or on a wrong stage,"),
-        (expected - actual, "lacks"),
+    for difference, (verb, kind) in (
+        (actual - expected, ("has", "duplicate or misplaced ")),
+        (expected - actual, ("lacks", "")),
     ):
         if difference:
             names = ", ".join(str(task) for task in sorted(difference)[:MAX_NAMED])
-            raise PlanError(f"Stage {stage} {problem} {difference.total()} tasks: {names}.")
+            raise PlanError(f"Stage {stage} {verb} {difference.total()} {kind}tasks: {names}.")
 
 
 def _tasks_of_stage(pipelines: FusedPipelines, stage: int) -> list[Task]:
@@ -80,7 +76,7 @@ def _tasks_of_stage(pipelines: FusedPipelines, stage: int) -> list[Task]:
     ]
 
 
-def start_times(pipelines: FusedPipelines, schedule: FusedSchedule) -> tuple[tuple[tuple[float, ...], ...], float]:
+def _start_times(pipelines: FusedPipelines, schedule: FusedSchedule) -> tuple[tuple[tuple[float, ...], ...], float]:
     """The start of every task, by stage and position in the stage's list, and the makespan. The schedule may lack
     micro-batches. Raises `PlanError` if tasks wait for each other."""
     starts: list[list[float]] = [[] for _ in schedule.stages]

@@ -1,16 +1,14 @@
-"""A planned or measured fused schedule for display: the list of each stage as text, and its times as a `Timeline`.
+"""A fused schedule for display: the list of each stage as text, and its times as a `Timeline`.
 
 A run's schedule depends on the times of its stages (`runtime/fused/orders`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from ...plan.assignment import Assignment
 from ...plan.execution_plan import ExecutionPlan
-from ...plan.stage_spans import MiniBatchStages, StageSpan, task_name
 from ...plan.timeline import Span, Timeline
 from .check import check
 from .pipelines import KINDS, MODELS, FusedPipelines, FusedSchedule, Task
@@ -27,8 +25,7 @@ class StageList:
     """Tasks of one pipeline stage, as text.
 
     Args:
-        devices: devices of the stage, like `0` or `0-1`. A planned stage has those of all data-parallel pipelines, like
-            `0, 2`.
+        devices: devices of the stage in all data-parallel pipelines, like `0, 2` or `0-1`.
         holds: number of the stage in each model's pipeline, from 1.
         tasks: tasks in order: `A1` is the forward of the first call's first micro-batch, `a1` its backward; `B1` and
             `b1` are those of the second call.
@@ -77,28 +74,14 @@ def schedule_timeline(plan: ExecutionPlan, found: Found) -> Timeline:
     return Timeline(spans)
 
 
+def task_name(call: str, kind: str) -> str:
+    """Name of a call's forwards or backwards in a timeline."""
+    return f"{call}, {kind}"
+
+
 def task_names(plan: ExecutionPlan) -> tuple[str, ...]:
-    """Names of the tasks in a `schedule_timeline` and in `MiniBatchStages.measured`, in the order of their colours."""
+    """Names of the tasks in a `schedule_timeline`; their order is that of their colours."""
     return tuple(task_name(call, kind) for call in plan.fused for kind in KINDS)
-
-
-def measured_lists(plan: ExecutionPlan, ran: MiniBatchStages) -> list[StageList]:
-    """A list for each stage of each data-parallel pipeline, which orders tasks by its measured times. `busy` refers to
-    the time from the first task's start to the last task's end on any stage."""
-    home = _home(plan)
-    a, b = (plan[name].strategy.pp for name in plan.fused)
-    shape, whole = FusedPipelines.uniform((a, b), (1, 1), (1, 1), (1, 1)), ran.measured.seconds_per_step
-    of_device: dict[int, list[StageSpan]] = defaultdict(list)
-    for span in sorted(ran.spans, key=lambda span: span.start):
-        of_device[span.device].append(span)
-    lists = []
-    for device, spans in sorted(of_device.items()):
-        stage = (device - home.mesh.first) // home.strategy.tp % shape.stages
-        numbers = tuple(shape.own_stage(model, stage)[1] + 1 for model in MODELS)
-        tasks = tuple(Task(MODELS[plan.fused.index(s.call)], 0, s.micro_batch, s.kind) for s in spans)
-        busy = sum(span.end - span.start for span in spans) / whole if whole else 0.0
-        lists.append(StageList(_range(device, home.strategy.tp), (numbers[0], numbers[1]), text_of(tasks), busy))
-    return lists
 
 
 def _home(plan: ExecutionPlan) -> Assignment:

@@ -48,10 +48,6 @@ class FoundSchedule:
     simulated: SimulatedSchedule
     bound: float
 
-    @property
-    def on_bound(self) -> bool:
-        return self.simulated.makespan <= self.bound * (1 + ROUNDING)
-
 
 def search(pipelines: FusedPipelines, seed: int = 0, effort: int = EFFORT) -> FoundSchedule:
     """A schedule within the memory limit. The same seed and effort give the same schedule.

@@ -127,20 +127,14 @@ class EngineAhead:
         """The devices are free again."""
         self._engine.resume()
 
-    def update(self, *, recomputes: bool) -> None:
-        """Use the parameters after the next update. The engine is paused, but its last step may still run.
-
-        Args:
-            recomputes: whether the KV cache of unfinished samples is computed again under the new parameters.
-        """
+    def update(self) -> None:
+        """Use the parameters after the next update. The engine is paused, but its last step may still run."""
         has = dict.fromkeys(self._left, 0)
         for index, tokens in self._engine.running().items():
             has[index // self._size] += tokens
         for batch, tokens in has.items():
             self._count(batch, tokens)
         self.version += 1
-        if recomputes:
-            self._engine.reread()
 
     def _finished(self, samples: Sequence[int]) -> None:
         for index in samples:

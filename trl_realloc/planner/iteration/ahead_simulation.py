@@ -260,7 +260,7 @@ class _Simulation:
 
     def _updated(self) -> None:
         for engine in self.engines:
-            engine.update(recomputes=self.plan.staleness.kv_cache == "recompute")
+            engine.update()
         self.updates += 1
         self._admit()
 

@@ -66,7 +66,6 @@ class SimulatedEngine:
         self._is_busy = True  # until it has started
         self._is_closed = False  # True: no sample is admitted until the batch has ended
         self._pauses = 0
-        self._rereads = False  # True: prefill the running samples again before decoding goes on
 
     def start(self) -> None:
         """Begin to generate. The engine has its parameters."""
@@ -99,10 +98,6 @@ class SimulatedEngine:
         if not self._pauses and not self._is_busy:
             self._go_on()
 
-    def reread(self) -> None:
-        """The keys and values of the running samples are computed again before they go on. Called in a pause."""
-        self._rereads = bool(self._running)
-
     def running(self) -> dict[int, int]:
         """Generated tokens of each running sample, including the token of a step that an interruption lets end."""
         step = self._step + self._kept
@@ -127,9 +122,7 @@ class SimulatedEngine:
         if self._pauses:
             self._is_busy = False
             return
-        again = list(self.running().items()) if self._rereads else []
-        admitted, self._rereads = [*again, *self._admitted()], False
-        if admitted:
+        if admitted := self._admitted():
             lengths = [self.work.prompts[index] + has for index, has in admitted]
             shared = self._shared * sum(index not in self._moved for index, _ in admitted)
             seconds = self.prices.prefill(self.work.name, lengths, shared)

@@ -140,7 +140,7 @@ def read_booleans(settings: Mapping[str, Any]) -> tuple[dict[str, bool | None], 
 def recomputes(settings: Mapping[str, Any]) -> bool:
     """True if training uses activation checkpointing: `activation_checkpointing` or, if it is not set, its older name
     `gradient_checkpointing`, as in Transformers."""
-    setting = settings["activation_checkpointing"]
+    setting = settings.get("activation_checkpointing")  # older releases of Transformers have no such argument
     return bool(settings["gradient_checkpointing"] if setting is None else setting)
 
 

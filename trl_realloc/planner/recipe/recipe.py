@@ -15,12 +15,10 @@ from ...common.settings import MIN_TEMPERATURE, SETTINGS, no_room, number_of_tex
 from ...plan.algorithm_graphs import grpo_graph, ppo_graph
 from ...plan.cluster import Cluster
 from ...plan.dataflow import CallKind, DataflowGraph, Role
-from ...plan.model_spec import FAMILIES, Head, ModelSpec
+from ...plan.model_spec import FAMILIES, Head, ModelSpec, ParameterSpec
 from ...plan.staleness import uncorrected
 from ..cost.workload import Workload
 from ..search.space import TrainingSplits
-from .adapters import ADAPTER_DEFAULTS as ADAPTERS
-from .adapters import check_adapters, trained_share, unties
 from .defaults import (
     DEFAULTS_OF,
     LOADING,
@@ -39,6 +37,19 @@ LIKE = 0.8  # smallest similarity with which a key counts as a misspelt setting
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 PROMPT_TOKENS = 64.0  # default mean length of a prompt
 MAX_TOKENS = 10_000_000  # largest number of tokens of a prompt or a response, and of samples of a batch
+
+# the settings of adapters that the planner reads, with the defaults of TRL's `ModelConfig`
+ADAPTER_DEFAULTS: Mapping[str, Any] = {
+    "use_peft": False,
+    "lora_r": 16,
+    "lora_target_modules": None,
+    "lora_modules_to_save": None,
+}
+ALL_LINEAR = "all-linear"
+# PEFT's default targets by model family
+_TARGETS_OF_FAMILY = {"gpt_neox": ("query_key_value",)}
+_USUAL_TARGETS = ("q_proj", "v_proj")
+_ENDS = ("lm_head", "embed_tokens", "embed_in", "embed_out")
 
 
 @dataclass(frozen=True)
@@ -137,9 +148,8 @@ class Recipe:
             config = read_json_mapping(path, "the model's config")
             if (family := str(config.get("model_type", ""))) not in FAMILIES:
                 raise PlanError(
-                    f"{path}: a recipe is planned by the table of its models' family, and {shown(family)} has none; "
-                    f"those with one are {', '.join(sorted(FAMILIES))}. A run of the recipe needs none: with "
-                    f"plan: auto it plans by itself."
+                    f"{path}: planning a recipe needs a table of the model family; {shown(family)} has none (known: "
+                    f"{', '.join(sorted(FAMILIES))}). A run with plan: auto does not need it."
                 )
             positions = config.get("max_position_embeddings")
             is_ppos = self.algorithm == "ppo" and call.role is Role.ACTOR  # GRPO and RLOO shorten responses
@@ -245,7 +255,7 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
         folders |= {Role.REWARD: _folder(reward or critic, path), Role.CRITIC: _folder(critic, path)}
     elif reward is not None:
         folders[Role.REWARD] = _folder(reward, path)
-    defaults = {**DEFAULTS_OF[algorithm], **LOADING, **ADAPTERS}
+    defaults = {**DEFAULTS_OF[algorithm], **LOADING, **ADAPTER_DEFAULTS}
     planned = {key: settings.get(key, default) for key, default in defaults.items()}
     try:
         check_adapters(planned)
@@ -309,3 +319,50 @@ def _folder(model: str, recipe: Path) -> Path:
             f"(hf download {model} config.json --local-dir {sibling})"
         )
     raise PlanError(f"{recipe}: there is no config.json in {shown(model)}, nor in {sibling}; {remedy}.")
+
+
+def check_adapters(settings: Mapping[str, Any]) -> None:
+    """Raises `PlanError` if modules are not names. The rank is checked by `common.settings`."""
+    for name in ("lora_target_modules", "lora_modules_to_save"):
+        value = settings[name]
+        texts = value is None or isinstance(value, str)
+        if not texts and not (isinstance(value, list) and all(isinstance(module, str) for module in value)):
+            raise PlanError(f"{name} is a list of names of modules, not {shown(value)}.")
+
+
+def trained_share(settings: Mapping[str, Any], spec: ModelSpec) -> float:
+    """The share of a policy's elements that a recipe trains: 1 without `use_peft`. LoRA of rank r adds r (m + n)
+    elements to a matrix of m x n; `lora_modules_to_save` are trained in full. Missing settings have their
+    `ADAPTER_DEFAULTS`."""
+    settings = {**ADAPTER_DEFAULTS, **settings}
+    if not settings["use_peft"]:
+        return 1.0
+    targets = _names(settings["lora_target_modules"]) or _TARGETS_OF_FAMILY.get(spec.family, _USUAL_TARGETS)
+    saved = _names(settings["lora_modules_to_save"])
+    rows_and_columns = sum(sum(p.shape) for p in spec.parameters if _is_target(p, targets, spec))
+    adapted = settings["lora_r"] * rows_and_columns
+    copied = sum(parameter.elements for parameter in spec.parameters if _module(parameter) in saved)
+    return float((adapted + copied) / (spec.elements + adapted + copied))
+
+
+def unties(settings: Mapping[str, Any]) -> bool:
+    """True if the adapters of a recipe change the language head or the embedding. If a policy ties the two, its engine
+    then holds both."""
+    settings = {**ADAPTER_DEFAULTS, **settings}
+    modules = {*_names(settings["lora_target_modules"]), *_names(settings["lora_modules_to_save"])}
+    return bool(settings["use_peft"]) and not modules.isdisjoint(_ENDS)
+
+
+def _names(value: str | Sequence[str] | None) -> Sequence[str]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _is_target(parameter: ParameterSpec, targets: Sequence[str], spec: ModelSpec) -> bool:
+    if len(parameter.shape) != 2:
+        return False
+    return 0 <= parameter.layer < spec.layers if ALL_LINEAR in targets else _module(parameter) in targets
+
+
+def _module(parameter: ParameterSpec) -> str:
+    """The last part of the name of a parameter's module."""
+    return parameter.name.rpartition(".")[0].rpartition(".")[2]

@@ -41,9 +41,9 @@ def why_none(space: Space, *, deterministic: bool = False, barrier: bool = False
     if space.pricing.vllm_sleeps:
         return "an engine that generates all the time cannot sleep (vllm_enable_sleep_mode)"
     if deterministic:
-        return "two runs are to give the same bits (full_determinism), and the clock decides which policy draws a token"
+        return "full_determinism requires identical runs, but timing decides which policy samples a token"
     if barrier:
-        return "an iteration is to begin when the one before has ended"
+        return "barrier requires that an iteration begins after the one before has ended"
     return ""
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...common.errors import PlanError
 from ...plan.assignment import MEMORY_SHARE, Assignment, ParallelStrategy
 from ...plan.cluster import Cluster
-from ...plan.dataflow import Role
-from ...plan.model_spec import ModelSpec
 from ...plan.presets import flatten, presets_of, with_sleeping_engines
 from ..cost.engine_refusal import SmallShareError
 from ..iteration.simulate import Overlap
@@ -22,7 +20,7 @@ from .fused_choice import choose_fused, pair_of
 from .ladder import STALENESS, AllowedOptions, Option
 from .priced_plan import PricedPlan
 from .problem import Problem
-from .space import Candidate, Space, State, TrainingSplits
+from .space import Space, State, TrainingSplits
 from .stream_choice import choose_streams
 
 
@@ -32,7 +30,6 @@ PRICED_SHARE = 0.5  # time in which plans are priced by transfer schedules, as a
 # On one device the estimates of all plans have the same error: the same calls run one after the other. So a preset is
 # preferred there only if it takes no more than this share longer.
 AS_FAST = 0.02
-ADAPTERS = 0.01  # size of the large adapters that an error message suggests, as a share of the policy's elements
 
 
 @dataclass(frozen=True)
@@ -84,20 +81,10 @@ def choose(space: Space, allowed: AllowedOptions | None = None, *, time_limit_s:
 def _fused(
     space: Space, base: _Found, best: PricedPlan, allowed: AllowedOptions, time_limit_s: float
 ) -> Iterator[Option]:
-    if allowed.fuses and pair_of(space.graph):
-        others = [plan for plan in (*base.ranked[:2], *base.presets) if plan.calls != best.calls]
-        yield _fused_among([best, *others], base.problem.candidates, allowed, time_limit_s)
-
-
-def _fused_among(
-    plans: Sequence[PricedPlan],
-    candidates: Mapping[str, Sequence[Candidate]],
-    allowed: AllowedOptions,
-    time_limit_s: float,
-) -> Option:
-    deadline = time.perf_counter() + WAY_SHARE * time_limit_s
-    latest = deadline + WAY_SHARE * time_limit_s
-    return choose_fused(plans[0].space, candidates, plans, deadline, latest, is_allowed=allowed.fused_training)
+    if allowed.fused_training and pair_of(space.graph):
+        deadline = time.perf_counter() + WAY_SHARE * time_limit_s
+        latest = deadline + WAY_SHARE * time_limit_s
+        yield choose_fused(best.space, base.problem.candidates, best, deadline, latest)
 
 
 def _streaming(
@@ -112,17 +99,10 @@ def _streaming(
 def _ahead(
     space: Space, base: _Found, best: PricedPlan, allowed: AllowedOptions, time_limit_s: float
 ) -> Iterator[Option]:
-    """Fused training with the best staleness, and each staleness. `space` is the original one, in which engines sleep
-    only if the user has set it."""
-    if not allowed.max_staleness:
-        return
-    most, deterministic = allowed.max_staleness, allowed.deterministic
-    option = choose_staleness(space, best, most, deterministic=deterministic, time_limit_s=time_limit_s)
-    if allowed.fuses and option.plans:
-        fused = _fused_among([option.best], space.candidates(), allowed, time_limit_s)
-        option = replace(option, plans={**option.plans, option.name: fused.fastest})
-        yield fused
-    yield option
+    """Each staleness. `space` is the original one, in which engines sleep only if the user has set it."""
+    if allowed.max_staleness:
+        most, deterministic = allowed.max_staleness, allowed.deterministic
+        yield choose_staleness(space, best, most, deterministic=deterministic, time_limit_s=time_limit_s)
 
 
 def _alternatives(best: PricedPlan, ladder: Sequence[Option], base: _Found) -> tuple[Alternative, ...]:
@@ -163,11 +143,11 @@ def _fitting(space: Space, allowed: AllowedOptions, time_limit_s: float) -> _Fou
             raise
         size = smallest_cluster(space)
         would = (
-            f"{size} of these devices would do."
+            f"{size} of these devices would be enough."
             if size
-            else f"{MAX_SUGGESTED_DEVICES} of these devices would not do either."
+            else f"{MAX_SUGGESTED_DEVICES} of these devices would not be enough either."
         )
-        raise PlanError(*error.problems, *_unsplit(space.splits), would, *_on_one(space)) from None
+        raise PlanError(*error.problems, *_unsplit(space.splits), would) from None
 
 
 def _sleeping(space: Space) -> Space:
@@ -175,32 +155,6 @@ def _sleeping(space: Space) -> Space:
     if space.pricing.vllm_sleeps is not None:
         return space
     return replace(space, pricing=replace(space.pricing, vllm_sleeps=True))
-
-
-def _on_one(space: Space) -> tuple[str, ...]:
-    """A sentence with a remedy that makes the models fit on the only device; empty for a larger cluster."""
-    if space.cluster.size > 1:
-        return ()
-    trains = space.graph.train_call(Role.ACTOR)
-    adapted: dict[str, Sequence[ModelSpec]] = dict(space.specs)
-    if trains is not None:
-        adapted[trains] = [replace(spec, trained_share=min(spec.trained_share, ADAPTERS)) for spec in adapted[trains]]
-        frozen = [call.name for call in space.graph.calls if call.role is Role.REFERENCE]
-        adapted |= {name: [replace(spec, is_base=True) for spec in adapted[name]] for name in frozen}
-    narrow: dict[str, Sequence[ModelSpec]] = {
-        name: [_in_16_bits(spec) for spec in per_call] for name, per_call in adapted.items()
-    }
-    remedies = {"adapters for the policy (peft_config; in a recipe use_peft: true)": adapted}
-    remedies["adapters, and models in bfloat16 (dtype of model_init_kwargs, or of a recipe)"] = narrow
-    for remedy, specs in remedies.items():
-        with contextlib.suppress(PlanError):
-            _found(replace(_sleeping(space), specs=specs), AllowedOptions(), time_limit_s=1.0)
-            return (f"On this one {remedy} would do.",)
-    return ()
-
-
-def _in_16_bits(spec: ModelSpec) -> ModelSpec:
-    return replace(spec, bytes_per_element=min(spec.bytes_per_element, 2))
 
 
 def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
@@ -211,10 +165,10 @@ def _unsplit(splits: TrainingSplits) -> tuple[str, ...]:
     if splits.elements:
         return adapter
     further = "" if splits.parameters else ", nor distributed over pipeline stages"
-    why = "needs whole parameters" if splits.parameters else "is not known to train in parts"
+    why = "needs whole parameters" if splits.parameters else "may not support training in parts"
     return (
         *adapter,
-        f"The optimizer {why}, so the state of what trains is not sharded by ZeRO or tp{further}; "
+        f"The optimizer {why}, so its state and gradients are not sharded by ZeRO or tp{further}; "
         f"with an optimizer such as adamw_torch it can be.",
     )
 

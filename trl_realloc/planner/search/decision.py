@@ -104,7 +104,8 @@ def _other_layouts(plan: PricedPlan, best: PricedPlan) -> str:
     here, there = (priced.calls[name].assignment for priced in (plan, best))
     places = _places(plan, name), _places(best, name)
     if places[0] == places[1]:  # they differ in the engine or in what is done between the calls
-        places = f"{places[0]}, engine {here.engine}{_between(here)}", f"engine {there.engine}{_between(there)}"
+        engines = f"engine {here.engine_name}{_between(here)}", f"engine {there.engine_name}{_between(there)}"
+        places = f"{places[0]}, {engines[0]}", engines[1]
     rest = f"; {len(more)} other call{'s' if len(more) > 1 else ''} too" if more else ""
     return f": {name} on {places[0]}, not {places[1]}{rest}"
 

@@ -79,8 +79,8 @@ def search(
         parts = sorted(smallest.holds.items(), key=lambda item: -item[1])[:2]
         raise PlanError(
             f"the models fit on no plan of {problem.space.cluster}: the smallest found takes "
-            f"{smallest.memory / 1e9:.1f} GB of a device, "
-            f"{' and '.join(f'{size / 1e9:.1f} of them {name}' for name, size in parts)}, and a device has "
+            f"{smallest.memory / 1e9:.1f} GB per device "
+            f"({' and '.join(f'{size / 1e9:.1f} for {name}' for name, size in parts)}), and a device has "
             f"{memory.usable / 1e9:.0f} GB for a plan."
         )
     return SearchResult(

@@ -21,9 +21,8 @@ from ...plan.assignment import Assignment, in_place
 from ...plan.cluster import DeviceMesh, check_mesh
 from ...plan.dataflow import CallKind, DataflowGraph
 from ...plan.fused import ENGINE, Fused, order_problems
-from ...plan.staleness import calls_ahead, devices_ahead
 from .fused_cost import Pair, fused_prices
-from .ladder import FUSED, STALENESS, Option
+from .ladder import FUSED, Option
 from .priced_plan import PricedPlan
 from .problem import Problem
 from .space import Candidate, Space, State
@@ -34,7 +33,6 @@ SPLIT = 3  # number of candidates per call and split: the fastest, and the one w
 SEARCHED = 3  # number of plans whose schedules are searched
 FASTEST, SMALL = 12, 6  # numbers of fastest and of smallest candidates of another call that are tried
 PLACING_ROUNDS = 4  # largest number of rounds in which the other calls are placed one by one
-NOT_ALLOWED = "not chosen on GPUs, on which it has never run, without fused_training: true"
 
 
 def may_fuse(setting: bool | None, *, on_gpus: bool) -> bool:
@@ -43,7 +41,7 @@ def may_fuse(setting: bool | None, *, on_gpus: bool) -> bool:
     Args:
         setting: `fused_training` of the config. `None` (not set) allows fused training only without GPUs.
     """
-    return not on_gpus if setting is None else setting  # it has never run over NCCL (docs/hardware.md)
+    return not on_gpus if setting is None else setting  # no measurement on GPUs shows that it is faster there
 
 
 def pair_of(graph: DataflowGraph) -> Fused:
@@ -71,33 +69,25 @@ def why_none(space: Space) -> str:
 def choose_fused(
     space: Space,
     candidates: Mapping[str, Sequence[Candidate]],
-    plans: Sequence[PricedPlan],
+    baseline: PricedPlan,
     deadline: float,
     latest: float = math.inf,
-    *,
-    is_allowed: bool = True,
 ) -> Option:
     """The best plan with fused training.
 
     Args:
         candidates: candidates of each call (`Space.candidates`).
-        plans: plans without fused calls and streams, with the same staleness. Their meshes are tried, with their other
-            calls as a start. The first plan is the baseline.
+        baseline: plan without options. Its meshes are tried, with its other calls as a start.
         deadline: value of `time.perf_counter` after which no further pair of pipelines is tried.
         latest: value of `time.perf_counter` after which no further schedule is searched.
-        is_allowed: whether fused training may be chosen.
     """
-    baseline = plans[0]
-    versions = baseline.staleness.versions
-    name = f"{FUSED}, {STALENESS} {versions}" if versions else FUSED
     if reason := why_none(space):
-        return Option(name, baseline, reason=reason)
+        return Option(FUSED, baseline, reason=reason)
     search = _FusedSearch(space, candidates, baseline)
-    for plan in plans:
-        search.look_at(plan, deadline)
+    search.run(deadline)
     best_plans = search.plans()
     if not best_plans:
-        return Option(name, baseline, reason=search.why_nothing)
+        return Option(FUSED, baseline, reason=search.why_nothing)
     limit = baseline.seconds / (1 + space.pricing.rates.error)
     promising = [plan for plan in best_plans if plan.seconds < limit]
     searched: list[PricedPlan] = []
@@ -105,9 +95,9 @@ def choose_fused(
         if time.perf_counter() < latest:
             searched.append(search.exact(plan))
     if promising and not searched:
-        return Option(name, baseline, reason="no time was left to search its schedules")
+        return Option(FUSED, baseline, reason="no time was left to search its schedules")
     fused = min(searched or best_plans[:1], key=lambda plan: plan.seconds)
-    return Option(name, baseline, {name: fused}, refusal="" if is_allowed else NOT_ALLOWED)
+    return Option(FUSED, baseline, {FUSED: fused})
 
 
 class _FusedSearch:
@@ -115,19 +105,14 @@ class _FusedSearch:
 
     def __init__(self, space: Space, candidates: Mapping[str, Sequence[Candidate]], baseline: PricedPlan) -> None:
         self.space, self.candidates, self.baseline = space, candidates, baseline
-        self.fused, graph = pair_of(space.graph), space.graph
+        self.fused = pair_of(space.graph)
         self.problem = Problem(space, candidates, baseline.overlap, self.fused)
         self.exact_problem = Problem(space, candidates, baseline.overlap, self.fused, exact_fused=True)
         self.prices = fused_prices(space, self.fused)
         self.places = [self.problem.names.index(name) for name in self.fused]
-        is_ahead = baseline.staleness.versions > 0
-        assignments = {name: candidate.assignment for name, candidate in baseline.calls.items()}
-        self.taken = devices_ahead(graph, assignments) if is_ahead else frozenset[int]()
-        fixed = {*self.fused, *(calls_ahead(graph) if is_ahead else ())}
-        self.others = [call for call, name in enumerate(self.problem.names) if name not in fixed]
+        self.others = [call for call, name in enumerate(self.problem.names) if name not in self.fused]
         self.has_pairs = False
         self._pairs: dict[int, list[Pair]] = {}  # number of devices -> pairs on the first devices
-        self._placed: dict[DeviceMesh, list[Pair]] = {}
         self._lists: dict[int, tuple[list[Candidate], list[Candidate], list[Candidate]]] = {}
         self._scoring: dict[tuple[str, Assignment], Candidate] = {}
         self._states: dict[tuple[object, ...], tuple[float, State]] = {}
@@ -138,9 +123,9 @@ class _FusedSearch:
             return "no mesh has two pipelines of both models that could be fused"
         return "the stages of both models and the activations of both do not fit in a device's memory"
 
-    def look_at(self, plan: PricedPlan, deadline: float) -> None:
-        """Try the pairs of pipelines on the meshes of a plan, at least one in total."""
-        start = tuple(plan.calls[name] for name in self.problem.names)
+    def run(self, deadline: float) -> None:
+        """Try the pairs of pipelines on the meshes of the baseline, at least one in total."""
+        start = tuple(self.baseline.calls[name] for name in self.problem.names)
         for mesh in self._meshes(start):
             for pair in self._pairs_on(mesh):
                 if self._states and time.perf_counter() >= deadline:
@@ -162,33 +147,24 @@ class _FusedSearch:
         return self._priced(self.exact_problem, tuple(plan.calls.values()))
 
     def _priced(self, problem: Problem, state: State) -> PricedPlan:
-        versions = self.baseline.staleness.versions
-        name = f"fused, staleness {versions}" if versions else "fused"
-        return problem.priced_plan(state, name, exact=self.space.is_small).with_staleness(self.baseline.staleness)
+        return problem.priced_plan(state, "fused", exact=self.space.is_small)
 
     def _meshes(self, state: State) -> Iterator[DeviceMesh]:
-        """The smallest mesh that contains both calls, all devices that may train, and the mesh of each call."""
+        """The smallest mesh that contains both calls, all devices, and the mesh of each call."""
         a, b = (state[place].assignment.mesh for place in self.places)
-        free = [device for device in range(self.space.cluster.size) if device not in self.taken]
         hull = DeviceMesh(min(a.first, b.first), max(a.last, b.last) + 1 - min(a.first, b.first))
-        for mesh in dict.fromkeys((hull, DeviceMesh(free[0], free[-1] + 1 - free[0]), a, b)):
+        for mesh in dict.fromkeys((hull, DeviceMesh(0, self.space.cluster.size), a, b)):
             with contextlib.suppress(PlanError):
                 check_mesh(mesh, self.space.cluster)
-                if not self.taken.intersection(mesh.devices):
-                    yield mesh
+                yield mesh
 
     def _pairs_on(self, mesh: DeviceMesh) -> list[Pair]:
         if mesh.size not in self._pairs:
             self._pairs[mesh.size] = self._pairs_of(mesh.size)
-        if mesh not in self._placed:
-            self._placed[mesh] = [
-                (
-                    Candidate(replace(a.assignment, mesh=mesh), a.cost),
-                    Candidate(replace(b.assignment, mesh=mesh), b.cost),
-                )
-                for a, b in self._pairs[mesh.size]
-            ]
-        return self._placed[mesh]
+        return [
+            (Candidate(replace(a.assignment, mesh=mesh), a.cost), Candidate(replace(b.assignment, mesh=mesh), b.cost))
+            for a, b in self._pairs[mesh.size]
+        ]
 
     def _pairs_of(self, size: int) -> list[Pair]:
         """The fastest pairs on `size` devices that fit in memory alone, and the pair with the least memory."""
@@ -235,11 +211,7 @@ class _FusedSearch:
     def _sorted_candidates(self, index: int) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
         """The fastest candidates of a call, those with the least memory of the others, and the rest."""
         if index not in self._lists:
-            able = [
-                candidate
-                for candidate in self.candidates[self.problem.names[index]]
-                if not self.taken.intersection(candidate.assignment.mesh.devices)
-            ]
+            able = list(self.candidates[self.problem.names[index]])
             rest = sorted(able[FASTEST:], key=lambda c: c.cost.static + c.cost.transient)
             self._lists[index] = able[:FASTEST], rest[:SMALL], rest[SMALL:]
         return self._lists[index]

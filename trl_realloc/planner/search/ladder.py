@@ -24,15 +24,13 @@ class AllowedOptions:
         barrier: whether iterations must not overlap.
         deterministic: whether two runs of the plan must give the same bits.
         max_staleness: largest staleness.
-        fuses: whether plans with fused training are searched.
-        fused_training: whether such a plan may be chosen.
+        fused_training: whether two calls may train in fused pipelines.
         streams: whether samples may stream.
     """
 
     barrier: bool = False
     deterministic: bool = False
     max_staleness: int = 0
-    fuses: bool = True
     fused_training: bool = True
     streams: bool = True
 
@@ -46,20 +44,18 @@ class Option:
         whole: best plan without it.
         plans: best plans with it by name, in the order of preference.
         reason: text that says why there is no such plan.
-        refusal: text that says why none may be chosen; empty if one may.
     """
 
     way: str
     baseline: PricedPlan
     plans: Mapping[str, PricedPlan] = field(default_factory=dict)
     reason: str = ""
-    refusal: str = ""
 
     @property
     def fastest(self) -> PricedPlan:
         """The fastest plan with or without the option. A gain within the estimates' error does not count."""
         best, error = self.baseline, self.baseline.space.pricing.rates.error
-        for plan in () if self.refusal else self.plans.values():
+        for plan in self.plans.values():
             if plan.fits and plan.seconds * (1 + error) < best.seconds:
                 best = plan
         return best
@@ -92,7 +88,7 @@ class Option:
         text = f"{self.name} {self.worth}"
         if self.is_chosen or 1 - self.best.seconds / self.baseline.seconds < SAME:
             return text
-        return f"{text}; {self.refusal}" if self.refusal else f"{text}, {NO_MORE}"
+        return f"{text}, {NO_MORE}"
 
 
 def saving(plan: PricedPlan, baseline: PricedPlan) -> str:

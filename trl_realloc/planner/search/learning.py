@@ -28,7 +28,7 @@ from .space import MANY
 
 
 WARM_UP = 1  # updates after a start that do not count: they compile kernels and fill caches
-LEAST = 3  # smallest number of further updates from which corrections are computed
+MIN_UPDATES = 3  # smallest number of further updates from which corrections are computed
 UPDATES_WINDOW = 8  # number of latest updates that are used
 ROUNDS = 4  # rounds to compute factors, because calls that share processors change each other's seconds
 
@@ -154,9 +154,9 @@ class PlanEvidence:
         return {name: median(f[name] for f in self._of_update if name in f) for name in names}
 
     def calibration(self) -> CalibrationFactors:
-        """The corrections after these updates. The earlier corrections if there are fewer than `LEAST` updates, or with
+        """The corrections after these updates. The earlier ones if there are fewer than `MIN_UPDATES` updates, or with
         staleness or fused training, where a call's seconds depend on the other work of its devices."""
-        if len(self._updates) < LEAST or not self._learns:
+        if len(self._updates) < MIN_UPDATES or not self._learns:
             return self.before
         if self._streamed is not None:
             of_updates = [self._streamed.functions(*row) for row in self._updates]

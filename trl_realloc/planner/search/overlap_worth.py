@@ -64,7 +64,8 @@ class OverlapWorth:
     @cached_property
     def apart(self) -> PricedPlan:
         """The best plan without overlap of iterations."""
-        allowed = AllowedOptions(barrier=True, deterministic=self.allowed.deterministic, fuses=False, streams=False)
+        deterministic = self.allowed.deterministic
+        allowed = AllowedOptions(barrier=True, deterministic=deterministic, fused_training=False, streams=False)
         return choose(self.baseline.space, allowed, time_limit_s=self.time_limit_s).best
 
     @cached_property
@@ -97,8 +98,6 @@ class OverlapWorth:
             yield OverlapRow(option.way, None, option.reason)
         for name, plan in option.plans.items():
             verdict = self._verdict(plan)
-            if option.refusal and plan.seconds < self.decision.best.seconds:
-                verdict += f"; {option.refusal}"
             yield OverlapRow(name, plan, f"by a lower bound {verdict}" if plan.is_bound else verdict)
 
     @property

@@ -11,10 +11,9 @@ from rich.table import Table
 from ...plan.assignment import between_uses
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.picture import draw_memory, draw_timeline
-from ...plan.stage_spans import MiniBatchStages
 from ...plan.streams import Streams
 from ...plan.waits import Wait, ranges
-from ..fused.lists import Found, StageList, measured_lists, schedule_timeline, stage_lists, task_names
+from ..fused.lists import Found, schedule_timeline, stage_lists, task_names
 from .decision import Decision, explain
 from .ladder import ages
 from .overlap_worth import OverlapWorth
@@ -40,7 +39,7 @@ def plan_cost_table(plan: PricedPlan) -> Table:
         share = "" if assignment.memory_share is None else f"share {assignment.memory_share:g}"
         strategy = " ".join(filter(None, (str(assignment.strategy), between_uses(assignment), share)))
         memory = f"{(cost.static + cost.transient) / 1e9:.2f} GB"
-        table.add_row(name, str(assignment.mesh), assignment.engine, strategy, memory, in_seconds(cost.seconds))
+        table.add_row(name, str(assignment.mesh), assignment.engine_name, strategy, memory, in_seconds(cost.seconds))
     if plan.fused_cost is not None:
         both, cost = " + ".join(plan.fused), plan.fused_cost.cost
         table.add_row(both, "", "", "fused", f"{cost.transient / 1e9:.2f} GB", in_seconds(cost.seconds))
@@ -140,25 +139,15 @@ def schedule_table(plan: ExecutionPlan, found: Found, *, is_example: bool = Fals
     Args:
         is_example: whether the schedule is that of `lists.example`.
     """
-    table = _stage_table(plan, stage_lists(plan, found))
-    if is_example:
-        example_of = "An example: all stages alike, backwards of two forwards. A run chooses the order by its times."
-        table.caption = f"{table.caption} {example_of}"
-    return table
-
-
-def measured_schedule_table(plan: ExecutionPlan, ran: MiniBatchStages) -> Table:
-    """The `schedule_table` of a mini-batch that a run has measured."""
-    return _stage_table(plan, measured_lists(plan, ran))
-
-
-def _stage_table(plan: ExecutionPlan, stages: Sequence[StageList]) -> Table:
     title = f"{' (A) and '.join(plan.fused)} (B) in fused pipelines"
     table = Table("device", "stage of A, B", "order", "busy", title=title, title_justify="left")
-    for stage in stages:
+    for stage in stage_lists(plan, found):
         table.add_row(stage.devices, f"{stage.holds[0]}, {stage.holds[1]}", stage.tasks, f"{stage.busy:.0%}")
     table.caption = "A1 is the forward of A's first micro-batch in a pipeline, a1 its backward."
     table.caption_justify = "left"
+    if is_example:
+        example_of = "An example: all stages alike, backwards of two forwards. A run chooses the order by its times."
+        table.caption = f"{table.caption} {example_of}"
     return table
 
 

@@ -16,7 +16,6 @@ from ...engines.base import EngineError
 from ...plan.dataflow import Call, CallKind
 from ...plan.timeline import Span
 from ..failures.alarm import Alarm, JobFailed
-from ..fused.mini_batch import stage_spans
 from ..parameters.reallocation import Moved
 from ..placement.placement import Placement
 from ..samples.exchange import CallOutput, CallsFailed, Exchange, Failures, failure_of
@@ -159,11 +158,10 @@ class CallRunner:
         start = time.time()
         with placement.resident(first.name), placement.resident(second.name):
             columns = training_calls.train_together(placement, self.settings, losses, pair, batches, step)
-        spans = [self._span(call, step, outputs, start) for call, outputs in zip(pair, columns, strict=True)]
-        assert placement.fused is not None, "only the ranks of the calls' mesh run them"
-        ran = placement.fused.take_latest()
-        stages = () if ran is None else stage_spans(ran, (first.name, second.name), step.number)
-        return [CallOutput(columns[0], (spans[0],), stages), CallOutput(columns[1], (spans[1],))]
+        return [
+            CallOutput(outputs, (self._span(call, step, outputs, start),))
+            for call, outputs in zip(pair, columns, strict=True)
+        ]
 
     def compute(self, call: Call, share: Share, step: Step) -> Rollouts:
         """The outputs of a call of any kind for this rank's share."""

@@ -13,7 +13,6 @@ from ...algorithms.nonfinite import NonFiniteError, with_text
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Rollouts
 from ...plan.dataflow import DataflowGraph
-from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span
 from ..failures.alarm import JobFailed
 from ..samples.exchange import CallFailure, CallsFailed
@@ -54,7 +53,6 @@ def iteration_results(
     """
     inputs, graph, step = iteration.inputs, iteration.exchange.plan.graph, iteration.step.number
     samples, spans, failures = batch.prompts, list[Span](), list[CallFailure]()
-    stages: list[StageSpan] = []
     refused: NonFiniteError | None = None
     statistics: Statistics = {}
     has_trained = False
@@ -71,7 +69,6 @@ def iteration_results(
             failures += failed.failures
             continue
         spans += output.spans
-        stages += output.stages
         if trains:
             has_trained |= len(output.samples) > 0
             add_statistics(output.samples, len(batch), statistics)
@@ -88,7 +85,7 @@ def iteration_results(
         metrics = sample_metrics(algorithm, samples, only_finite=inputs.skips_training)
     metrics |= _of_training(iteration, algorithm, settings, graph, names, samples, statistics)
     tokens = samples.tokens if "responses" in samples else 0
-    return Iteration(metrics, observed(samples, spans, step), tokens, samples, tuple(spans), tuple(stages))
+    return Iteration(metrics, observed(samples, spans, step), tokens, samples, tuple(spans))
 
 
 def _of_training(

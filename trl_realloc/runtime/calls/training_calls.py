@@ -140,7 +140,7 @@ class _TrainingLog:
         """Record a refused optimizer step. Raises `NonFiniteError` unless the run skips such steps."""
         what = f"optimizer step {update + 1} of {self.call.name} in update {self.step.number + 1}"
         if not self.settings.skip_nonfinite:
-            raise NonFiniteError(f"{what} was refused before it was taken: {error}", error.sample) from None
+            raise NonFiniteError(f"{what} was not taken: {error}", error.sample) from None
         if _reports(self.placement, self.call.name, error, samples):
             logger.warning(f"{what} was left out: {with_text(error, samples, self.settings.processing_class)}.")
 

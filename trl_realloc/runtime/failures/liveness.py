@@ -143,7 +143,7 @@ class Liveness:
         if launcher and (status is None or number):
             self._report(Kind.KILLED, f"{launcher} {state.name} was in {state.activity}.", now)
         elif status is None:
-            self._report(Kind.KILLED, f"{name} ended without a word in {state.activity}.", now)
+            self._report(Kind.KILLED, f"{name} ended for an unknown reason in {state.activity}.", now)
         elif number in JOB_SIGNALS:
             self._report(Kind.TERMINATED, f"{name} was ended by {_signal(number)} in {state.activity}.", now)
         elif number:
@@ -229,7 +229,7 @@ class Liveness:
             )
         return (
             f"nothing was heard from {name_ranks(states)} for {self.timeout_s:g} s (heartbeat_timeout); {where}. The "
-            "host is down or stopped, or the network to it is."
+            "host or its network is down, or the host is stopped."
         )
 
     def _report(self, kind: Kind, sentence: str, now: float, generation: int = 0, ranks: tuple[int, ...] = ()) -> None:

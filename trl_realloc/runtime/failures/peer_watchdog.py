@@ -78,7 +78,7 @@ class PeerWatchdog(Watchdog):
                 self._problem = f"{rank_0} ended at once with its watchdog (killed, or the host went down)"
             elif not self._problem:
                 self._problem = f"nothing was heard from {rank_0} for {self.timeout_s:g} s (heartbeat_timeout)"
-                self._problem += ". The host is down or stopped, or the network to it is"
+                self._problem += ". The host or its network is down, or the host is stopped"
             here = f"rank {self.rank} on host {self.host} was in {self.state.activity}"
             sentence = f"{self._problem}; it was last in {self.coordinator_activity}, {here}."
             self.apply_verdict(self.with_remedy(Verdict(sentence, fatal=True)))

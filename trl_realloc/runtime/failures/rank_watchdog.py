@@ -14,12 +14,15 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import socket
+import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 
-from .cleanup import clean_up
 from .liveness import RankState, Verdict
 from .message_socket import JsonMessage, MessageSocket
 from .process_state import exit_status, has_ended, process_state
@@ -29,6 +32,8 @@ TICK_S = 0.2
 KILL_S = 12.0  # time after a verdict at which a rank that has not ended is killed
 LAUNCHER_ENDS_S = 0.3  # wait for the launcher's end in /proc; its ranks get their signal earlier
 LAST_WORDS_S = 2.0  # time that the watchdog of a failed rank waits for the reason
+LAUNCHER_S = 40.0  # wait for the launcher before its folder is removed; torchrun gives its ranks 30 s to end
+LAUNCHER_POLL_S = 0.2
 
 
 class Watchdog:
@@ -104,7 +109,7 @@ class Watchdog:
                 self._kill()
             if self.rank_ended and self.is_finished():
                 break
-        clean_up(self.temporary_folders, self.settings.get("error_file"), self.launcher)
+        _clean_up(self.temporary_folders, self.settings.get("error_file"), self.launcher)
 
     def _stopped_for(self, pid: int, now: float) -> float:
         """Seconds since the process was first seen stopped by a signal; 0 if it runs."""
@@ -202,3 +207,42 @@ class Watchdog:
             else "No checkpoint has been written; the run begins again."
         )
         return Verdict(f"{verdict.sentence} {remedy}", verdict.fatal, verdict.generation)
+
+
+def _clean_up(temporary_folders: Iterable[str], error_file: str | None, launcher_pid: int) -> None:
+    """Remove the rank's temporary folders. When the launcher has ended, remove its log folder if it is empty.
+
+    Args:
+        error_file: torchrun's error file of this rank, if the rank is the first of its host.
+    """
+    for path in temporary_folders:
+        shutil.rmtree(path, ignore_errors=True)
+    folder = _launcher_folder(error_file)
+    if folder is None:
+        return
+    deadline = time.monotonic() + LAUNCHER_S
+    while not has_ended(launcher_pid) and time.monotonic() < deadline:
+        time.sleep(LAUNCHER_POLL_S)
+    if has_ended(launcher_pid):
+        _remove_empty(folder)
+
+
+def _launcher_folder(error_file: str | None) -> Path | None:
+    """torchrun's temporary folder, if it contains the rank's error file."""
+    base = Path(tempfile.gettempdir())
+    for folder in Path(error_file).parents if error_file else ():
+        if folder.parent == base and folder.name.startswith("torchelastic_"):
+            return folder
+    return None
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove empty logs, torchrun's error files, and folders that become empty. Other files stay."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            path = Path(parent, name)
+            with contextlib.suppress(OSError):
+                if name == "error.json" or path.stat().st_size == 0:
+                    path.unlink()
+        with contextlib.suppress(OSError):
+            os.rmdir(parent)

@@ -1,22 +1,16 @@
-"""A mini-batch of two models that train together, in the planner's terms: its pipelines, the order of its tasks, and
-their times.
+"""A mini-batch of two models that train together, in the planner's terms: its pipelines and the order of its tasks.
 
 `orders` chooses the order, `engines/training/fused_training` runs it.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from ...engines.training.fused_training import FusedMiniBatch
 from ...engines.training.stage_figures import FusedShape
 from ...engines.training.stage_messages import StageTask
 from ...engines.training.stage_run import Orders
-from ...plan.stage_spans import StageSpan
-from ...planner.fused.check import start_times
-from ...planner.fused.pipelines import KINDS, MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
+from ...planner.fused.pipelines import MODELS, Array, FusedPipelines, FusedSchedule, Pipeline, Task
 
 
 def pipelines_of(shape: FusedShape) -> FusedPipelines:
@@ -56,35 +50,3 @@ def tasks_of(schedule: FusedSchedule, shape: FusedShape) -> Orders:
         )
         for tasks in schedule.stages
     )
-
-
-def stage_spans(ran: FusedMiniBatch, calls: tuple[str, str], step: int) -> tuple[StageSpan, ...]:
-    """Times of a mini-batch's tasks on the stages of a line, and the expected times if the shape has measured ones.
-
-    Args:
-        calls: names of the two models' calls.
-    """
-    pipelines = pipelines_of(ran.shape)
-    schedule = FusedSchedule(
-        tuple(
-            tuple(
-                Task(
-                    MODELS[task.model],
-                    pipelines.own_stage(MODELS[task.model], stage)[0],
-                    task.micro_batch,
-                    KINDS[task.is_backward],
-                )
-                for task in tasks
-            )
-            for stage, tasks in enumerate(ran.orders)
-        )
-    )
-    starts, _ = start_times(pipelines, schedule)
-    spans = []
-    for stage, (tasks, begun, times) in enumerate(zip(schedule.stages, starts, ran.times, strict=True)):
-        for task, begin, (start, end) in zip(tasks, begun, times, strict=True):
-            call = calls[MODELS.index(task.model)]
-            expected = (begin, begin + pipelines.seconds(task, stage)) if ran.shape.is_measured else None
-            kind: Literal["forward", "backward"] = "backward" if task.kind == "backward" else "forward"
-            spans.append(StageSpan(call, kind, task.micro_batch, ran.ranks[stage], start, end, step, expected))
-    return tuple(spans)

@@ -35,7 +35,7 @@ class LaunchError(ValueError):
 
 
 _SHARDS = (
-    "the execution plan says how models are sharded: launch with distributed_type MULTI_GPU and a plan with "
+    "the execution plan sets how models are sharded: launch with distributed_type MULTI_GPU and a plan with "
     "zero_stage 3 or engine megatron, or with a DeepSpeed config"
 )
 

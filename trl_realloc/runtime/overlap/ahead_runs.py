@@ -1,13 +1,14 @@
 """`AheadRuns`: iterations of a plan with a staleness, on one rank. Ranks that train run their calls one after another.
 The other ranks generate for later iterations without a pause, score, and take new parameters while they generate.
 
-On rank 0, `planner.iteration.ahead_order` decides which call a rank runs next (`ahead_leader`). The batches under way
-and the engine are in `batches_ahead`.
+On rank 0, `planner.iteration.ahead_order` decides which call a rank runs next. The batches under way and the
+engine are in `batches_ahead`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from ...algorithms.prompt_batches import PromptBatch
@@ -17,18 +18,31 @@ from ..calls import generate_and_score as calls
 from ..calls.call_runner import CallRunner
 from ..calls.generate_and_score import Step
 from ..failures.alarm import Alarm
+from ..messages import Messages
 from ..placement.placement import Placement
 from ..samples.exchange import CallsFailed, Exchange
-from ..samples.partial_rollouts import PartialRollouts
 from ..samples.routes import RESULTS, sources
 from ..samples.shares import Share
-from .ahead_leader import AheadLeader, AheadLink, Done
 from .batches_ahead import POLL_S, BatchesAhead
 from .in_flight import BatchInFlight
-from .leader_link import Left
+from .leader_link import Leader, LeaderLink, Left
 
 
 WAIT_S = 1.0  # time between two checks for another rank's failure
+
+
+@dataclass(frozen=True)
+class Done:
+    """A rank has published its part of a call's outputs, or the call's failure."""
+
+    iteration: int
+    call: str
+    rank: int
+    failed: bool = False
+
+
+AheadEvent = Done | Left
+AheadLink = LeaderLink[AheadEvent, AheadTask]
 
 
 class AheadRuns:
@@ -147,16 +161,34 @@ class AheadRuns:
                 self.batches.take_update(iteration + 1)
                 self.batches.admit()
 
-    # --- between iterations -------------------------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """Stop the engine until the next iteration. All ranks together."""
-        self.batches.stop()
+class AheadLeader(Leader[AheadEvent, AheadTask]):
+    """Rank 0's part of one iteration: passes the ranks' events to an `AheadOrder`, and its orders to the ranks.
 
-    def drawn(self, first: int) -> PartialRollouts | None:
-        """Finished and partial samples of the iterations from `first` on, on rank 0. All ranks together."""
-        return self.batches.drawn(first)
+    Args:
+        tag: tag of the events; the orders have `tag + 1`.
+        order: decides the next calls, over all iterations of the run.
+        ranks: the ranks that run ahead, which get orders.
+        world: number of ranks of the job; all of them report.
+        iteration: the iteration that trains.
+    """
 
-    def restore(self, partial_samples: PartialRollouts) -> None:
-        """Resume the samples of a checkpoint or of the previous plan. All ranks together."""
-        self.batches.restore(partial_samples)
+    def __init__(
+        self, messages: Messages, tag: int, order: AheadOrder, ranks: Collection[int], world: int, iteration: int
+    ) -> None:
+        super().__init__(messages, tag, ranks)
+        self.order = order
+        with self._lock:
+            self._give(order.begin(iteration))
+        self.listen(world - 1, "ahead-leader")
+
+    def report(self, event: AheadEvent) -> None:
+        """Handle an event of a rank."""
+        if isinstance(event, Done):
+            with self._lock:
+                self._give(self.order.done(event.iteration, event.call, event.rank, failed=event.failed))
+
+    def _give(self, orders: Sequence[AheadTask]) -> None:
+        for order in orders:
+            for rank in self.order.devices_of(order.call) if isinstance(order, RunCall) else self.ranks:
+                self.send(rank, order)

@@ -18,7 +18,7 @@ from ..calls.generate_and_score import Step
 from ..failures.alarm import Alarm, JobFailed
 from ..placement.placement import Placement
 from ..samples.exchange import CallOutput, CallsFailed, Exchange
-from ..samples.partial_rollouts import PartialRollouts, checksum
+from ..samples.partial_rollouts import checksum
 from ..samples.routes import RESULTS
 from .batches_ahead import BatchesAhead
 
@@ -97,15 +97,3 @@ class AheadServer:
         batch = PromptBatch(prompts, [{}] * len(prompts))
         announced = self._known.get(number)
         return batch if announced is None or checksum(announced) != checksum(batch) else announced
-
-    def stop(self) -> None:
-        """Stop the engines, so that they can be used for something else. The next iteration resumes the samples."""
-        self.batches.stop()
-
-    def drawn(self, number: int) -> PartialRollouts | None:
-        """Finished and partial samples of the iterations from `number` on, on rank 0; `None` on the others."""
-        return self.batches.drawn(number)
-
-    def restore(self, partial_samples: PartialRollouts) -> None:
-        """Resume the samples of a checkpoint. Before the first iteration, with the same values on all ranks."""
-        self.batches.restore(partial_samples)

@@ -201,10 +201,9 @@ class BatchesAhead:
         if engine is None or self._error is not None:
             return True
         assert isinstance(engine, BackgroundEngine), "the plan has been checked"
-        updates_as = Updates(self.plan.staleness.kv_cache)
         try:
             assert self._sampling is not None, "a batch has been opened"
-            self._generation = engine.start([], self._sampling, updates_as)
+            self._generation = engine.start([], self._sampling, Updates.KEEP)
         except EngineError as error:
             self._fail(error)
         return True

@@ -1,7 +1,7 @@
 """Messages between rank 0 and the other ranks during generation: events to rank 0, tasks from it. `Leader` is rank 0's
 side of the connection, `LeaderLink` each rank's side.
 
-The contents of the messages are in `stream_leader`, and for calls that run ahead of the training in `ahead_leader`.
+The contents of the messages are in `stream_leader`, and for calls that run ahead of the training in `ahead_runs`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Leader(ABC, Generic[Event, Task]):
         except BaseException as error:  # raised again by `wait`, and by the links of the ranks that wait for tasks
             self._error = error
             self.local.put(error)
-            problem = RuntimeError(f"rank 0 cannot order what is run next: {type(error).__name__}: {error}")
+            problem = RuntimeError(f"rank 0 failed to schedule the next task: {type(error).__name__}: {error}")
             for rank in self.ranks:
                 if rank != RESULTS:
                     self.messages.send(pickle.dumps(problem), rank, self.tag + 1)

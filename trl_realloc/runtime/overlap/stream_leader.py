@@ -67,9 +67,8 @@ class StreamLeader(Leader[Event, Task]):
                     self._give(order)
             except Exception as error:  # a defect of this package; the ranks wait for orders, so they must learn of it
                 logger.exception("the leader of the streams failed")
-                problem = (
-                    f"rank 0 cannot order what follows from {type(event).__name__}: {type(error).__name__}: {error}"
-                )
+                after = type(event).__name__
+                problem = f"rank 0 failed to schedule the next task: after {after}, {type(error).__name__}: {error}"
                 self._end((CallFailure(RESULTS, self.stream.generation.name, problem),))
                 return
             if self.dispatcher.is_finished:

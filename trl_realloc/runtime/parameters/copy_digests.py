@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engines.weight_digest import numbers, part_digest
+from ...engines.weight_digest import hexadecimal, numbers, part_digest
 from ...realloc.layout import Box, Layout
 from ...realloc.transfer import Parts
 
@@ -100,8 +100,8 @@ class CopyDigests:
                 ranks = sorted({placed.devices[copy % len(placed.devices)] for placed in boxes})
                 return (
                     f"{name} does not lie on rank {', '.join(map(str, ranks))} as it was sent: its digest is "
-                    f"{_hex(digests[row])} there and {_hex(sums.source[row])} in the training ({len(wrong)} of "
-                    f"{len(names)} parameters differ)"
+                    f"{hexadecimal(digests[row])} there and {hexadecimal(sums.source[row])} in the training "
+                    f"({len(wrong)} of {len(names)} parameters differ)"
                 )
         return None
 
@@ -115,7 +115,3 @@ class CopyDigests:
             row = rows[name]
             sums.setdefault(copy, np.zeros(len(rows), np.int64))[row : row + 1] += number  # a scalar's sum would warn
         return sums
-
-
-def _hex(digest: np.int64) -> str:
-    return f"{int(digest) % 2**64:016x}"

@@ -136,7 +136,7 @@ class Reallocation:
         if outcome.problems or difference is not None:
             self.version = STALE
             reasons = difference or "; ".join(outcome.problems)
-            raise EngineError(f"{self.name}: the update to version {wanted} was not taken: {reasons}")
+            raise EngineError(f"{self.name}: the update to version {wanted} was rejected: {reasons}")
         return Moved(self.name, outcome.sent_bytes, start, time.time())
 
     def _stream(self) -> Iterator[Parts]:

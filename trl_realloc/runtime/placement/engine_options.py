@@ -37,7 +37,7 @@ class EngineOptions:
         compute_dtype: dtype of mixed precision; `None` without it.
         deepspeed: the user's DeepSpeed config.
         vllm: further arguments of `VLLMEngine`.
-        bucket_bytes, transfer_timeout_s, checksums: the fields of `transfer`.
+        bucket_bytes, transfer_timeout_s: the fields of `transfer`.
         collective_timeout_s: timeout of every process group (`ddp_timeout`).
         heartbeat_timeout_s: longest time that a signal may stop an engine's process.
         log_folder: folder for the logs of engines' processes; `None` for temporary logs.
@@ -63,7 +63,6 @@ class EngineOptions:
     vllm: Mapping[str, Any] = field(default_factory=dict)
     bucket_bytes: int = TRANSFER_BUCKET_BYTES
     transfer_timeout_s: float = TIMEOUT_S
-    checksums: bool = False
     collective_timeout_s: float = 1800.0
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     log_folder: Path | None = None
@@ -77,7 +76,7 @@ class EngineOptions:
     @property
     def transfer(self) -> TransferOptions:
         """Options of the messages of reallocations."""
-        return TransferOptions(self.bucket_bytes, self.transfer_timeout_s, self.checksums)
+        return TransferOptions(self.bucket_bytes, self.transfer_timeout_s)
 
     def budget(self, *, trains: bool) -> int:
         """Maximum tokens of one forward, if the plan has no number: the batch size times the longest sample's tokens.

@@ -75,7 +75,7 @@ class Roles:
             if source is not None and source not in graph.trained_roles:
                 raise ValueError(
                     f"the {role}'s model is a copy of the {source}'s (RoleModels.copy_of), and no call trains the "
-                    f"{source}; give the {role} a function of its own that loads its model, and no copy_of."
+                    f"{source}; give the {role} a function that loads its model, and no copy_of."
                 )
 
     def copies_of(self, role: Role, graph: DataflowGraph) -> Iterator[Role]:

@@ -21,7 +21,6 @@ from ...algorithms.nonfinite import NonFiniteError
 from ...algorithms.rewards import RewardError
 from ...algorithms.rollout import Rollouts
 from ...plan.execution_plan import ExecutionPlan
-from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span
 from ..failures.alarm import JobFailed
 from ..failures.watchdog_client import HOST
@@ -97,13 +96,10 @@ class CallOutput:
     Args:
         samples: the call's output columns, and `index`.
         spans: times of the call on this rank, and of the reallocations before it.
-        stages: task times of a mini-batch on the pipeline stages of this rank's line, for two calls that train
-            together; in the output of one of the calls, from the line's first rank.
     """
 
     samples: Rollouts
     spans: tuple[Span, ...] = ()
-    stages: tuple[StageSpan, ...] = ()
 
 
 class Exchange:
@@ -188,7 +184,6 @@ class Exchange:
             self._collected[call] = failures or CallOutput(
                 samples.sorted() if "index" in samples else samples,  # no rank has any
                 tuple(span for output in outputs for span in output.spans),
-                tuple(span for output in outputs for span in output.stages),
             )
         collected = self._collected[call]
         if isinstance(collected, tuple):
@@ -323,7 +318,7 @@ class Exchange:
 def _pack(output: CallOutput | Failures) -> bytes:
     if isinstance(output, tuple):
         return pickle.dumps(output)
-    return pickle.dumps((output.samples.to_bytes(), output.spans, output.stages))
+    return pickle.dumps((output.samples.to_bytes(), output.spans))
 
 
 def _unpack(data: bytes) -> CallOutput | Failures:
@@ -331,7 +326,7 @@ def _unpack(data: bytes) -> CallOutput | Failures:
     if _are_failures(content):
         failures: Failures = content
         return failures
-    return CallOutput(Rollouts.from_bytes(content[0]), *content[1:])
+    return CallOutput(Rollouts.from_bytes(content[0]), content[1])
 
 
 def _are_failures(content: tuple[object, ...]) -> bool:

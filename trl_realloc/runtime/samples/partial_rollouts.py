@@ -79,13 +79,13 @@ class PartialRollouts:
         samples = self.samples.get(number, {})
         if samples and self.checksums.get(number) != checksum(batch):
             logger.warning(
-                f"batch {number + 1} has other prompts than when its samples were drawn; they are drawn anew."
+                f"the prompts of batch {number + 1} have changed; its samples are generated again."
             )
             return {}
         if samples and sampling != self.sampling:
             logger.warning(
-                f"the samples of batch {number + 1} that were under way are drawn again, because they were drawn "
-                f"otherwise: {self.sampling} then, {sampling} now."
+                f"the sampling changed from {self.sampling} to {sampling}; unfinished samples of batch {number + 1} "
+                f"are generated again."
             )
             return {}
         return {

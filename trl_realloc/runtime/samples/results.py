@@ -14,7 +14,6 @@ from torch import Tensor
 from ...algorithms.algorithm import Algorithm
 from ...algorithms.corrections import AGES
 from ...algorithms.rollout import Rollouts
-from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span, is_host_work
 
 
@@ -38,8 +37,6 @@ class Iteration:
         tokens: number of prompt and response tokens of all samples. On every rank.
         samples: the global batch with every column; on rank 0, empty on the others.
         spans: times of each call on each rank; on rank 0, empty on the others.
-        stages: task times of the last mini-batch on each stage, for two calls that train together; on rank 0, empty on
-            the others.
     """
 
     metrics: dict[str, float]
@@ -47,7 +44,6 @@ class Iteration:
     tokens: int
     samples: Rollouts
     spans: tuple[Span, ...] = ()
-    stages: tuple[StageSpan, ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -55,8 +51,8 @@ class Iteration:
         return self.samples.ragged("responses").lengths.tolist() if "responses" in self.samples else []
 
     def for_other_ranks(self) -> Iteration:
-        """Copy for the other ranks, without samples, spans and stages."""
-        return replace(self, samples=Rollouts(), spans=(), stages=())
+        """Copy for the other ranks, without samples and spans."""
+        return replace(self, samples=Rollouts(), spans=())
 
 
 def add_statistics(outputs: Rollouts, n: int, statistics: Statistics) -> None:

@@ -304,12 +304,12 @@ def _examine(folder: Path, inspection: _Inspection, current_run: CurrentRun, sha
     data = [] if current_run.ignores_data else data_differences(about, current_run.identity)
     if data and not inspection.unfit:
         inspection.remedy = (
-            "Give it what it was run with; or set ignore_data_skip to keep its models and optimizers and begin with "
-            "the data anew."
+            "Use the data and batches of its run; or set ignore_data_skip to keep its models and optimizers and begin "
+            "with the first prompt."
         )
     else:
         inspection.remedy = (
-            "Give the trainer what the checkpoint was run with, or another output_dir and its policy as the model."
+            "Use the models and settings of the checkpoint's run, or another output_dir and its policy as the model."
         )
     inspection.unfit += data
 

@@ -87,7 +87,7 @@ class Reader(FileSystemReader):
 def _member(kind: object, name: str) -> Enum:
     """The enum member of this name. Raises `ValueError` for an attribute of anything else."""
     if not (isinstance(kind, EnumType) and name in kind.__members__):
-        raise ValueError("it asks for an attribute of what is no enum")
+        raise ValueError("it needs an attribute of an object that is no enum")
     member: Enum = kind[name]
     return member
 

@@ -96,10 +96,10 @@ def _correction_problems(args: TrainingArguments) -> Iterator[str]:
         return
     if _is_finite(args.max_staleness) and args.max_staleness > 0 and corrects is None:
         yield (
-            f"max_staleness is {args.max_staleness}, so older policies draw some of the samples, and PPO must be told "
-            "what to do with them: vllm_importance_sampling_correction true weights them by how likely the trained "
-            "policy would have drawn them; false takes PPO's ratio to the policy that has drawn them, and clips around "
-            "that one. Neither is right for every task (docs/old_rollouts.md)."
+            f"max_staleness is {args.max_staleness}, so older policies generate some samples; choose the correction: "
+            "vllm_importance_sampling_correction true weights the loss by the probability ratio trained / sampling "
+            "policy, false clips PPO's ratio to the sampling policy. Neither is right for every task "
+            "(docs/old_rollouts.md)."
         )
     if corrects and args.match_trl is True:
         yield (

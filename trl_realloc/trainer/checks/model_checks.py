@@ -27,6 +27,7 @@ from ...engines.generation.vllm_support import why_not_served
 from ...engines.model_changes import described, forward_changes
 from ...engines.model_configs import ModelError
 from ...engines.models import adapted_policy, generated_config
+from ...engines.training.packed_attention import base_of
 from ...engines.training.weight_export import why_not_merged
 from ...plan.dataflow import Role
 from .config_checks import ConfigError, by_transformers
@@ -171,7 +172,7 @@ def model_obstacles(model: PreTrainedModel, argument: str) -> Iterator[Obstacle]
     if len(devices) > 1:
         yield Obstacle(
             f"{argument} is spread over {', '.join(sorted(devices))} (device_map); load it without device_map: the "
-            f"execution plan says which device holds which part.",
+            f"execution plan sets which device holds which part.",
             "the model is spread over several devices (device_map), and a plan places whole models",
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -291,14 +292,9 @@ def why_not_this_model(model: PreTrainedModel | str) -> str | None:
     return f"vLLM generates by a model's config and weights alone, and the policy has {described(changes)}"
 
 
-def base_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model under its adapters, if any."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _custom_code(argument: str, name: str) -> str:
     return (
-        f"{argument}: {name!r} needs code of its own (trust_remote_code), which the engines cannot load; use a model "
+        f"{argument}: {name!r} needs custom code (trust_remote_code), which the engines cannot load; use a model "
         f"whose family Transformers itself has."
     )
 

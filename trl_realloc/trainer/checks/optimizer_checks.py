@@ -60,7 +60,7 @@ def check_optimizer(
         raise ConfigError(f"{kind} keeps other weights for generating than for training; use another, such as AdamW.")
     if getattr(args, "value_learning_rate", None) is not None:
         raise ConfigError(
-            "value_learning_rate is set, but the optimizer in `optimizers` has rates of its own; put the critic's "
+            "value_learning_rate is set, but the optimizer in `optimizers` has its own rates; put the critic's "
             "parameters into a group of it with its own `lr`."
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:

@@ -74,8 +74,8 @@ def _setting_problems(
     if precision is torch.float16 and sharded and not scales_losses(deepspeed):
         yield (
             f"{sharded[0]} has zero_stage {plan[sharded[0]].strategy.zero_stage}, and DeepSpeed scales losses, which "
-            f"fp16 needs, with a config of its own alone; set bf16 or zero_stage: 0, or launch with a DeepSpeed "
-            f"config with fp16 enabled."
+            f"fp16 needs, only with a DeepSpeed config; set bf16 or zero_stage: 0, or launch with a DeepSpeed config "
+            f"with fp16 enabled."
         )
     if plan["actor.generate"].engine == "vllm" and args.temperature < MIN_TEMPERATURE:
         yield (
@@ -84,13 +84,13 @@ def _setting_problems(
         )
     if args.full_determinism and plan.streams is not None and not plan.streams.deterministic:
         yield (
-            "full_determinism asks that two runs give the same bits, and this plan's streams score the samples of one "
-            "forward as they come; write streams: {deterministic: true}, or leave streams out."
+            "full_determinism requires identical runs, but timing decides which samples this plan's streams score in "
+            "one forward; write streams: {deterministic: true}, or leave streams out."
         )
     if args.full_determinism and plan.staleness.versions:
         yield (
-            "full_determinism asks that two runs give the same bits, and under this plan's staleness it depends on the "
-            "clock which policy draws a token; leave staleness out, or full_determinism."
+            "full_determinism requires identical runs, but under this plan's staleness timing decides which policy "
+            "samples a token; leave staleness out, or full_determinism."
         )
     stages = {name: a.strategy.zero_stage for name, a in plan.assignments.items() if a.strategy.zero_stage}
     if stages and not deepspeed_compat.is_installed():

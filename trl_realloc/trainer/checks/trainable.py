@@ -14,7 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArg
 
 from ...engines.dropout import dropout_rates
 from ...engines.model_configs import ModelError
-from .model_checks import base_of, check_trained_adapter, config_obstacles, model_obstacles, quantized
+from ...engines.training.packed_attention import base_of
+from .model_checks import check_trained_adapter, config_obstacles, model_obstacles, quantized
 from .unfollowed_settings import Then, unfollowed_settings
 
 
@@ -101,13 +102,13 @@ def _reasons(
 
 def _launch_reasons(args: TrainingArguments, environment: Mapping[str, str]) -> Iterator[str]:
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on") or getattr(args, "fsdp", None):
-        yield "the job is launched with FSDP, which shards what the plan's engines would hold"
+        yield "the job is launched with FSDP, which shards the parameters that the plan's engines would hold"
 
 
 def _config_reasons(args: TrainingArguments, config: PretrainedConfig) -> Iterator[str]:
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "auto_map", None) and not type(config).__module__.startswith("transformers."):
-        yield f"{kind} has code of its own (trust_remote_code), which the engines do not load"
+        yield f"{kind} has custom code (trust_remote_code), which the engines do not load"
     if any(getattr(config, f"{sense}_config", None) is not None for sense in ("vision", "audio")):
         yield f"{kind} reads images or sounds, and the engines train on text alone"
     yield from (obstacle.reason for obstacle in config_obstacles(config, "model"))

@@ -62,8 +62,8 @@ _NO_DDP = "no model is wrapped in DistributedDataParallel"
 _LOADER = "prompts are tokenized before the training, and no process loads them"
 _CONTINUOUS = "use_transformers_continuous_batching has no engine here; leave it out, vLLM batches continuously."
 _SERVER = (
-    "vllm_mode 'server' is a second command on GPUs of its own; here the plan gives the engines their GPUs: leave it "
-    "out, and set plan: separate."
+    "vllm_mode 'server' is a separate command on separate GPUs; here the plan assigns the engines' GPUs: leave it out, "
+    "and set plan: separate."
 )
 _TP = "vllm_tensor_parallel_size {value} is the plan's: set tp of actor.generate in a plan, or leave it to plan: auto."
 
@@ -86,7 +86,7 @@ UNFOLLOWED: tuple[Row, ...] = (
     ),
     _no_effect("neftune_noise_alpha", "no noise is added to embeddings, in TRL's PPO neither", PPO),
     _no_effect("use_liger_kernel", "PPO's losses are computed outside of the models", PPO),
-    _no_effect("torch_empty_cache_steps", "memory is given back where another engine needs it", PPO),
+    _no_effect("torch_empty_cache_steps", "memory is freed when another engine needs it", PPO),
     _no_effect("include_num_input_tokens_seen", "episode and tokens/s are logged", PPO),
     _no_effect("debug", "numbers that are not finite are refused with the sample's name", PPO),
     _no_effect(

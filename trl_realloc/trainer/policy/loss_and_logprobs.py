@@ -107,7 +107,7 @@ class EngineLoss:
             logprobs, entropies = self.step_buffer.of_policy(rows)
             return logprobs, entropies if compute_entropy else None, None
         if self._leaves is not None and self.trainer.is_in_train:
-            raise ConfigError("the loss of a micro-batch asks for the policy's log-probabilities twice; ask once.")
+            raise ConfigError("compute_loss called _get_per_token_logps_and_entropies twice; call it once.")
         all_rows = [rows, *map(Rows.of_inputs, self._inputs[1:])]
         used = Rollouts()
         if self.trainer.is_in_train and is_computed_in_engines(self.trainer):
@@ -124,8 +124,7 @@ class EngineLoss:
         leaves, self._leaves = self._leaves, None
         if leaves is None:
             raise ConfigError(
-                "the loss has not asked for the policy's log-probabilities by _get_per_token_logps_and_entropies, so "
-                "the plan's engines cannot train by it."
+                "compute_loss did not call _get_per_token_logps_and_entropies, so the plan's engines cannot train."
             )
         loss.backward()  # type: ignore[no-untyped-call]
         accelerator = self.trainer.accelerator
@@ -401,7 +400,7 @@ class ReferenceInEngine(nn.Module):
     def forward(self, *args: TrainingArguments, **kwargs: Any) -> NoReturn:
         """Raises `ConfigError`: only the plan's engine runs the reference."""
         raise ConfigError(
-            "ref_model is in an engine of the plan; ask for its log-probabilities by "
+            "ref_model is in an engine of the plan; get its log-probabilities from "
             "trainer._get_per_token_logps_and_entropies(trainer.ref_model, ...)."
         )
 

@@ -84,7 +84,7 @@ class PolicyAdapter:
         trainer.use_vllm = True  # TRL then generates through `vllm_generation`
         # TRL's loss is corrected with the log-probabilities of vLLM engines
         by_vllm = run.placed.plan["actor.generate"].engine == "vllm"
-        sampling, full = trainer.executor.settings.sampling, trainer.args.full_vocabulary_logprobs
+        sampling, full = trainer.executor.runner.settings.sampling, trainer.args.full_vocabulary_logprobs
         engine_only = engine_only_settings(sampling, full_vocabulary=full) if by_vllm else []
         corrects = by_vllm and bool(trainer.args.vllm_importance_sampling_correction)
         trainer.vllm_importance_sampling_correction = corrects and not engine_only

@@ -244,8 +244,8 @@ def check_moves(args: PolicyConfig, plan: ExecutionPlan | None, stays: str | Non
         return
     if args.max_staleness:
         raise ConfigError(
-            f"max_staleness is {args.max_staleness}, and evaluations and checkpoints stop completions that are drawn "
-            f"ahead, which go on later; but {stays}. Leave the setting out, or set max_staleness to 0."
+            f"max_staleness is {args.max_staleness}, and evaluations and checkpoints interrupt completions "
+            f"generated ahead and resume them later; but {stays}. Leave the setting out, or set max_staleness to 0."
         )
     if plan is not None and plan.streams is not None and plan.streams.migration is not None:
         raise ConfigError(

@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -24,8 +23,6 @@ from ...runtime.samples.results import observed
 from ..checks.config_checks import ConfigError
 from ..ppo.evaluation import NEAR_GREEDY
 from ..report.completions import CompletionRow, show_completions
-from ..report.run_facts import run_facts
-from ..report.run_record import save_record
 from ..run.metrics import LENGTHS, SPANS
 from .trl_sampling import tokenizer_of
 
@@ -122,21 +119,10 @@ class PolicyRecord:
 
     def save(self) -> None:
         """Save the record of a run under a plan in its output directory."""
-        config, run, lengths = self.trainer.args, self.trainer.run, list(self.lengths or ())
-        observer = run.change.observer
-        expected, chosen = observer.end(lengths), observer.when_chosen(lengths)
+        config, name = self.trainer.args, type(self.trainer).__name__.removesuffix("Trainer")
         # the planner estimates a generation with all its optimizer steps
         of_update = config.num_iterations * config.steps_per_generation == config.gradient_accumulation_steps
-        folder = Path(config.output_dir)
-        plan = run.placed.plan
-        facts = run_facts(type(self.trainer).__name__.removesuffix("Trainer"), plan.cluster.size, config.device)
-        save_record(
-            *(plan, self.timeline, expected, folder),
-            when_chosen=chosen,
-            of_update=of_update,
-            facts=facts,
-            state=self.trainer.state,
-        )
+        self.trainer.run.save_record(name, self.timeline, list(self.lengths or ()), of_update=of_update)
 
     def _take_spans(self) -> tuple[Span, ...]:
         return (
@@ -204,7 +190,7 @@ def _completions_of(trainer: Trainer, rows: list[dict[str, Any]]) -> list[Comple
     if getattr(trainer, "environment_factories", None) is not None:
         raise ConfigError("generate_completions has no environments; leave it out, or evaluate the trainer.")
     prompts = [row["prompt"] for row in rows]
-    near_greedy = replace(trainer.executor.settings.sampling, temperature=NEAR_GREEDY)
+    near_greedy = replace(trainer.executor.runner.settings.sampling, temperature=NEAR_GREEDY)
     texts_of = [pickle.dumps(prompt) for prompt in prompts]
     outputs = trainer.calls.generate(trainer._tokenize_prompts(prompts)[0], texts_of, sampling=near_greedy)
     ids = [row.tolist() for row in outputs.ragged("responses").rows()]

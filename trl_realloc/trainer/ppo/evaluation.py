@@ -39,7 +39,7 @@ def dataset_of(selected: Dataset, datasets: Dataset) -> Any:
         return datasets if selected is None else selected
     named = datasets if isinstance(datasets, dict) else {}
     if selected not in named:
-        names = f"those are {', '.join(map(repr, named))}" if named else "it was given no dict of datasets"
+        names = f"those are {', '.join(map(repr, named))}" if named else "the trainer has no named datasets"
         raise ValueError(f"eval_dataset={selected!r} is not the name of a dataset of the trainer; {names}.")
     return named[selected]
 
@@ -60,7 +60,7 @@ def mean_metrics(executor: Executor, batches: Iterable[PromptBatch]) -> tuple[di
 
 def completions(executor: Executor, batches: Iterable[PromptBatch]) -> list[CompletionRow]:
     """Near-greedy completions of prompts with their scores, as rows of a table; empty on ranks other than 0."""
-    settings, graph = executor.settings, executor.placement.plan.graph
+    settings, graph = executor.runner.settings, executor.placement.plan.graph
     near_greedy = replace(settings.sampling, temperature=NEAR_GREEDY)
     only = (*graph.calls_of(CallKind.GENERATE), *graph.calls_of(CallKind.FORWARD, Role.REWARD))
     table: list[CompletionRow] = []

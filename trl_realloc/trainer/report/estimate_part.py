@@ -1,24 +1,18 @@
-"""The part of a run's report that compares it with the plan's estimate: seconds per call, and ages of tokens."""
+"""The part of a run's report that compares it with the plan's estimate, in seconds per call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
-from pydantic import FiniteFloat
 from rich.table import Table
-from typing_extensions import TypedDict
 
-from ...common.files import MAX_RECORD_BYTES, exists, read_json
-from ...common.schema import checked
+from ...common.files import exists
 from ...plan.picture import draw_timeline
 from ...plan.timeline import Timeline
-from .logged_updates import LogRow
 
 
-AGES = {"staleness/mean": "mean_age", "staleness/oldest": "oldest"}  # metric -> field of an estimate
-AGES_FILE, ESTIMATE_FILE = "ages.json", "estimate.json"
+ESTIMATE_FILE = "estimate.json"
 FIRST_ESTIMATE_FILE = "first_estimate.json"  # estimate when the plan was chosen, if it was corrected during the run
 LENGTHS_FACT = "estimated for"  # name of a run fact: sample lengths that the estimates assume
 
@@ -79,42 +73,6 @@ def _error(estimated_s: float | None, measured_s: float | None) -> str:
 
 def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.3f} s"
-
-
-class _Ages(TypedDict):
-    mean_age: FiniteFloat
-    oldest: FiniteFloat
-
-
-def age_table(expected: Mapping[str, float] | None, rows: Sequence[LogRow]) -> Table | None:
-    """The estimated and measured ages of tokens when they are trained; `None` for a run without a staleness.
-
-    Args:
-        expected: `mean_age` and `oldest`; `None` without an estimate: the table then only has measured ages.
-        rows: logs of updates. The first fifth is left out, because the first batches arrive there.
-    """
-    rows_with_ages = [row for row in rows if all(name in row for name in AGES)]
-    if not rows_with_ages:
-        return None
-    settled = rows_with_ages[len(rows_with_ages) // 5 :]
-    columns = ["measured"] if expected is None else ["estimated", "measured"]
-    table = Table("age of tokens", *columns, title="age, in versions of the policy", title_justify="left")
-    measured = fmean(row["staleness/mean"] for row in settled), max(row["staleness/oldest"] for row in rows_with_ages)
-    for name, value in zip(AGES, measured, strict=True):
-        values = [value] if expected is None else [expected[AGES[name]], value]
-        table.add_row(name.removeprefix("staleness/"), *(f"{age:.2f}" for age in values))
-    return table
-
-
-def age_lines(folder: Path, rows: Sequence[LogRow]) -> list[str]:
-    """Report lines with the ages of tokens; empty for a run without a staleness."""
-    file = folder / AGES_FILE
-    expected = None
-    if exists(file):
-        ages = checked(_Ages, read_json(file, "the ages", MAX_RECORD_BYTES), str(file))
-        expected = {"mean_age": ages["mean_age"], "oldest": ages["oldest"]}
-    table = age_table(expected, rows)
-    return [] if table is None else ["### Age of the tokens", "", *markdown(table), ""]
 
 
 def estimate_lines(folder: Path, measured: Timeline) -> list[str]:

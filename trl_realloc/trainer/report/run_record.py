@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -11,14 +11,12 @@ from transformers import TrainerState
 
 from ...common.notices import notice
 from ...plan.execution_plan import ExecutionPlan
-from ...plan.stage_spans import MiniBatchStages, StageSpan
 from ...plan.timeline import Timeline
 from ...planner.search.priced_plan import PricedPlan
-from .estimate_part import AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE, LENGTHS_FACT, estimate_table
+from .estimate_part import ESTIMATE_FILE, FIRST_ESTIMATE_FILE, LENGTHS_FACT, estimate_table
 from .logged_updates import STATE
 from .run_files import FACTS, PLAN, TIMELINE
 from .run_report import report_run
-from .stage_part import STAGES_FILE
 
 
 MIN_UPDATES = 3  # minimum for an automatic report: its means leave out the first update, which compiles
@@ -32,21 +30,18 @@ def save_record(
     *,
     when_chosen: PricedPlan | None = None,
     of_update: bool = True,
-    stages: Sequence[StageSpan] = (),
     facts: Mapping[str, str] | None = None,
     state: TrainerState | None = None,
 ) -> None:
     """Save the files that `run_files` reads: `plan.yaml`, `timeline.json`, `run.json` with the facts,
-    `trainer_state.json` with the logs; with an estimate `estimate.json`, and `ages.json` if its plan has a staleness;
-    `stages.json` with stages of calls that train together. Also prints the estimate next to the measured times, and
-    writes the report of three or more updates. Does nothing if no call was run.
+    `trainer_state.json` with the logs; with an estimate `estimate.json`. Also prints the estimate next to the
+    measured times, and writes the report of three or more updates. Does nothing if no call was run.
 
     Args:
         expected: estimate of the plan, corrected with the run's times.
         when_chosen: estimate when the plan was chosen, if it differs; saved as `first_estimate.json`.
         of_update: whether an estimated iteration is one update, so that times can be compared. Not so if a generation
-            in TRL's loop has more or less than one update; ages can be compared in any case.
-        stages: stages of the last mini-batch, if the plan fuses two calls.
+            in TRL's loop has more or less than one update.
         facts: result of `run_facts`.
         state: state of the trainer.
     """
@@ -55,7 +50,7 @@ def save_record(
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / PLAN)
     timeline.save(folder / TIMELINE)
-    for of_earlier_run in (FACTS, STAGES_FILE, AGES_FILE, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
+    for of_earlier_run in (FACTS, ESTIMATE_FILE, FIRST_ESTIMATE_FILE):
         (folder / of_earlier_run).unlink(missing_ok=True)
     if facts is not None:
         if expected is not None:
@@ -63,11 +58,6 @@ def save_record(
         (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     if state is not None:
         state.save_to_json(str(folder / STATE))
-    if stages and plan.fused:
-        MiniBatchStages(stages).save(folder / STAGES_FILE)
-    if expected is not None and expected.staleness.versions:
-        ages = {"mean_age": expected.estimate.mean_age, "oldest": expected.estimate.oldest}
-        (folder / AGES_FILE).write_text(json.dumps(ages), encoding="utf-8")
     if expected is not None and of_update:
         expected.timeline.save(folder / ESTIMATE_FILE)
         first = None if when_chosen is None else when_chosen.timeline

@@ -1,6 +1,6 @@
 """`report_run`: the report of a run as Markdown with pictures, and its tables for the terminal.
 
-`run_files` reads the files; tables are in `run_tables`, `estimate_part` and `stage_part`. Imports no torch.
+`run_files` reads the files; tables are in `run_tables` and `estimate_part`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from statistics import fmean
 
 from rich.console import Console
 
-from ...common.errors import PlanError
 from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan
-from ...plan.picture import MOVES, draw_timeline
-from ...plan.timeline import LOOP, Span, Timeline, is_host_work
+from ...plan.picture import draw_timeline
+from ...plan.timeline import LOOP, Timeline
 from ...plan.waits import waits
-from ...planner.iteration.simulate import plan_times
 from ...planner.search.show import waits_table
-from .estimate_part import age_lines, estimate_lines, markdown, means, means_of
+from .estimate_part import estimate_lines, markdown, means, means_of
 from .logged_updates import SCORES, LogRow
 from .run_files import Completions, RunFiles
 from .run_tables import (
@@ -32,7 +30,6 @@ from .run_tables import (
     time_table,
     unit,
 )
-from .stage_part import makespans, stage_lines, stages_of
 
 
 PICTURE = "timeline.png"
@@ -54,14 +51,11 @@ def print_summary(run: RunFiles) -> None:
         console.print(time_table(run.rows, run.timeline))
     if run.timeline is not None and (moved := realloc_table(run.timeline)) is not None:
         console.print(moved)
-    if (stages := stages_of(run.folder)) is not None:
-        console.print(makespans(stages[1]), highlight=False)
 
 
 def report_run(run: RunFiles | str | Path) -> Path:
     """Write `report.md` to a run's folder, with pictures: `reward.png` if it has logs, `timeline.png` of two updates if
-    it has a timeline, `estimate.png` and `stages.png`. A timeline is also written for Perfetto (`trace.json`),
-    including the stages' tasks.
+    it has a timeline, and `estimate.png`. A timeline is also written for Perfetto (`trace.json`).
 
     Args:
         run: the run, or its folder.
@@ -142,28 +136,19 @@ def _time_lines(run: RunFiles) -> list[str]:
 
 
 def _timeline_parts(run: RunFiles, measured: Timeline) -> list[str]:
-    """The parts derived from the timeline: simulated seconds, a picture, waits, the estimate, stages and
-    reallocations."""
+    """The parts derived from the timeline: a picture, waits, the estimate and reallocations."""
     plan = run.plan
     timeline = measured.joined(plan.fused) if plan is not None else measured
-    simulated = None if plan is None else simulated_seconds(plan, timeline.warm)
-    traced, stages = timeline, list[str]()
-    if (plan_and_stages := stages_of(run.folder)) is not None:
-        stages = stage_lines(run.folder, *plan_and_stages)
-        traced += plan_and_stages[1].measured
     shown = two_updates(timeline, plan.staleness.versions if plan is not None else 0)
     updates = " and ".join(str(step + 1) for step in sorted({span.step for span in shown.spans})[-2:])
     title = f"updates {updates}; {timeline.warm.seconds_per_update:.3g} s per update, {means(timeline)}"
     draw_timeline(shown, run.folder / PICTURE, title=title)
-    (run.folder / "trace.json").write_text(json.dumps(traced.to_chrome_trace()), encoding="utf-8")
+    (run.folder / "trace.json").write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
     moved = realloc_table(timeline)
     return [
-        *(_simulated_lines(simulated, measured) if simulated is not None else []),
         *(f"![two updates, devices down, time across]({PICTURE}); whole run: trace.json", ""),
         *(_wait_lines(plan, timeline) if plan is not None else []),
         *estimate_lines(run.folder, timeline),
-        *age_lines(run.folder, run.rows),
-        *stages,
         *([*markdown(moved), ""] if moved is not None else []),
     ]
 
@@ -184,46 +169,6 @@ def two_updates(timeline: Timeline, versions: int) -> Timeline:
     last = [max(span.end for span in timeline.of_step(step).spans) for step in steps[max(until - 3, 0) : until]]
     start = last[0] if until > 2 else min(span.start for span in timeline.spans)
     return timeline.between(start, last[-1])
-
-
-def simulated_seconds(plan: ExecutionPlan, timeline: Timeline) -> float | None:
-    """Seconds per update by the plan's schedule and the measured times of its calls: calls on different devices
-    overlap, calls on the same device do not. `None` if the plan has streams or a staleness, or a call was never
-    measured.
-
-    Args:
-        timeline: timeline in which calls that train together are `joined`.
-    """
-    if plan.streams is not None or plan.staleness.versions:
-        return None  # a call's seconds do not show when its samples were available
-    busy = timeline.by_call()
-    moves = {call.partition(MOVES)[2]: seconds for call, seconds in busy.items() if MOVES in call}
-    try:
-        return plan_times(plan, busy, moves)[0]
-    except (PlanError, KeyError):
-        return None
-
-
-def _simulated_lines(simulated: float, timeline: Timeline) -> list[str]:
-    """The seconds per update that the plan needs for its calls, and the composition of the rest."""
-    measured, seconds = timeline.warm.seconds_per_update, timeline.warm.seconds_by_call()
-    calls, host = list[Span](), list[Span]()
-    for span in timeline.of_step(timeline.steps[-1]).spans:
-        (host if span.is_host_work else calls).append(span)
-    inside = {  # PPO's reward functions run in reward.forward
-        span.call
-        for span in host
-        if span.call != LOOP
-        and any(call.device == span.device and call.start <= span.start and span.end <= call.end for call in calls)
-    }
-    names = sorted((name for name in seconds if is_host_work(name) and name not in inside), key=LOOP.__eq__)
-    between = [f"{name} {seconds[name]:.3f} s" for name in names]
-    return [
-        f"From the times of the calls the plan's timeline takes {simulated:.3f} s per update; measured were "
-        f"{measured:.3f} s. The rest, {(measured - simulated) / measured:.0%}, is what happens between the calls: "
-        f"{', '.join([*between, 'devices that wait for others'])}.",
-        "",
-    ]
 
 
 def _wait_lines(plan: ExecutionPlan, timeline: Timeline) -> list[str]:

@@ -18,6 +18,7 @@ from ...engines.device import is_accelerator
 from ...plan.cluster import Cluster
 from ...plan.dataflow import DataflowGraph
 from ...planner.cost.workload import Workload
+from ...planner.recipe.defaults import recomputes
 from ...planner.search.fused_choice import may_fuse
 from ...profiling.job import Job
 from ...profiling.job_models import JobModels
@@ -93,7 +94,7 @@ def ppo_job(
         response_tokens=(args.response_length,),
         mini_batches=args.num_mini_batches,
         epochs=args.num_ppo_epochs,
-        recompute=recomputes(args),
+        recompute=recomputes(vars(args)),
         forward_tokens=args.local_rollout_forward_batch_size * context_length,
         train_tokens=args.per_device_train_batch_size * context_length,
     )
@@ -131,7 +132,7 @@ def policy_job(
         episodes=args.generation_batch_size,
         prompt_tokens=prompt_tokens,
         response_tokens=(args.max_completion_length,),
-        recompute=recomputes(args),
+        recompute=recomputes(vars(args)),
         forward_tokens=samples * usual_length,
         generation_batch=generated,
         train_tokens=samples * usual_length,
@@ -166,7 +167,7 @@ def engine_options(
         make_optimizer=partial(make_optimizer, args),
         compute_dtype=compute_dtype(args),
         max_grad_norm=args.max_grad_norm or 0.0,
-        gradient_checkpointing=recomputes(args),
+        gradient_checkpointing=recomputes(vars(args)),
         gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         deepspeed=launched_deepspeed_config(args),
         seed=args.seed,
@@ -175,7 +176,6 @@ def engine_options(
         collective_timeout_s=float(args.ddp_timeout),
         heartbeat_timeout_s=plugin.heartbeat_timeout or 0.0,
         log_folder=Path(args.output_dir) / "logs",
-        checksums=bool(plugin.checksums),
         vllm=vllm_settings(args),
     )
 
@@ -200,8 +200,3 @@ def launched_deepspeed_config(args: PPOConfig | PolicyConfig) -> Mapping[str, An
     """The DeepSpeed config of the job's launch, if any."""
     plugin = args.deepspeed_plugin
     return None if plugin is None else plugin.deepspeed_config
-
-
-def recomputes(args: PPOConfig | PolicyConfig) -> bool:
-    """True if training uses activation checkpointing: every backward recomputes the activations of its forward."""
-    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))

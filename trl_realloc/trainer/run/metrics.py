@@ -9,7 +9,6 @@ import time
 from collections import deque
 
 from ...algorithms.rollout import Rollouts
-from ...plan.stage_spans import StageSpan
 from ...plan.timeline import Span, Timeline, loop_spans
 from ...runtime.samples.results import Iteration, observed
 
@@ -23,16 +22,11 @@ class RunMetrics:
 
     Args:
         spans: maximum number of spans to keep. Whole updates are dropped, but never the latest.
-
-    Attributes:
-        stages: tasks of each stage of two calls that train together, in the last mini-batch of the latest update.
-            Earlier ones are dropped: a mini-batch of many stages has thousands of tasks.
     """
 
     def __init__(self, spans: int = SPANS) -> None:
         self._most_spans, self._kept_spans = spans, 0
         self._spans: deque[tuple[Span, ...]] = deque()  # one entry per update
-        self.stages: tuple[StageSpan, ...] = ()
         self.lengths: deque[int] = deque(maxlen=LENGTHS)
         self._window: dict[str, tuple[float, int]] = {}  # metric -> sum and number of updates
         self._losses = (0.0, 0)  # sum of this training's losses, and number of updates
@@ -69,7 +63,6 @@ class RunMetrics:
             loop = loop_spans(iteration.spans, start, end, iteration.spans[0].step)
             self._spans.append(iteration.spans + loop)
         self._kept_spans += len(iteration.spans) + len(loop)
-        self.stages = iteration.stages
         while self._kept_spans > self._most_spans and len(self._spans) > 1:
             self._kept_spans -= len(self._spans.popleft())
         if "responses" in iteration.samples:

@@ -192,8 +192,8 @@ def _with_staleness(plan: ExecutionPlan, most: int, *, is_preset: bool) -> Execu
     """
     if plan.staleness.versions > most:
         raise ConfigError(
-            f"the plan's staleness is {plan.staleness.versions}, and max_staleness {most}; set max_staleness to what "
-            f"the run may use, or lower the plan's staleness."
+            f"the plan's staleness is {plan.staleness.versions}, and max_staleness {most}; raise "
+            f"max_staleness, or lower the plan's staleness."
         )
     if not most or plan.staleness.versions:
         return plan

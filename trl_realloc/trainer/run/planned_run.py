@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
 
 from ...engines.base import EngineError
 from ...engines.transformers_compat import agree_on_jit_checkpoint
+from ...plan.timeline import Timeline
 from ...runtime.failures.alarm import Alarm
 from ...runtime.process_groups import any_rank
 from ..accelerate_plugin import ReallocationPlugin
 from ..checkpoint import CheckpointError
+from ..report.run_facts import run_facts
+from ..report.run_record import save_record
 from .checkpoints import Checkpoints
 from .placed_plan import H, PlacedPlan
 from .plan_change import PlanChange
@@ -81,6 +84,26 @@ class PlannedRun(Generic[H]):
             self.checkpoints.save_models(Path(folder or trainer.args.output_dir))
         if trainer.args.push_to_hub and pushes:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+    def save_record(
+        self, algorithm: str, timeline: Timeline, lengths: Sequence[int], *, of_update: bool = True
+    ) -> None:
+        """Save the files of the run and its report in `output_dir` at the end of a training. On rank 0.
+
+        Args:
+            algorithm: its name in the report.
+            lengths: tokens of the latest responses, for which the plan is estimated.
+            of_update: see `run_record.save_record`.
+        """
+        trainer, plan, observer = self.adapter.trainer, self.placed.plan, self.change.observer
+        expected = observer.end(lengths)
+        save_record(
+            *(plan, timeline, expected, Path(trainer.args.output_dir)),
+            when_chosen=observer.when_chosen(lengths),
+            of_update=of_update,
+            facts=run_facts(algorithm, plan.cluster.size, trainer.args.device),
+            state=trainer.state,
+        )
 
     def follow_callbacks(self) -> None:
         """Wrap the callback handler: the message of a failure in a callback names its event, and that of a failure in
