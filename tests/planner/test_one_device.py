@@ -95,5 +95,5 @@ def test_a_refusal_names_the_largest_part_and_what_would_fit() -> None:
 
 
 def test_calls_that_fit_alone_and_not_together_are_refused_with_what_they_hold() -> None:
-    with pytest.raises(PlanError, match=r"takes [0-9.]+ GB of a device, [0-9.]+ of them .*(actor|critic)\.train"):
+    with pytest.raises(PlanError, match=r"takes [0-9.]+ GB per device \([0-9.]+ for .*(actor|critic)\.train"):
         choose(Space.of_run(specs(1, 1), prices(34)), time_limit_s=0.3)

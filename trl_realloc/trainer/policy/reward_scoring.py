@@ -73,7 +73,9 @@ class Scoring:
         update, alarm = f"update {trainer.state.global_step + 1}", trainer.executor.alarm
         alarm.set_activity(f"the rewards of {update}")
         # TRL reads the functions from the trainer
-        trainer.reward_funcs = followed_by(timed, update, alarm.at, lambda: barrier(trainer.placement.control))
+        trainer.reward_funcs = followed_by(
+            timed, update, alarm.set_activity, lambda: barrier(trainer.placement.control)
+        )
         try:
             yield
         finally:
