@@ -78,9 +78,7 @@ class PartialRollouts:
         """
         samples = self.samples.get(number, {})
         if samples and self.checksums.get(number) != checksum(batch):
-            logger.warning(
-                f"the prompts of batch {number + 1} have changed; its samples are generated again."
-            )
+            logger.warning(f"the prompts of batch {number + 1} have changed; its samples are generated again.")
             return {}
         if samples and sampling != self.sampling:
             logger.warning(
