@@ -56,7 +56,7 @@ class Fault:
 
     def here(self) -> bool:
         """Whether this rank is the one, in the update of the moment: by default the last of the call's mesh; its first
-        for a save, because that writes, and for a vLLM worker, because the first of a tensor group owns the engine."""
+        for a save, because that writes, and for an engine of several workers, which it owns."""
         if self.trainer is None or f"update {UPDATE}" not in self.where + f" update {self._update()}":
             return False
         return self._is_rank()
@@ -69,7 +69,7 @@ class Fault:
         if self.rank is not None:
             return bool(rank == self.rank)
         ranks = list(plan.mesh(calls.get(self.moment, self.moment)).devices)
-        first = self.moment == "save" or self.kind.startswith("worker")
+        first = self.moment == "save" or (self.moment == "actor.generate" and plan[self.moment].strategy.tp > 1)
         return bool(rank == (ranks[0] if first else ranks[-1]))
 
     def _update(self) -> int:
