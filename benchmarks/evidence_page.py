@@ -128,7 +128,7 @@ def at_updates(row: Row, updates: Sequence[int]) -> list[str]:
 def reward_differences(rows: Sequence[Row]) -> list[list[str]]:
     """The mean rewards of updates on the same prompts, with the standard error of the mean over updates. TRL's PPO
     shuffles its prompts otherwise, so it has no pairs."""
-    of_trl = {row["name"]: row["rewards"] for row in rows}
+    of_trl = {row["name"]: row["rewards"] for row in rows if row["arm"] == "trl"}
     pairs = [
         [ours - trl for ours, trl in zip(row["rewards"], of_trl[other], strict=True)]
         for row in rows

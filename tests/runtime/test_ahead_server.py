@@ -118,7 +118,7 @@ def test_other_prompts_than_were_announced_are_generated_anew() -> None:
 def test_samples_go_on_after_the_engines_were_used_for_something_else() -> None:
     loop = Loop(stale(PLAN, 1), [[40] * SAMPLES] * 6, step_s=1e-2, train_s=0.0)
     made = loop.run(0, 2)[0]
-    loop.each(AheadServer.stop)
+    loop.each(lambda server: server.batches.stop())
     assert {number for engine in loop.job.engines.values() for number in engine.moved}, "nothing was under way"
     for number, samples in enumerate([*made, *loop.run(2, 4)[0]]):
         check(number, samples, [40] * SAMPLES, 1)

@@ -43,24 +43,24 @@ def test_an_iteration_gives_the_same_whole_and_call_by_call() -> None:
     assert torch.equal(norms, norms[:1].expand(len(norms)))
 
 
-def test_a_role_is_trained_by_the_slopes_of_a_loss_that_is_computed_outside() -> None:
-    direct, by_slopes = one_process(), one_process()
+def test_a_role_is_trained_by_the_token_gradients_of_a_loss_that_is_computed_outside() -> None:
+    direct, by_grads = one_process(), one_process()
     samples = call_by_call(direct)
-    call_by_call(by_slopes)
+    call_by_call(by_grads)
     scores, baselines = samples.tensor("scores").clone(), samples.tensor("baselines")
     scores[1] = baselines[1]  # a sample without token gradients, which is left out
     samples = samples.only(n for n in samples if n != "grad_norm").plus(scores=scores)
     direct.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
     expected = direct.perform("actor.train", samples)
-    by_slopes.algorithm = TrainerLoss(GRAPH)
-    by_slopes.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
+    by_grads.runner.algorithm = TrainerLoss(GRAPH)
+    by_grads.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
     responses = samples.ragged("responses")
     given = responses.like(responses.spread((baselines - scores) / len(samples)))
     broken = given.like(torch.where(given.row_of == 3, torch.nan, given.values))
     with pytest.raises(NonFiniteError, match="the loss's derivative by a log-probability of sample 3 of the .* is nan"):
-        by_slopes.perform("actor.train", samples.plus(logprob_grads=broken))
-    steps = by_slopes.perform("actor.train", samples.plus(logprob_grads=given))
-    after, other = learned(direct), learned(by_slopes)
+        by_grads.perform("actor.train", samples.plus(logprob_grads=broken))
+    steps = by_grads.perform("actor.train", samples.plus(logprob_grads=given))
+    after, other = learned(direct), learned(by_grads)
     assert all(torch.allclose(after[name], other[name], rtol=1e-6, atol=1e-6) for name in after)
     assert set(steps) == {"index", "update", LINEAR_LOSS, "grad_norm"}
     assert steps.tensor("index").tolist() == [0, 2, 3, 4]

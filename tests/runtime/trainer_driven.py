@@ -40,7 +40,7 @@ def start(plan: ExecutionPlan, rank: int) -> CallServer:
     """All ranks together."""
     placement = Placement(plan, rank, roles(plan.graph), options(sgd))
     placement.start()
-    return CallServer(make_executor(placement, TrainerLoss(plan.graph), execute(placement).settings))
+    return CallServer(make_executor(placement, TrainerLoss(plan.graph), execute(placement).runner.settings))
 
 
 def rows(outputs: Rollouts, column: str) -> list[list[Any]]:

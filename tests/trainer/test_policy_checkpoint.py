@@ -64,7 +64,7 @@ class PolicyTrainer(Trainer):
         settings: dict[str, Any] = {"learning_rate": 0.01, "max_steps": 8, "per_device_train_batch_size": 8}
         args = GRPOConfig(str(folder), use_cpu=True, report_to=[], **{**settings, "save_strategy": "steps", **changes})
         self.rates = LearningRates.of(args, None, None, [Role.ACTOR])
-        self.host = SimpleNamespace(
+        self.adapter = SimpleNamespace(
             trainer=self,
             calls_on_save=False,
             counters=("global_step",),
@@ -75,7 +75,7 @@ class PolicyTrainer(Trainer):
             go_on_with=executor.go_on_with,
         )
         placed: Any = SimpleNamespace(
-            host=self.host,
+            adapter=self.adapter,
             setup=SimpleNamespace(rates=self.rates, models_before_start={Role.ACTOR: tiny.policy()}),
             plan=plan,
             placement=executor.placement,

@@ -173,7 +173,7 @@ class PlannedPolicyTrainer(Trainer):
         return self.run
 
     @property
-    def _host(self) -> PolicyAdapter:
+    def _adapter(self) -> PolicyAdapter:
         return self._run.adapter
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -205,12 +205,12 @@ class PlannedPolicyTrainer(Trainer):
             if not self.state.global_step and not hasattr(self.train_dataset, "__len__"):
                 raise stream_too_short(self.args, self.accelerator.num_processes)
             return output
-        with self._host.training(resume_from_checkpoint) as resumed:
+        with self._adapter.training(resume_from_checkpoint) as resumed:
             return super().train(resumed, trial, ignore_keys_for_eval)
 
     @under_plan
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        return self._host.prepare_for_training(max_steps, train_dataloader)
+        return self._adapter.prepare_for_training(max_steps, train_dataloader)
 
     @under_plan
     def create_optimizer(self, model: Any = None) -> Any:
@@ -227,8 +227,8 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        self._host.ahead.sampler = super()._get_train_sampler(*args, **kwargs)
-        return self._host.ahead.sampler
+        self._adapter.ahead.sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._adapter.ahead.sampler
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(*args, **kwargs)
@@ -240,7 +240,7 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        return super().get_batch_samples(self._host.ahead.batches(epoch_iterator), num_batches, device)
+        return super().get_batch_samples(self._adapter.ahead.batches(epoch_iterator), num_batches, device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.record.begin_update()
@@ -248,7 +248,7 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        self._host.begin_micro_batch()
+        self._adapter.begin_micro_batch()
         return super()._prepare_inputs(generation_batch)
 
     # --- completions and rewards ------------------------------------------------------------------------------------
@@ -262,30 +262,30 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._host.generating_and_scoring():
-            return self._host.mismatch.of_generation(super()._generate_and_score_completions(inputs))
+        with self._adapter.generating_and_scoring():
+            return self._adapter.mismatch.of_generation(super()._generate_and_score_completions(inputs))
 
     @under_plan
     def _generate(self, prompts: Any) -> Any:
-        with self._host.generating(prompts):
+        with self._adapter.generating(prompts):
             outputs = super()._generate(prompts)
         by_vllm = self.plan["actor.generate"].engine == "vllm"
         # GRPO returns log-probabilities, joined over turns
         logprobs = outputs[4] if len(outputs) > 4 else self.vllm_generation.drawn([len(ids) for ids in outputs[1]])
-        self._host.forced.begin_generation(logprobs if by_vllm else None)
+        self._adapter.forced.begin_generation(logprobs if by_vllm else None)
         self.record.add_responses(outputs[1])
         return outputs
 
     @under_plan
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        return self._host.as_trl_generates(super()._generate_single_turn(*args, **kwargs))
+        return self._adapter.as_trl_generates(super()._generate_single_turn(*args, **kwargs))
 
     @under_plan
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._host.scoring.calling():
+        with self._adapter.scoring.calling():
             token_ids = map(plain_token_ids, args)
             rewards = super()._calculate_rewards(inputs, prompts, completions, *token_ids, **kwargs)
-        return self._host.scoring.checked(rewards, prompts, completions)
+        return self._adapter.scoring.checked(rewards, prompts, completions)
 
     # --- the loss, and an optimizer step by its gradients -----------------------------------------------------------
 
@@ -294,34 +294,34 @@ class PlannedPolicyTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's loss, for a training micro-batch on leaf tensors."""
-        with self._host.loss.of_micro_batch(inputs):
+        with self._adapter.loss.of_micro_batch(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @under_plan
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        with self._host.forced.of_loss(inputs), self._host.mismatch.of_loss(inputs):
+        with self._adapter.forced.of_loss(inputs), self._adapter.mismatch.of_loss(inputs):
             return super()._compute_loss(model, inputs)
 
     @under_plan
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        logprobs, entropies, loss = self._host.loss.logps_and_entropies(model, *args, **kwargs)
-        logprobs = self._host.forced.zeroed(logprobs)
+        logprobs, entropies, loss = self._adapter.loss.logps_and_entropies(model, *args, **kwargs)
+        logprobs = self._adapter.forced.zeroed(logprobs)
         if model is not self.ref_model:
-            self._host.mismatch.see(logprobs)
-        return logprobs, None if entropies is None else self._host.forced.zeroed(entropies), loss
+            self._adapter.mismatch.see(logprobs)
+        return logprobs, None if entropies is None else self._adapter.forced.zeroed(entropies), loss
 
     @under_plan
     def _clip_grad_norm(self, model: Any) -> Any:
-        return self._host.loss.grad_norm()
+        return self._adapter.loss.grad_norm()
 
     @under_plan
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self._host.loss.grad_norm()
+        return self._adapter.loss.grad_norm()
 
     # --- logs, checkpoints, evaluation ------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        with contextlib.nullcontext() if self.run is None else self._host.between_updates():
+        with contextlib.nullcontext() if self.run is None else self._adapter.between_updates():
             self.record.end_update()
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -353,14 +353,14 @@ class PlannedPolicyTrainer(Trainer):
     @under_plan
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Trainer does."""
-        with self._host.evaluating():
+        with self._adapter.evaluating():
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
             return metrics
 
     @under_plan
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as Trainer does."""
-        with self._host.evaluating():
+        with self._adapter.evaluating():
             return super().predict(*args, **kwargs)
 
     # --- methods that TRL's class does not have ----------------------------------------------------------------------
@@ -415,7 +415,9 @@ class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        corrects = self.vllm_importance_sampling_correction or (self.run is not None and self._host.mismatch.corrects)
+        corrects = self.vllm_importance_sampling_correction or (
+            self.run is not None and self._adapter.mismatch.corrects
+        )
         if corrects and self.model.training:
             mask = batch["completion_mask"]
             batch["old_logps"] = sampling_logps(
