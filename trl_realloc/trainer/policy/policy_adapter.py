@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from transformers.utils import logging
 
 from ...algorithms.prompts import columns_of, is_made_when_read
@@ -71,6 +75,7 @@ class PolicyAdapter:
         self.spans = FunctionSpans(trainer)
         self.scoring, self.ahead = Scoring(trainer, self.spans), PromptsAhead(trainer)
         self._generations = 0  # generations under earlier plans
+        self._random_states = _random_states()  # before the latest generation of the training
 
     def take_over(self) -> None:
         """Replace TRL's calls by the plan's, after the constructor of TRL's class. All ranks together."""
@@ -158,6 +163,8 @@ class PolicyAdapter:
         trainer = self.trainer
         refuse_changed(self._fixed, fixed_attributes(trainer))
         self.calls.at(trainer.state.global_step, evaluates=not trainer.model.training)
+        if trainer.model.training and not self._is_within_generation:
+            self._random_states = _random_states()
         if trainer.model.training:
             self._has_trained = True
             self.ahead.advance()
@@ -253,11 +260,25 @@ class PolicyAdapter:
         self._generations = self.calls.generation
 
     def samples_under_way(self) -> PartialRollouts | None:
-        # TRL's loop generates again if the run resumes within a generation, or before an optimizer step that failed and
-        # whose micro-batches are counted
+        return self.calls.samples_under_way(again=self._untrained_generations)
+
+    @property
+    def _untrained_generations(self) -> int:
+        """Number of the latest generations that a resumed run makes again: TRL's loop generates if it resumes within a
+        generation, or before an optimizer step that failed and whose micro-batches are counted."""
         micro_batches, on_each = self.trainer._step, self._micro_batches
-        begun, trained = -(-micro_batches // on_each), (micro_batches - self.loss.untrained) // on_each
-        return self.calls.samples_under_way(again=begun - trained)
+        return -(-micro_batches // on_each) - (micro_batches - self.loss.untrained) // on_each
+
+    @contextlib.contextmanager
+    def random_states_to_save(self) -> Iterator[None]:
+        """Context in which the global random generators are as they were before a generation that a resumed run makes
+        again: TRL shuffles its samples by them."""
+        latest = _random_states()
+        _set_random_states(self._random_states if self._untrained_generations else latest)
+        try:
+            yield
+        finally:
+            _set_random_states(latest)
 
     def go_on_with(self, partial_samples: PartialRollouts | None) -> None:
         self.calls.go_on_with(partial_samples)
@@ -296,6 +317,17 @@ class PolicyAdapter:
             state = {"entropy_coef": trainer.entropy_coef, "last_world_entropy": trainer._last_world_entropy}
             with problems.writing(folder / ENTROPY_STATE):
                 (folder / ENTROPY_STATE).write_text(json.dumps(state), encoding="utf-8")
+
+
+def _random_states() -> tuple[Any, Any, Tensor]:
+    """The states of the generators of Python, NumPy and torch on the host."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_random_states(states: tuple[Any, Any, Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
 
 
 __all__ = ["PolicyAdapter"]

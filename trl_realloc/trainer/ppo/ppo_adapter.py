@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,9 @@ class PPOAdapter:
 
     def write_state(self, folder: Path, problems: WriteErrors) -> None:
         """Does nothing: PPO has no state beyond that of other trainers."""
+
+    def random_states_to_save(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # a checkpoint is saved between iterations
 
 
 __all__ = ["PPOAdapter"]

@@ -162,7 +162,7 @@ class Checkpoints:
             if not args.async_save:
                 background.finish()
             random_state = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-            with problems.writing(folder / random_state):
+            with problems.writing(folder / random_state), self.adapter.random_states_to_save():
                 self.trainer._save_rng_state(str(folder))
             under_way = self.adapter.samples_under_way()
             if under_way is not None:  # on rank 0

@@ -6,6 +6,7 @@ Searching for a faster plan is in `plan_change`, recovery from a failure in `pla
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -77,6 +78,9 @@ class TrainerAdapter(Protocol):
 
     def write_state(self, folder: Path, problems: WriteErrors) -> None:
         """Write extra files of a checkpoint."""
+
+    def random_states_to_save(self) -> AbstractContextManager[None]:
+        """Context in which the global random generators are as a run that resumes from a checkpoint needs them."""
 
 
 H = TypeVar("H", bound=TrainerAdapter)
