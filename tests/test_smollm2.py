@@ -75,7 +75,13 @@ def made(row: Any, curve: list[tuple[int, float, float]]) -> dict[str, Any]:
     return {
         **vars(row),
         **{"name": row.name, "updates": curve[-1][0], "before": curve[0][2], "after": curve[-1][2], "error": 0.03},
-        **{"seconds": curve[-1][1], "memory_gb": 4.0, "tokens_per_s": 100.0, "curve": curve, "rewards": [0.4, 0.5]},
+        **{
+            "seconds": curve[-1][1],
+            "memory_gb": 4.0,
+            "tokens_per_s": 100.0,
+            "curve": curve,
+            "rewards": [0.4, 0.5, 0.6, 0.5],
+        },
         **{"greedy": [0.4, 0.6], "mismatch": {}, "commit": "0000000", "hardware": "2 cores"},
     }
 
