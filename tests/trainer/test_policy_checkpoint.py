@@ -70,6 +70,7 @@ class PolicyTrainer(Trainer):
             counters=("global_step",),
             about_checkpoint=dict,
             write_state=lambda *_: None,
+            random_states_to_save=contextlib.nullcontext,
             forget_step=lambda: None,
             samples_under_way=lambda: executor.samples_under_way(self.state.global_step),
             go_on_with=executor.go_on_with,
