@@ -132,8 +132,8 @@ def reward_differences(rows: Sequence[Row]) -> list[list[str]]:
     pairs = [
         [ours - trl for ours, trl in zip(row["rewards"], of_trl[other], strict=True)]
         for row in rows
-        if (other := row["name"].replace("-ours-", "-trl-")) in of_trl and row["arm"] == "ours"
-        if row["algorithm"] != "ppo"
+        if row["arm"] == "ours" and row["algorithm"] != "ppo"
+        if (other := row["name"].replace("-ours-", "-trl-")) in of_trl
     ]
     if not pairs:
         return []

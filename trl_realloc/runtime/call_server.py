@@ -337,7 +337,6 @@ class CallServer:
         return outputs
 
     def _run_streamed(self, name: str, local_prompts: Rollouts, sizes: Sequence[int]) -> Rollouts:
-        self._streamed.clear()
         # every rank gets the prompts of all ranks, because it may score any of them
         ((prompts, first),) = self._of_all_ranks([local_prompts])
         streamed = self.executor.perform_streamed(PromptBatch(prompts, [{}] * len(prompts)))

@@ -54,7 +54,7 @@ class Executor:
     Attributes:
         orders: orders of the latest iteration's streams, on rank 0.
         ahead: runs iterations of a plan with a staleness; `None` for another plan, and for another library's loop,
-            which has a `AheadServer`.
+            which has an `AheadServer`.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def _ahead(
 def _alternatives(best: PricedPlan, ladder: Sequence[Option], base: _Found) -> tuple[Alternative, ...]:
     """Plans that are not chosen: without a chosen option, with another staleness, and with other layouts."""
     alternatives: list[Alternative] = []
-    below = best  # the best plan without the options of the options so far
+    below = best  # the best plan without the options passed so far
     for option in reversed(ladder):
         if option.is_chosen and option.fastest is below:
             below = option.baseline

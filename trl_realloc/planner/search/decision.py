@@ -41,7 +41,7 @@ class Decision:
     ladder: tuple[Option, ...] = ()
 
     def option(self, way: str) -> Option | None:
-        """The option of this option; `None` if it was not tried."""
+        """The option of this name; `None` if it was not tried."""
         return next((option for option in self.ladder if option.way == way), None)
 
     @property

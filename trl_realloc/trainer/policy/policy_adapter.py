@@ -163,9 +163,9 @@ class PolicyAdapter:
         trainer = self.trainer
         refuse_changed(self._fixed, fixed_attributes(trainer))
         self.calls.at(trainer.state.global_step, evaluates=not trainer.model.training)
-        if trainer.model.training and not self._is_within_generation:
-            self._random_states = _random_states()
         if trainer.model.training:
+            if not self._is_within_generation:
+                self._random_states = _random_states()
             self._has_trained = True
             self.ahead.advance()
 
