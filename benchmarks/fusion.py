@@ -98,7 +98,7 @@ def generate_and_score(made: Any, plan: Any, rows: list[list[int]]) -> dict[str,
     from trl_realloc.planner.iteration.stream_dispatcher import Continue
 
     executor = made.executor
-    executor.plan = executor.placement.plan = executor.exchange.plan = plan
+    executor.plan = executor.placement.plan = plan
     executor.orders = ()
     prompts = Rollouts(index=torch.arange(len(rows)), prompts=Ragged.of(rows, torch.long))
     made.accelerator.wait_for_everyone()

@@ -60,9 +60,8 @@ from trl_realloc.runtime.calls.call_runner import CallRunner  # noqa: E402
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step  # noqa: E402
 from trl_realloc.runtime.executor import Executor  # noqa: E402
 from trl_realloc.runtime.failures.alarm import Alarm  # noqa: E402
-from trl_realloc.runtime.messages import all_reduce  # noqa: E402
-from trl_realloc.runtime.samples.exchange import Exchange  # noqa: E402
-from trl_realloc.runtime.samples.shares import Share  # noqa: E402
+from trl_realloc.runtime.messages import Channels, all_reduce  # noqa: E402
+from trl_realloc.runtime.samples.routes import Share  # noqa: E402
 
 
 DEVICES = (8, 64, 512, 4096)
@@ -222,11 +221,11 @@ def update(plan: ExecutionPlan) -> Mailboxes:
 
     def run_rank(rank: int) -> None:
         placement: Any = NoEngines(plan, rank)
-        exchange = Exchange(plan, rank, messages=boxes.of(rank))
+        channels = Channels(boxes.of(rank), plan.order, rank, plan.cluster.size)
         algorithm, alarm = PPO(PPOSettings(LIMIT)), Alarm()
         runner = CountedRunner(placement, algorithm, settings, alarm)
         runner.lengths = lengths
-        executor = Executor(placement, exchange, algorithm, settings, alarm, runner)
+        executor = Executor(placement, channels, algorithm, settings, alarm, runner)
         executor.run(batch, 0, {Role.ACTOR: 0.0, Role.CRITIC: 0.0})
         for tag, (source, target) in enumerate(plan.reallocations, 1 << 20):
             ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})

@@ -251,13 +251,12 @@ def throughput_rank(processes: int, rounds: int, folder: Path) -> None:
     for k in [STALENESS[(at + shift) % len(STALENESS)] for shift in range(rounds) for at in range(len(STALENESS))]:
         executor.cancel_early()
         ahead.batches.give_up()  # what is under way between two phases
-        executor.exchange.flush()
+        executor.channels.flush()
         made.accelerator.wait_for_everyone()
-        executor.plan = placement.plan = executor.exchange.plan = replace(made.plan, staleness=Staleness(k))
+        executor.plan = placement.plan = replace(made.plan, staleness=Staleness(k))
         executor.ahead = None
         if k:
-            executor.ahead = AheadRuns(placement, executor.alarm, executor.runner, executor.exchange)
-            executor.ahead.batches.restarts = ahead.batches.restarts  # its messages have the tags of no other phase
+            executor.ahead = AheadRuns(placement, executor.alarm, executor.runner, ahead.batches.channels)
             ahead = executor.ahead
         batches, ended, ages = [batch(step) for step in range(FILL + TIMED + most + 1)], list[float](), list[float]()
         for step in range(FILL + TIMED):

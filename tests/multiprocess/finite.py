@@ -69,7 +69,7 @@ def main() -> None:
         ]
         report = {"moved": sorted(moved), "finite": finite, "said": said, "kept": kept, "versions": versions, **row}
         (folder / f"{name}-{made.accelerator.process_index}.json").write_text(json.dumps(report))
-        made.executor.exchange.flush()
+        made.executor.channels.flush()
         made.accelerator.wait_for_everyone()
         made.close()
 

@@ -28,7 +28,7 @@ def main() -> None:
         calls = start(made, rank)
         own = slice(None, first) if rank == 0 else slice(first, None)
         torch.save(drive(calls, own, turns == rank), folder / f"{name} {rank}")
-        calls.executor.exchange.flush()
+        calls.executor.channels.flush()
         dist.barrier()
         calls.executor.placement.close()
 

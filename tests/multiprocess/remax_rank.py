@@ -34,7 +34,7 @@ def main() -> None:
                 (dict(samples.only(("responses", "greedy_responses", "scores", "baselines"))), learned(executor)),
                 folder / name,
             )
-        executor.exchange.flush()
+        executor.channels.flush()
         dist.barrier()
         executor.placement.close()
     (folder / f"said-{rank}.txt").write_text(failing(place(plan, rank)))
@@ -56,7 +56,7 @@ def failing(executor: Executor) -> str:
         said = f"{error.is_recoverable} {error}"
     executor.runner.settings = type(settings)(**{**vars(settings), "functions": [function]})
     metrics = executor.run(prompts(), 0, {Role.ACTOR: 0.1}).metrics
-    executor.exchange.flush()
+    executor.channels.flush()
     return f"{said}\n{json.dumps(metrics)}"
 
 

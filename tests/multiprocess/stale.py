@@ -17,7 +17,7 @@ import tiny
 import torch
 from transformers import TrainerCallback
 
-from trl_realloc.runtime.samples.results import POLICY_VERSIONS
+from trl_realloc.algorithms.corrections import POLICY_VERSIONS
 
 
 class Acts(TrainerCallback):

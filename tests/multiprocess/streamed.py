@@ -95,7 +95,7 @@ def follow(made: Any, options: dict[str, Any]) -> None:
     streams = Streams.from_dict(options.get("streams"))
     plan = replace(made.plan, streams=streams, barrier=options.get("barrier", False))
     made.run.placed.setup = replace(made.setup, plan=plan)
-    for part in (made.placement, made.executor, made.executor.exchange):
+    for part in (made.placement, made.executor):
         part.plan = plan
 
 

@@ -29,16 +29,15 @@ from trl_realloc.plan.dataflow import Call
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import separate
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.runtime.calls import call_runner
+from trl_realloc.runtime.calls import call_runner, results
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
+from trl_realloc.runtime.calls.results import Iteration
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm
+from trl_realloc.runtime.messages import Channels
 from trl_realloc.runtime.overlap import batches_ahead, in_flight, leader_link
 from trl_realloc.runtime.overlap.in_flight import request_number, sample_of
-from trl_realloc.runtime.samples import results
-from trl_realloc.runtime.samples.exchange import Exchange
-from trl_realloc.runtime.samples.results import Iteration
-from trl_realloc.runtime.samples.shares import Share
+from trl_realloc.runtime.samples.routes import Share
 
 
 LIMIT, SAMPLES, STEPS_PER_UPDATE = 60, 12, 3
@@ -156,8 +155,8 @@ class Job:
                 placement.engines["actor.forward"] = [FakeScoring("logprobs", lambda t: 0.0, None, placement.clock)]
             runner = SlowRunner(placement, algorithm, call_settings, Alarm(None))
             runner.train_s = self.train_s
-            exchange = Exchange(plan, rank, messages=boxes.of(rank))
-            self.executors.append(Executor(placement, exchange, algorithm, call_settings, runner.alarm, runner))
+            channels = Channels(boxes.of(rank), plan.order, rank, plan.cluster.size)
+            self.executors.append(Executor(placement, channels, algorithm, call_settings, runner.alarm, runner))
 
     def together(self, work: Any) -> tuple[list[Any], list[Exception]]:
         """What `work(executor)` returns on every rank, and what it raises."""

@@ -3,6 +3,8 @@ gradients."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import tiny
 import torch
 from remax import LENGTH, options, prompts
@@ -61,10 +63,10 @@ def driven(executor: Executor, number: int = 0) -> Rollouts:
     """The same iteration call by call, as a host with a loop of its own drives it."""
     batch = prompts()
     samples = batch.prompts
-    executor.begin(Step(number, batch.rows, {Role.ACTOR: 0.01}))
+    perform = partial(executor.perform, Step(number, batch.rows, {Role.ACTOR: 0.01}))
     for name in executor.placement.plan.order[:-1]:
-        samples = samples.plus(**executor.perform(name, samples))
-    executor.perform("actor.train", samples)
+        samples = samples.plus(**perform(name, samples))
+    perform("actor.train", samples)
     return samples
 
 

@@ -6,6 +6,7 @@ It is here to hold that the runtime knows no algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import custom_algorithm
 import tiny
@@ -53,13 +54,13 @@ def call_by_call(executor: Executor) -> Rollouts:
     """The same iteration driven from outside, in another order than the graph's, the sampled responses in two parts."""
     batch = prompts()
     samples = batch.prompts
-    executor.begin(Step(0, batch.rows, {Role.ACTOR: 0.1}))
-    samples = samples.plus(**executor.perform(GREEDY, samples))
-    samples = samples.plus(**executor.perform("reward.forward.greedy", samples))
-    parts = [executor.perform("actor.generate", samples.select(at)) for at in ([0, 1, 2], [3, 4])]
+    perform = partial(executor.perform, Step(0, batch.rows, {Role.ACTOR: 0.1}))
+    samples = samples.plus(**perform(GREEDY, samples))
+    samples = samples.plus(**perform("reward.forward.greedy", samples))
+    parts = [perform("actor.generate", samples.select(at)) for at in ([0, 1, 2], [3, 4])]
     samples = samples.plus(**Rollouts.cat(parts))
-    samples = samples.plus(**executor.perform("reward.forward", samples))
-    return samples.plus(**executor.perform("actor.train", samples).only(["grad_norm"]))
+    samples = samples.plus(**perform("reward.forward", samples))
+    return samples.plus(**perform("actor.train", samples).only(["grad_norm"]))
 
 
 def learned(executor: Executor) -> dict[str, Tensor]:

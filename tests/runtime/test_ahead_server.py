@@ -14,16 +14,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_streams import batch_of
 
+from trl_realloc.algorithms.corrections import POLICY_VERSIONS
 from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import separate
+from trl_realloc.runtime.calls.results import ages
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.overlap.ahead_server import AheadServer
 from trl_realloc.runtime.overlap.in_flight import request_number
 from trl_realloc.runtime.samples.partial_rollouts import PartialRollouts
-from trl_realloc.runtime.samples.results import POLICY_VERSIONS, ages
 
 
 GRAPH = grpo_graph(reference=False, reward_models=False)
@@ -47,7 +48,7 @@ class Loop:
     @staticmethod
     def _host(executor: Executor) -> AheadServer:
         assert executor.ahead is None, "whose iterations are not the executor's"
-        return AheadServer(executor.placement, executor.alarm, executor.runner, executor.exchange)
+        return AheadServer(executor.placement, executor.alarm, executor.runner, executor.channels)
 
     def _generate(self, executor: Executor, number: int, prompts: Sequence[Rollouts]) -> Rollouts:
         output = self.ahead[executor.rank].generate(number, prompts)

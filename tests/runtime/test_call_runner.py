@@ -19,8 +19,8 @@ from trl_realloc.plan.presets import flatten
 from trl_realloc.runtime.calls.call_runner import CallRunner
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step, completed
 from trl_realloc.runtime.failures.alarm import Alarm
-from trl_realloc.runtime.samples.exchange import Exchange
-from trl_realloc.runtime.samples.shares import Share
+from trl_realloc.runtime.messages import Channels
+from trl_realloc.runtime.samples.routes import Share
 
 
 GRAPH = grpo_graph(reference=False, reward_models=False)
@@ -56,7 +56,6 @@ def test_a_rank_meets_the_others_on_the_host_before_a_call_with_collectives(has_
             return Rollouts(index=torch.zeros(1))
 
     runner = Computing(placement, TrainerLoss(GRAPH), CallSettings(Sampling(4, 1.0), 0, None, None, [], {}), Alarm())
-    exchange = Exchange(plan, 1, messages=Mailboxes().of(1))
-    iteration = runner.begin(Step(0, 4, {}), exchange)
-    assert runner.run(iteration, GRAPH.call("actor.forward"), Share(Rollouts(index=torch.zeros(1))))
+    batch = runner.batch(Step(0, 4, {}), Channels(Mailboxes().of(1), plan.order, 1, 2), Rollouts())
+    assert runner.run(batch, GRAPH.call("actor.forward"), Share(Rollouts(index=torch.zeros(1))))
     assert events == ["refresh", *["barrier"] * has_collectives, "compute"]

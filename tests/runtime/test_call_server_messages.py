@@ -31,8 +31,8 @@ from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.calls.training_calls import GRAD_NORM
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm
-from trl_realloc.runtime.samples.exchange import Exchange
-from trl_realloc.runtime.samples.shares import Share
+from trl_realloc.runtime.messages import Channels
+from trl_realloc.runtime.samples.routes import Share
 
 
 SAMPLES, TOKENS = 8, 200  # of each rank; of a response
@@ -129,10 +129,10 @@ def run(
         placement: Any = NoEngines(plan, rank)
         settings = CallSettings(Sampling(TOKENS, 1.0), 0, None, tokenizer, [], {})
         algorithm, alarm = TrainerLoss(GRAPH), Alarm()
-        exchange = Exchange(plan, rank, messages=boxes.of(rank))
+        channels = Channels(boxes.of(rank), plan.order, rank, plan.cluster.size)
         runner = kind(placement, algorithm, settings, alarm)
         try:
-            outcomes[rank] = drive(CallServer(Executor(placement, exchange, algorithm, settings, alarm, runner)), rank)
+            outcomes[rank] = drive(CallServer(Executor(placement, channels, algorithm, settings, alarm, runner)), rank)
         except NonFiniteError as error:
             outcomes[rank] = error
 

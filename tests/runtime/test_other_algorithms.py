@@ -50,16 +50,15 @@ def test_a_role_is_trained_by_the_token_gradients_of_a_loss_that_is_computed_out
     scores, baselines = samples.tensor("scores").clone(), samples.tensor("baselines")
     scores[1] = baselines[1]  # a sample without token gradients, which is left out
     samples = samples.only(n for n in samples if n != "grad_norm").plus(scores=scores)
-    direct.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
-    expected = direct.perform("actor.train", samples)
+    step = Step(1, prompts().rows, {Role.ACTOR: 0.1})
+    expected = direct.perform(step, "actor.train", samples)
     by_grads.runner.algorithm = TrainerLoss(GRAPH)
-    by_grads.begin(Step(1, prompts().rows, {Role.ACTOR: 0.1}))
     responses = samples.ragged("responses")
     given = responses.like(responses.spread((baselines - scores) / len(samples)))
     broken = given.like(torch.where(given.row_of == 3, torch.nan, given.values))
     with pytest.raises(NonFiniteError, match="the loss's derivative by a log-probability of sample 3 of the .* is nan"):
-        by_grads.perform("actor.train", samples.plus(logprob_grads=broken))
-    steps = by_grads.perform("actor.train", samples.plus(logprob_grads=given))
+        by_grads.perform(step, "actor.train", samples.plus(logprob_grads=broken))
+    steps = by_grads.perform(step, "actor.train", samples.plus(logprob_grads=given))
     after, other = learned(direct), learned(by_grads)
     assert all(torch.allclose(after[name], other[name], rtol=1e-6, atol=1e-6) for name in after)
     assert set(steps) == {"index", "update", LINEAR_LOSS, "grad_norm"}
@@ -81,9 +80,9 @@ def test_the_second_output_of_a_policys_forward_is_the_entropy() -> None:
     graph = DataflowGraph((*graph.calls, forward))
     plan = resolve_plan("flatten", Cluster(1, 1), generation_engine="transformers", graph=graph)
     executor, batch = place(plan, 0), prompts()
-    executor.begin(Step(0, batch.rows))
-    samples = batch.prompts.plus(**executor.perform("actor.generate", batch.prompts))
-    scored = executor.perform("actor.forward", samples)
+    step = Step(0, batch.rows)
+    samples = batch.prompts.plus(**executor.perform(step, "actor.generate", batch.prompts))
+    scored = executor.perform(step, "actor.forward", samples)
     assert torch.allclose(scored.ragged("policy_logprobs").values, samples.ragged("logprobs").values, atol=1e-5)
     entropies, words = scored.ragged("entropies"), tiny.policy().config.vocab_size
     assert torch.equal(entropies.lengths, samples.ragged("responses").lengths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.plan.timeline import Span
-from trl_realloc.runtime.samples.results import observed
+from trl_realloc.runtime.calls.results import observed
 
 
 def test_tokens_that_samples_share_are_added_over_the_replicas() -> None:

@@ -16,7 +16,7 @@ from trl_realloc.plan.batching import balance
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.runtime.samples.shares import PrefixAffinity, Share, deal, shares_of_samples, shares_of_training
+from trl_realloc.runtime.samples.routes import PrefixAffinity, Share, deal, shares_of_samples, shares_of_training
 
 
 GRAPH = ppo_graph()

@@ -31,12 +31,12 @@ from trl_realloc.planner.iteration.stream import stream_of
 from trl_realloc.planner.iteration.stream_dispatcher import Score, Withdraw
 from trl_realloc.runtime.calls.call_runner import CallRunner
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
+from trl_realloc.runtime.calls.results import Iteration
 from trl_realloc.runtime.executor import Executor
 from trl_realloc.runtime.failures.alarm import Alarm, JobFailed
+from trl_realloc.runtime.messages import Channels
 from trl_realloc.runtime.overlap import leader_link, stream_forwards, stream_worker
-from trl_realloc.runtime.samples.exchange import Exchange
-from trl_realloc.runtime.samples.results import Iteration
-from trl_realloc.runtime.samples.shares import Share
+from trl_realloc.runtime.samples.routes import Share
 
 
 LIMIT = 60
@@ -159,8 +159,8 @@ def run(
         runner = TimedRunner(placement, algorithm, settings, Alarm(None))
         runner.generates_early, runner.updates = trains and not plan.barrier, updates
         runner.started = [engine.started for engine in engines.values()]
-        exchange = Exchange(plan, rank, messages=boxes.of(rank))
-        executors.append(Executor(placement, exchange, algorithm, settings, runner.alarm, runner))
+        channels = Channels(boxes.of(rank), plan.order, rank, plan.cluster.size)
+        executors.append(Executor(placement, channels, algorithm, settings, runner.alarm, runner))
 
     def play(rank: int) -> None:
         try:
@@ -343,7 +343,7 @@ def test_an_iteration_that_was_not_expected_drops_what_was_begun() -> None:
     plan, lengths = apart_plan(), [20] * 8
     out = run(plan, lengths, updates=1, trains=True)
     executor = out.executors[0]
-    executor._begin_early(batch_of(8, 5))
+    executor.begin_early(Step(0), batch_of(8, 5))
     begun = executor.runner.early
     assert begun is not None and begun.generation is not None
     executor.cancel_early()
@@ -358,4 +358,4 @@ def test_a_run_goes_on_under_a_plan_that_overlaps_otherwise() -> None:
     assert not changed.errors and not back.errors
     for out in (changed, back):
         assert_equal(stayed.updates[1].samples, out.updates[1].samples)
-    assert changed.executors[0].orders and changed.executors[0].exchange.plan is streamed
+    assert changed.executors[0].orders and changed.executors[0].plan is streamed

@@ -16,7 +16,7 @@ from tiny_groups import trainer
 from trl_realloc import GRPOTrainer, PPOTrainer
 from trl_realloc.algorithms.nonfinite import NonFiniteError, problem_of
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.runtime.calls import call_inputs
+from trl_realloc.runtime.calls import batch
 from trl_realloc.runtime.failures.alarm import JobFailed
 from trl_realloc.trainer.policy.reward_scoring import LEFT_OUT
 
@@ -219,7 +219,7 @@ def test_the_means_of_an_evaluation_are_of_the_batches_that_have_the_metric(tmp_
 def test_a_score_that_is_not_finite_is_named_if_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the number that was returned, and with the function's name."""
     messages: list[str] = []
-    monkeypatch.setattr(call_inputs.logger, "warning", messages.append)
+    monkeypatch.setattr(batch.logger, "warning", messages.append)
     functions = [named("length", 1.0), named("judge", math.nan)]
     tiny.trained(tmp_path, given={"reward_model": functions}, **SHORT, skip_nonfinite_updates=True)
     (message,) = messages

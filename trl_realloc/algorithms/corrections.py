@@ -31,6 +31,10 @@ MODES: Sequence[str] = get_args(Mode)
 WEIGHTS = "importance_sampling_ratio"  # the column of w, one value per response token
 LARGEST_LOG_RATIO = 20.0  # e^20 = 4.9e8: a weight stays finite in float32, also after a product with a loss
 AGES = "ages"  # column: updates since the policy that sampled each token; only under a plan with a staleness
+POLICY_VERSIONS = "policy_versions"  # column: number of updates of the policy that sampled each response token
+IN_FLIGHT_S = "in_flight_s"  # column: seconds of a sample's generation
+GENERATED_AT = "generated_at"  # column: end of a sample's generation, seconds since the epoch
+OF_GENERATION = (POLICY_VERSIONS, IN_FLIGHT_S, GENERATED_AT)  # columns under a staleness; no call reads them
 MISMATCH = "sampling/token_mult_prob_error"  # metric: the mean of exp |log π_p - log μ| over tokens
 
 

@@ -38,13 +38,13 @@ from ..plan.timeline import Timeline
 from ..planner.cost.profile import Observation, model_key
 from ..planner.cost.workload import Workload
 from ..runtime.calls.generate_and_score import CallSettings
+from ..runtime.calls.results import Iteration
 from ..runtime.executor import make_executor
 from ..runtime.failures.alarm import JobFailed, is_known_everywhere
 from ..runtime.placement.engine_options import EngineOptions
 from ..runtime.placement.placement import Placement
 from ..runtime.placement.roles import RoleModels, Roles
 from ..runtime.process_groups import from_first_rank
-from ..runtime.samples.results import Iteration
 from .job import Job
 from .job_models import POLICIES
 
@@ -128,12 +128,12 @@ class Runs:
                 if step and "responses" in iteration.samples:
                     observations += self._observations(plan, iteration, time.perf_counter() - start)
             generated = from_first_rank(iteration.samples, options.collective_timeout_s) if samples is None else samples
-            executor.exchange.flush()
+            executor.channels.flush()
             _barrier()
         except (JobFailed, NonFiniteError) as error:
             placement.close()
             if is_known_everywhere(error):
-                executor.exchange.flush()
+                executor.channels.flush()
                 _barrier()
                 placement.discard()
             raise

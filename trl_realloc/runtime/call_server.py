@@ -25,16 +25,11 @@ from ..engines.base import Rate, Sampling
 from ..plan.dataflow import CallKind, Role
 from ..plan.timeline import Span
 from .calls.generate_and_score import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
+from .calls.results import ages, with_ages
 from .executor import Executor
 from .overlap.ahead_server import AheadServer
 from .process_groups import all_gather_object
 from .samples.partial_rollouts import PartialRollouts
-from .samples.results import ages, with_ages
-
-
-# (call, this rank's samples, number of samples per rank) -> outputs for this rank's samples
-Run = Callable[[str, Rollouts, Sequence[int]], Rollouts]
-_FINISHED = -1
 
 
 class CallServer:
@@ -57,7 +52,7 @@ class CallServer:
         self._rounds = {False: 0, True: 0}  # generations of this update so far: {training, evaluation}
         plan = executor.plan
         self.ahead = (
-            AheadServer(executor.placement, executor.alarm, executor.runner, executor.exchange)
+            AheadServer(executor.placement, executor.alarm, executor.runner, executor.channels)
             if plan.staleness.versions
             else None
         )
@@ -114,7 +109,7 @@ class CallServer:
 
         Returns:
             Columns `responses` (token ids) and `logprobs`, in the order of the prompts; in a training under a plan with
-            a staleness also the columns `results.OF_GENERATION` and `corrections.AGES`.
+            a staleness also the columns `corrections.OF_GENERATION` and `corrections.AGES`.
 
         Raises:
             JobFailed: the call failed on some rank.
@@ -173,7 +168,7 @@ class CallServer:
         """
         if self.ahead is None:
             return
-        partial_samples = self.executor.exchange.broadcast(partial_samples)
+        partial_samples = self.executor.channels.broadcast(partial_samples)
         if partial_samples is not None:
             self.generation = partial_samples.next
             self.ahead.batches.restore(partial_samples)
@@ -304,42 +299,39 @@ class CallServer:
         keeps: bool = True,
     ) -> Rollouts:
         """The outputs for this rank's samples, or the statistics of a training."""
-        call, executor = self.executor.plan.graph.call(name), self.executor
-        number = self._update + (EVALUATION_STEP if self._evaluates else 0)
+        generates, executor = self.executor.plan.graph.call(name).kind is CallKind.GENERATE, self.executor
         executor.alarm.set_activity(f"{name} of update {self._update + 1} (the samples of all ranks)")
         if self.ahead is not None:
             self.ahead.check()
-        # a negative size: the rank has no more prompts to generate from
-        sizes = executor.exchange.sizes(_FINISHED if finished else len(samples))
-        self._all_finished = max(sizes) == _FINISHED
-        sizes = [max(size, 0) for size in sizes]
+        ranks = executor.channels.all_gather((len(samples), finished))
+        sizes = [size for size, _ in ranks]
+        self._all_finished = all(rank_finished for _, rank_finished in ranks)
         if not any(sizes):
             return Rollouts()
+        step = Step(
+            self._update + (EVALUATION_STEP if self._evaluates else 0),
+            learning_rates=rates or {},
+            sampling=sampling,
+            draw=self._rounds[self._evaluates],
+            model=model,
+            loss=loss,
+            continues=continues,
+            keeps=keeps,
+        )
         with self.around():
-            executor.begin(
-                Step(
-                    number,
-                    learning_rates=rates or {},
-                    sampling=sampling,
-                    draw=self._rounds[self._evaluates],
-                    model=model,
-                    loss=loss,
-                    continues=continues,
-                    keeps=keeps,
-                )
-            )
-            run: Run = executor.perform_own
-            if call.kind is CallKind.GENERATE:
+            if generates:
                 self._streamed.clear()  # outputs for an earlier generation are not asked for again
-                run = self._run_streamed if executor.plan.streamed else run
-            outputs = run(name, samples, sizes)
+            if generates and executor.plan.streamed:
+                outputs = self._run_streamed(step, name, samples)
+            else:
+                outputs = executor.perform(step, name, samples, sizes)
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
         return outputs
 
-    def _run_streamed(self, name: str, local_prompts: Rollouts, sizes: Sequence[int]) -> Rollouts:
+    def _run_streamed(self, step: Step, name: str, local_prompts: Rollouts) -> Rollouts:
         # every rank gets the prompts of all ranks, because it may score any of them
         ((prompts, first),) = self._of_all_ranks([local_prompts])
-        streamed = self.executor.perform_streamed(PromptBatch(prompts, [{}] * len(prompts)))
+        streamed = self.executor.perform_streamed(step, PromptBatch(prompts, [{}] * len(prompts)))
         local = range(first, first + len(local_prompts))
         outputs = {call: call_outputs.select(local) for call, call_outputs in streamed.items()}
         if not len(local_prompts):

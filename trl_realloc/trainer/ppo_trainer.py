@@ -348,7 +348,7 @@ class PPOTrainer(TrlSurface):
         """
         refuse_changed(self._fixed, fixed_settings(self.args, self._fixed))
         placed = self.run.placed
-        settings = placed.executor.exchange.broadcast(self.args.ppo_settings())
+        settings = placed.executor.channels.broadcast(self.args.ppo_settings())
         if settings == placed.setup.algorithm.settings:
             return
         for name, value in vars(settings).items():

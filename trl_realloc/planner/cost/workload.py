@@ -213,7 +213,7 @@ class Workload:
     def engine_prompt(self, samples: float) -> float:
         """Mean number of prompt tokens that a vLLM engine with `samples` samples computes and caches per sample. It
         computes a prompt once for all of its samples, except the last block. An engine gets whole prompt groups, or a
-        part of one (`runtime.samples.shares.deal`)."""
+        part of one (`runtime.samples.routes.deal`)."""
         together = samples / math.ceil(samples / self.completions)
         return self.prompt_tokens - (1 - 1 / together) * max(0.0, self.prompt_tokens - HALF_BLOCK)
 

@@ -1,5 +1,5 @@
-"""`CallRunner`: runs one call on this rank: updates its parameters, computes its outputs from this rank's share of the
-samples, and publishes them.
+"""`CallRunner`: runs one call on this rank: gets its share of the samples, updates its parameters, computes its
+outputs, and publishes them.
 
 The computations are in `generate_and_score` and `training_calls`, the loop over the calls in `executor`.
 """
@@ -7,8 +7,7 @@ The computations are in `generate_and_score` and `training_calls`, the loop over
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 from ...algorithms.algorithm import Algorithm
 from ...algorithms.rollout import Rollouts
@@ -16,29 +15,15 @@ from ...engines.base import EngineError
 from ...plan.dataflow import Call, CallKind
 from ...plan.timeline import Span
 from ..failures.alarm import Alarm, JobFailed
+from ..messages import Channels
 from ..parameters.reallocation import Moved
 from ..placement.placement import Placement
-from ..samples.exchange import CallOutput, CallsFailed, Exchange, Failures, failure_of
-from ..samples.shares import PrefixAffinity, Share
+from ..samples.routes import PrefixAffinity, Share
 from . import generate_and_score as calls
 from . import training_calls
-from .call_inputs import CallInputs
+from .batch import Batch, CallOutput, CallsFailed, Failures
 from .generate_and_score import CallSettings, Step
 from .prefetched_generation import PrefetchedGeneration
-
-
-@dataclass
-class RunningIteration:
-    """One iteration on this rank.
-
-    Args:
-        failure: the latest exception of a call on this rank.
-    """
-
-    step: Step
-    exchange: Exchange
-    inputs: CallInputs
-    failure: BaseException | None = None
 
 
 class CallRunner:
@@ -51,22 +36,50 @@ class CallRunner:
     def __init__(self, placement: Placement, algorithm: Algorithm, settings: CallSettings, alarm: Alarm) -> None:
         self.placement, self.algorithm, self.settings, self.alarm = placement, algorithm, settings, alarm
         self.early: PrefetchedGeneration | None = None
-        self._answered = {name: PrefixAffinity() for name in placement.plan.graph.calls_of(CallKind.GENERATE)}
+        self._affinity = {name: PrefixAffinity() for name in placement.plan.graph.calls_of(CallKind.GENERATE)}
 
-    def begin(self, step: Step, exchange: Exchange) -> RunningIteration:
-        """A new iteration on this rank."""
-        inputs = CallInputs(
-            exchange,
+    def batch(
+        self,
+        step: Step,
+        channels: Channels,
+        samples: Rollouts,
+        *,
+        sizes: Sequence[int] | None = None,
+        running: Collection[str] = (),
+    ) -> Batch:
+        """A new batch on this rank. The arguments are those of `Batch`."""
+        return Batch(
+            self.placement.plan,
+            channels,
+            step,
             self.algorithm,
             self.settings,
             self.alarm,
-            step,
-            self._answered,
+            self._affinity,
             self.placement.shares_tokens,
+            samples,
+            sizes=sizes,
+            running=running,
         )
-        return RunningIteration(step, exchange, inputs)
 
-    def run(self, iteration: RunningIteration, call: Call, share: Share | CallsFailed | None) -> bool:
+    def run_calls(self, batch: Batch, names: Sequence[str], following: Sequence[str] = ()) -> bool:
+        """Run this rank's part of one call, or of the two that the plan fuses (`ExecutionPlan.runs_of`).
+
+        Args:
+            following: the calls that this rank runs next, whose parameters are fetched meanwhile.
+
+        Returns:
+            True if neither a call nor its inputs failed here.
+        """
+        running = [self.placement.plan.graph.call(name) for name in names]
+        shares = [batch.inputs(call) if self.placement.has(call.name) else None for call in running]
+        for name in following:
+            self.placement.prefetch(name, beside=names)
+        if len(running) == 1:
+            return self.run(batch, running[0], shares[0])
+        return self._run_together(batch, (running[0], running[1]), [share for share in shares if share is not None])
+
+    def run(self, batch: Batch, call: Call, share: Share | CallsFailed | None) -> bool:
         """Run a call, and publish its outputs or its failure. A call whose inputs have failed publishes their failures,
         so that every rank gets the messages that it waits for, and learns of the failure at the iteration's end.
 
@@ -80,7 +93,7 @@ class CallRunner:
             True if neither the call nor its inputs failed here.
         """
         output: CallOutput | Failures
-        name, step = call.name, iteration.step
+        name, step = call.name, batch.step
         is_collective = True  # the code that runs now contains collectives
         try:
             self.alarm.set_activity(f"{name} of {step.name} (its parameters)")
@@ -112,28 +125,18 @@ class CallRunner:
         except JobFailed:
             raise
         except Exception as error:
-            iteration.failure = error
-            output = (failure_of(error, self.placement.rank, name, is_collective=is_collective),)
-        iteration.exchange.publish(name, output)
+            batch.put_failure([name], error, is_collective=is_collective)
+            return False
+        batch.put(name, output)
         return isinstance(output, CallOutput)
 
-    def run_calls(
-        self, iteration: RunningIteration, running: Sequence[Call], shares: Sequence[Share | CallsFailed | None]
-    ) -> bool:
-        """Run one call as `run` does, or the two that the plan fuses (`ExecutionPlan.runs_of`)."""
-        if len(running) == 1:
-            return self.run(iteration, running[0], shares[0])
-        return self._run_together(iteration, (running[0], running[1]), [s for s in shares if s is not None])
-
-    def _run_together(
-        self, iteration: RunningIteration, pair: tuple[Call, Call], shares: Sequence[Share | CallsFailed]
-    ) -> bool:
+    def _run_together(self, batch: Batch, pair: tuple[Call, Call], shares: Sequence[Share | CallsFailed]) -> bool:
         """Run the two calls that the plan fuses. A failure of one is published for both."""
-        step, names = iteration.step, " and ".join(call.name for call in pair)
+        step, names = batch.step, [call.name for call in pair]
         outputs: Sequence[CallOutput | Failures]
         failed = [share for share in shares if isinstance(share, CallsFailed)]
         try:
-            self.alarm.set_activity(f"{names} of {step.name}")
+            self.alarm.set_activity(f"{' and '.join(names)} of {step.name}")
             if failed:
                 outputs = [failed[0].failures, failed[0].failures]
             else:
@@ -141,12 +144,11 @@ class CallRunner:
         except JobFailed:
             raise
         except Exception as error:
-            iteration.failure = error
-            failure = failure_of(error, self.placement.rank, names, is_collective=True)
-            outputs = [(failure,), (failure,)]
-        for call, output in zip(pair, outputs, strict=True):
-            iteration.exchange.publish(call.name, output)
-        return all(isinstance(output, CallOutput) for output in outputs)
+            batch.put_failure(names, error, is_collective=True)
+            return False
+        for name, output in zip(names, outputs, strict=True):
+            batch.put(name, output)
+        return not failed
 
     def _trained_together(self, pair: tuple[Call, Call], shares: Sequence[Share], step: Step) -> list[CallOutput]:
         if any(share.is_skipped for share in shares):

@@ -2,7 +2,7 @@
 return the call's output columns.
 
 Calls that train are in `training_calls`, the loop over the calls in `executor`, the division of the samples in
-`shares`. Only the engines communicate here.
+`batch`. Only the engines communicate here.
 The functions read a call's kind and columns from the graph, never its name.
 """
 
@@ -28,8 +28,7 @@ from ...plan.dataflow import Call, Role
 from ...plan.timeline import REWARD_FUNCTION, Span
 from ..placement.placement import Placement
 from ..samples.context_limit import ContextLimit
-from ..samples.routes import sources
-from ..samples.shares import as_responses
+from ..samples.routes import as_responses, sources
 
 
 logger = logging.get_logger(__name__)

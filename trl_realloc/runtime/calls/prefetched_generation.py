@@ -12,8 +12,7 @@ from ...algorithms.prompt_batches import PromptBatch
 from ...engines.base import BackgroundEngine, EngineError, Generation
 from ..parameters.reallocation import Moved
 from ..placement.placement import Placement
-from ..samples.routes import replica
-from ..samples.shares import shares_of_samples
+from ..samples.routes import replica, shares_of_samples
 from . import generate_and_score as calls
 from .generate_and_score import CallSettings, Step
 

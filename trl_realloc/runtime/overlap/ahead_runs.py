@@ -18,11 +18,9 @@ from ..calls import generate_and_score as calls
 from ..calls.call_runner import CallRunner
 from ..calls.generate_and_score import Step
 from ..failures.alarm import Alarm
-from ..messages import Messages
+from ..messages import Channels
 from ..placement.placement import Placement
-from ..samples.exchange import CallsFailed, Exchange
 from ..samples.routes import RESULTS, sources
-from ..samples.shares import Share
 from .batches_ahead import POLL_S, BatchesAhead
 from .in_flight import BatchInFlight
 from .leader_link import Leader, LeaderLink, Left
@@ -49,15 +47,15 @@ class AheadRuns:
     """One rank of a run with a staleness.
 
     Args:
-        exchange: the executor's exchange; the batches use higher tags.
+        channels: the executor's; the batches use another series.
     """
 
-    def __init__(self, placement: Placement, alarm: Alarm, runner: CallRunner, exchange: Exchange) -> None:
+    def __init__(self, placement: Placement, alarm: Alarm, runner: CallRunner, channels: Channels) -> None:
         self.placement, self.alarm, self.runner = placement, alarm, runner
         self.plan, self.rank = placement.plan, placement.rank
         self.versions = self.plan.staleness.versions
         graph = self.plan.graph
-        self.batches = BatchesAhead(placement, alarm, runner, exchange, self.plan.order, self._report_generated)
+        self.batches = BatchesAhead(placement, alarm, runner, channels, self.plan.order, self._report_generated)
         self.generate, self.ahead = self.batches.generate, frozenset(calls_ahead(graph))
         self.train = graph.train_call(self.generate.role)
         self._ranks_ahead = devices_ahead(graph, self.plan.assignments)
@@ -67,11 +65,11 @@ class AheadRuns:
 
     # --- one iteration ------------------------------------------------------------------------------------------------
 
-    def run(self, step: Step, batch: PromptBatch, following: Sequence[PromptBatch]) -> BatchInFlight:
+    def run(self, step: Step, prompts: PromptBatch, following: Sequence[PromptBatch]) -> BatchInFlight:
         """Run one iteration.
 
         Args:
-            following: the batches of the next iterations: `versions + 1`, unless the run ends before.
+            following: the prompts of the next iterations: `versions + 1`, unless the run ends before.
 
         Returns:
             The batch of the iteration. The outputs of its calls have been published.
@@ -79,14 +77,12 @@ class AheadRuns:
         Raises:
             JobFailed: another rank failed outside a call.
         """
-        self.batches.messages.flush()
+        self.batches.channels.flush()
         sampling = calls.sampling_of(self.runner.settings, self.generate, step)
-        current = self.batches.open(step, [batch, *following[: self.versions + 1]], sampling)
+        current = self.batches.open(step, [prompts, *following[: self.versions + 1]], sampling)
         leader = self._leader(step.number) if self.rank == RESULTS else None
         is_ahead = self.rank in self._ranks_ahead
-        self._link = AheadLink(
-            self.batches.messages, self.batches.first_tag, leader, EndIteration, takes_tasks=is_ahead
-        )
+        self._link = AheadLink(self.batches.channels, leader, EndIteration, takes_tasks=is_ahead)
         self.batches.begin(step.number)
         if is_ahead:
             self.batches.admit()
@@ -102,30 +98,19 @@ class AheadRuns:
         if self._order is None or self._restarts != self.batches.restarts:
             self._order = AheadOrder(self.plan, {n: sources(self.plan, n) for n in self.plan.order}, number)
             self._restarts = self.batches.restarts
-        messages, world = self.batches.messages, self.plan.cluster.size
-        return AheadLeader(messages, self.batches.first_tag, self._order, self._ranks_ahead, world, number)
+        return AheadLeader(self.batches.channels, self._order, self._ranks_ahead, number)
 
     # --- ranks that train ---------------------------------------------------------------------------------------------
 
     def _train(self, number: int) -> None:
         local_calls = [n for n in self.plan.order if n not in self.ahead and self.placement.takes_part(n)]
         for names, following in pairwise([*self.plan.runs_of(local_calls), ()]):
-            shares = [self._share(number, name) for name in names]
-            for name in following:
-                self.placement.prefetch(name, beside=names)
-            is_done = self._run_calls(number, names, shares)
+            is_done = self._run_calls(number, names, following)
             if self.train in names and is_done:
                 self.batches.take_update(number + 1)
 
-    def _share(self, number: int, name: str) -> Share | CallsFailed | None:
-        if not self.placement.has(name):
-            return None
-        in_flight = self.batches.in_flight[number]
-        return in_flight.running.inputs.share(self.plan.graph.call(name), in_flight.batch.prompts)
-
-    def _run_calls(self, number: int, names: Sequence[str], shares: Sequence[Share | CallsFailed | None]) -> bool:
-        running = [self.plan.graph.call(name) for name in names]
-        is_done = self.runner.run_calls(self.batches.in_flight[number].running, running, shares)
+    def _run_calls(self, number: int, names: Sequence[str], following: Sequence[str] = ()) -> bool:
+        is_done = self.runner.run_calls(self.batches.in_flight[number].batch, names, following)
         for name in names:
             self._report(number, name, failed=not is_done)
         return is_done
@@ -156,7 +141,7 @@ class AheadRuns:
     def _do(self, task: AheadTask) -> None:
         match task:
             case RunCall(iteration, call):
-                self._run_calls(iteration, [call], [self._share(iteration, call)])
+                self._run_calls(iteration, [call])
             case TakeUpdate(iteration):
                 self.batches.take_update(iteration + 1)
                 self.batches.admit()
@@ -166,21 +151,17 @@ class AheadLeader(Leader[AheadEvent, AheadTask]):
     """Rank 0's part of one iteration: passes the ranks' events to an `AheadOrder`, and its orders to the ranks.
 
     Args:
-        tag: tag of the events; the orders have `tag + 1`.
         order: decides the next calls, over all iterations of the run.
         ranks: the ranks that run ahead, which get orders.
-        world: number of ranks of the job; all of them report.
         iteration: the iteration that trains.
     """
 
-    def __init__(
-        self, messages: Messages, tag: int, order: AheadOrder, ranks: Collection[int], world: int, iteration: int
-    ) -> None:
-        super().__init__(messages, tag, ranks)
+    def __init__(self, channels: Channels, order: AheadOrder, ranks: Collection[int], iteration: int) -> None:
+        super().__init__(channels, ranks)
         self.order = order
         with self._lock:
             self._give(order.begin(iteration))
-        self.listen(world - 1, "ahead-leader")
+        self.listen(channels.world - 1, "ahead-leader")  # all ranks report
 
     def report(self, event: AheadEvent) -> None:
         """Handle an event of a rank."""

@@ -13,11 +13,12 @@ from dataclasses import replace
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Rollouts
 from ..calls import generate_and_score as calls
+from ..calls.batch import CallOutput, CallsFailed
 from ..calls.call_runner import CallRunner
 from ..calls.generate_and_score import Step
 from ..failures.alarm import Alarm, JobFailed
+from ..messages import Channels
 from ..placement.placement import Placement
-from ..samples.exchange import CallOutput, CallsFailed, Exchange
 from ..samples.partial_rollouts import checksum
 from ..samples.routes import RESULTS
 from .batches_ahead import BatchesAhead
@@ -28,12 +29,12 @@ class AheadServer:
 
     Args:
         runner: provides the settings of the calls.
-        exchange: the executor's exchange; the batches use higher tags.
+        channels: the executor's; the batches use another series.
     """
 
-    def __init__(self, placement: Placement, alarm: Alarm, runner: CallRunner, exchange: Exchange) -> None:
-        self.rank, self.alarm, self.runner, self.exchange = placement.rank, alarm, runner, exchange
-        self.batches = BatchesAhead(placement, alarm, runner, exchange, ())
+    def __init__(self, placement: Placement, alarm: Alarm, runner: CallRunner, channels: Channels) -> None:
+        self.rank, self.alarm, self.runner = placement.rank, alarm, runner
+        self.batches = BatchesAhead(placement, alarm, runner, channels, ())
         self._known: dict[int, PromptBatch] = {}  # announced batches by iteration
 
     @property
@@ -51,14 +52,14 @@ class AheadServer:
                 `prompts`. If they differ from the announced ones, the samples so far are dropped.
 
         Returns:
-            The outputs in ascending order of `index`, with the columns of `results.OF_GENERATION`; and on rank 0 the
+            The outputs in ascending order of `index`, with the columns `corrections.OF_GENERATION`; and on rank 0 the
             spans.
 
         Raises:
             JobFailed: the generation failed on some rank.
         """
         batches = self.batches
-        batches.messages.flush()
+        batches.channels.flush()
         iteration_batches = [self._batch(number + offset, batch) for offset, batch in enumerate(prompts)]
         self._known = {number + offset: batch for offset, batch in enumerate(iteration_batches)}
         step = Step(number, iteration_batches[0].rows)
@@ -76,15 +77,11 @@ class AheadServer:
         outcome: CallOutput | JobFailed | None = None
         if self.rank == RESULTS:
             try:
-                outcome = current.running.inputs.collect(batches.generate.name)
+                outcome = current.batch.outputs(batches.generate.name)
             except CallsFailed as failed:
                 outcome = failed.of_job()
-        self.alarm.set_activity(f"waiting for the samples of generation {number + 1}")
         sent = replace(outcome, spans=()) if isinstance(outcome, CallOutput) else outcome
-        received = self.exchange.broadcast(sent)
-        assert received is not None, "the first rank has collected it"
-        if isinstance(received, JobFailed):
-            raise received from current.running.failure
+        received: CallOutput = current.batch.from_first_rank(sent)
         return outcome if isinstance(outcome, CallOutput) else received
 
     def check(self) -> None:

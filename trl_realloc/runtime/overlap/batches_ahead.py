@@ -15,19 +15,18 @@ from ...algorithms.prompt_batches import PromptBatch
 from ...engines.base import BackgroundEngine, EngineError, Generation, Sampling, Unfinished, Updates
 from ...plan.staleness import calls_ahead
 from ...plan.timeline import Span
+from ..calls.batch import CallOutput
 from ..calls.call_runner import CallRunner
 from ..calls.generate_and_score import Step
 from ..failures.alarm import Alarm, JobFailed
+from ..messages import PARTIAL, Channels
 from ..placement.placement import Placement
-from ..samples.exchange import CallOutput, Exchange, failure_of
 from ..samples.partial_rollouts import PartialRollouts, checksum
-from ..samples.routes import RESULTS, replica, sources
-from ..samples.shares import shares_of_samples
+from ..samples.routes import RESULTS, replica, shares_of_samples, sources
 from .in_flight import BatchInFlight, by_iteration, in_words, request_number, sample_of
 
 
 POLL_S = 0.002  # time between two checks for orders during generation; short, because other ranks wait for the results
-RESTARTS = 1 << 16  # number of restarts before tags are used again
 
 
 class BatchesAhead:
@@ -35,12 +34,14 @@ class BatchesAhead:
 
     Args:
         runner: provides the settings of the calls.
-        exchange: the executor's exchange; the batches use higher tags.
+        channels: the executor's; the batches use another series, and a new one after each restart, because messages of
+            dropped batches are never received.
         running: the calls whose outputs are sent to their readers. Other calls' outputs are sent only to rank 0.
         published: called with (iteration, failed) when this rank's part of a batch has been sent.
 
     Attributes:
         in_flight: batches by iteration number.
+        channels: those of the batches.
         restarts: number of times that all batches were dropped.
     """
 
@@ -49,19 +50,18 @@ class BatchesAhead:
         placement: Placement,
         alarm: Alarm,
         runner: CallRunner,
-        exchange: Exchange,
+        channels: Channels,
         running: Collection[str],
         published: Callable[[int, bool], None] = lambda number, failed: None,
     ) -> None:
-        self.placement, self.alarm, self.runner, self.exchange = placement, alarm, runner, exchange
+        self.placement, self.alarm, self.runner = placement, alarm, runner
         self.running, self.published = running, published
         self.plan, self.rank = placement.plan, placement.rank
         self.versions = self.plan.staleness.versions
         self.generate = self.plan.graph.call(calls_ahead(self.plan.graph)[0])
         self.in_flight: dict[int, BatchInFlight] = {}
         self._latest: int | None = None  # the latest opened iteration
-        self.restarts = 0
-        self.messages = exchange.messages.twin()
+        self.channels, self.restarts = channels.twin(apart=True), 0
         self._restored = PartialRollouts()
         self._generation: Generation | None = None
         self._sampling: Sampling | None = None
@@ -71,18 +71,11 @@ class BatchesAhead:
         self._moved: list[Span] = []  # parameter transfers that no output has reported yet
         self._error: Exception | None = None  # the engine's failure
 
-    @property
-    def first_tag(self) -> int:
-        """The first of two tags for other messages about these batches. Messages of dropped batches are never received,
-        so their tags are not used again soon."""
-        size = self.exchange.free_tag - self.exchange.first_tag + 2
-        return self.exchange.free_tag + size * (self.restarts % RESTARTS)
-
     def open(self, step: Step, batches: Sequence[PromptBatch], sampling: Sampling) -> BatchInFlight:
         """Create a `BatchInFlight` for each batch that may be under way during this iteration. All ranks together.
 
         Args:
-            batches: the batches of this iteration and of the next ones.
+            batches: the prompts of this iteration and of the next ones.
 
         Returns:
             This iteration's batch.
@@ -95,29 +88,29 @@ class BatchesAhead:
             self.give_up()  # another training in the same process has begun
         self._latest = number
         for earlier in [n for n in self.in_flight if n < number]:
-            self.in_flight.pop(earlier).running.exchange.flush()
+            self.in_flight.pop(earlier).batch.channels.flush()
         expected = {number + offset: batch for offset, batch in enumerate(batches)}
-        if any(n not in expected or entry.batch is not expected[n] for n, entry in self.in_flight.items()):
+        if any(n not in expected or entry.prompts is not expected[n] for n, entry in self.in_flight.items()):
             self.give_up()
-        for later, batch in expected.items():
+        for later, prompts in expected.items():
             if later not in self.in_flight:
-                self.in_flight[later] = self._new(Step(later, batch.rows), batch)
-        opened = self.in_flight[number].running
-        current = self.runner.begin(step, opened.exchange)  # takes the present settings and algorithm
-        current.failure = opened.failure
-        self.in_flight[number].running = current
-        return self.in_flight[number]
+                self.in_flight[later] = self._new(Step(later, prompts.rows), prompts)
+        current = self.in_flight[number]
+        current.batch.step = step  # now the learning rates are known, and the present settings apply
+        current.batch.algorithm, current.batch.settings = self.runner.algorithm, self.runner.settings
+        return current
 
-    def _new(self, step: Step, batch: PromptBatch) -> BatchInFlight:
-        exchange = self.exchange.of_iteration(self.running, self.first_tag + 2)
-        samples = batch.prompts.select([])
+    def _new(self, step: Step, prompts: PromptBatch) -> BatchInFlight:
+        channels = self.channels.twin()
+        samples = prompts.prompts.select([])
         if self.generate.name in self.placement.generators:
             replica_index = replica(self.plan, self.generate.name, self.rank)
-            (share,) = shares_of_samples(self.plan, self.generate, batch.prompts, [replica_index])
+            (share,) = shares_of_samples(self.plan, self.generate, prompts.prompts, [replica_index])
             samples = share.samples
-        in_flight = BatchInFlight(self.runner.begin(step, exchange), batch, samples)
+        batch = self.runner.batch(step, channels, prompts.prompts, running=self.running)
+        in_flight = BatchInFlight(batch, prompts, samples)
         if self.generate.name in self.placement.generators:
-            in_flight.restore(self._restored.for_batch(step.number, batch, self.versions, self._sampling))
+            in_flight.restore(self._restored.for_batch(step.number, prompts, self.versions, self._sampling))
         self._restored.samples.pop(step.number, None)
         return in_flight
 
@@ -171,22 +164,20 @@ class BatchesAhead:
         if self.generate.name not in self.placement.generators:
             return
         for number in sorted(self.in_flight):
-            batch = self.in_flight[number]
-            if batch.is_published:
+            in_flight = self.in_flight[number]
+            if in_flight.is_published:
                 continue
-            if number > self._updates + self.versions or not (batch.is_generated or self._error is not None):
+            if number > self._updates + self.versions or not (in_flight.is_generated or self._error is not None):
                 return
-            batch.is_published = True
-            if batch.is_generated:
-                outputs = batch.outputs(self.runner.settings, self.generate, self._update_of)
-                spans, self._moved = (*self._moved, *batch.all_spans()), []
-                batch.running.exchange.publish(self.generate.name, CallOutput(outputs, spans))
+            in_flight.is_published = True
+            if in_flight.is_generated:
+                outputs = in_flight.outputs(self.runner.settings, self.generate, self._update_of)
+                spans, self._moved = (*self._moved, *in_flight.all_spans()), []
+                in_flight.batch.put(self.generate.name, CallOutput(outputs, spans))
             else:
                 assert self._error is not None
-                batch.running.failure = self._error
-                failure = failure_of(self._error, self.rank, self.generate.name, is_collective=False)
-                batch.running.exchange.publish(self.generate.name, (failure,))
-            self.published(number, not batch.is_generated)
+                in_flight.batch.put_failure([self.generate.name], self._error, is_collective=False)
+            self.published(number, not in_flight.is_generated)
 
     # --- parameters of the generation ---------------------------------------------------------------------------------
 
@@ -259,6 +250,7 @@ class BatchesAhead:
         self.in_flight.clear()
         self._restored = PartialRollouts()
         self.restarts += 1
+        self.channels = self.channels.twin(apart=True)
 
     def drawn(self, first: int) -> PartialRollouts | None:
         """Finished and partial samples of the iterations from `first` on, on rank 0; `None` on the others. All ranks
@@ -277,19 +269,19 @@ class BatchesAhead:
             self._fail(error)
         partial_rollouts = PartialRollouts(
             {n: entry.drawn(peeked.get(n, {})) for n, entry in self.in_flight.items() if n >= first},
-            {n: checksum(entry.batch) for n, entry in self.in_flight.items() if n >= first},
+            {n: checksum(entry.prompts) for n, entry in self.in_flight.items() if n >= first},
             dict(self._update_of),
             self._sampling,
         )
         generating = sources(self.plan, self.generate.name)
         if self.rank != RESULTS:
             if self.rank in generating:
-                self.messages.send(pickle.dumps(partial_rollouts), RESULTS, self.first_tag)
+                self.channels.about(PARTIAL).send(pickle.dumps(partial_rollouts), RESULTS)
             return None
         for rank in generating:
             if rank != RESULTS:
                 # safe: from a rank of this job
-                partial_rollouts.add(pickle.loads(self.messages.receive(rank, self.first_tag)))
+                partial_rollouts.add(pickle.loads(self.channels.about(PARTIAL).receive(rank)))
         return partial_rollouts
 
     def restore(self, partial_samples: PartialRollouts) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...algorithms.corrections import GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Ragged, Rollouts
 from ...engines.base import Completion, EngineError, GenerationRequest, Unfinished
@@ -18,10 +19,9 @@ from ...plan.dataflow import Call
 from ...plan.generation_spans import GenerationSpans
 from ...plan.timeline import Span
 from ..calls import generate_and_score as calls
-from ..calls.call_runner import RunningIteration
+from ..calls.batch import Batch
 from ..calls.generate_and_score import CallSettings
 from ..samples.partial_rollouts import Drawn
-from ..samples.results import GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
 
 
 _SAMPLE_BITS = 32  # low bits of a request's number; the iteration is in the bits above
@@ -32,7 +32,8 @@ class BatchInFlight:
     """A batch on this rank.
 
     Args:
-        running: the iteration that will train on the batch.
+        batch: its samples in all calls.
+        prompts: those of the global batch.
         samples: the prompts of this rank's generation engine; empty on a rank without one.
 
     Attributes:
@@ -42,8 +43,8 @@ class BatchInFlight:
         begun: partial responses at the engine's last stop, by sample index.
     """
 
-    running: RunningIteration
-    batch: PromptBatch
+    batch: Batch
+    prompts: PromptBatch
     samples: Rollouts
     is_admitted: bool = False
     is_published: bool = False
@@ -56,7 +57,7 @@ class BatchInFlight:
 
     @property
     def number(self) -> int:
-        return self.running.step.number
+        return self.batch.step.number
 
     @property
     def unfinished(self) -> list[int]:
@@ -86,9 +87,9 @@ class BatchInFlight:
         """Mark the generation as begun. Returns the requests of the samples that have not ended."""
         self.is_admitted, self._since = True, time.time()
         if self._spans is None:
-            self._spans = GenerationSpans(call.name, self.running.exchange.rank, self.number, self._since)
+            self._spans = GenerationSpans(call.name, self.batch.rank, self.number, self._since)
         left = [row for row, i in enumerate(self.samples.tensor("index").tolist()) if i not in self.completions]
-        requests = calls.requests_of(settings, call, self.samples.select(left), self.running.step, self.begun)
+        requests = calls.requests_of(settings, call, self.samples.select(left), self.batch.step, self.begun)
         return [
             replace(
                 request,

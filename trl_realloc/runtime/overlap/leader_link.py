@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..messages import Messages
+from ..messages import EVENTS, TASKS, Channels
 from ..samples.routes import RESULTS
 
 
@@ -31,15 +31,15 @@ class Leader(ABC, Generic[Event, Task]):
     """Answers the ranks in a thread, because rank 0's main thread generates and scores itself.
 
     Args:
-        tag: tag of the events; the tasks have `tag + 1`.
+        channels: has a channel for events and one for tasks.
         ranks: the ranks that get tasks.
 
     Attributes:
         local: rank 0's tasks, and errors of the receiving thread.
     """
 
-    def __init__(self, messages: Messages, tag: int, ranks: Collection[int]) -> None:
-        self.messages, self.tag, self.ranks = messages, tag, sorted(ranks)
+    def __init__(self, channels: Channels, ranks: Collection[int]) -> None:
+        self._events, self._tasks, self.ranks = channels.about(EVENTS), channels.about(TASKS), sorted(ranks)
         self.local: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -68,12 +68,12 @@ class Leader(ABC, Generic[Event, Task]):
         if rank == RESULTS:
             self.local.put(task)
         else:
-            self.messages.send(pickle.dumps(task), rank, self.tag + 1)
+            self._tasks.send(pickle.dumps(task), rank)
 
     def _receive(self, remote: int) -> None:
         try:
             while remote:
-                _, content = self.messages.receive_any(self.tag)
+                _, content = self._events.receive_any()
                 event: Event = pickle.loads(content)  # safe: from another rank of this job
                 remote -= isinstance(event, Left)
                 self.report(event)
@@ -83,28 +83,28 @@ class Leader(ABC, Generic[Event, Task]):
             problem = RuntimeError(f"rank 0 failed to schedule the next task: {type(error).__name__}: {error}")
             for rank in self.ranks:
                 if rank != RESULTS:
-                    self.messages.send(pickle.dumps(problem), rank, self.tag + 1)
+                    self._tasks.send(pickle.dumps(problem), rank)
 
 
 class LeaderLink(Generic[Event, Task]):
     """Sends events to the leader and receives its tasks. A thread receives them, so that the leader never waits.
 
     Args:
-        tag: tag of the events; the tasks have `tag + 1`.
+        channels: the channels of the leader.
         leader: the leader, on rank 0; `None` on the others.
         last: type of the last task.
     """
 
     def __init__(
         self,
-        messages: Messages,
-        tag: int,
+        channels: Channels,
         leader: Leader[Event, Task] | None,
         last: type[object],
         *,
         takes_tasks: bool = True,
     ) -> None:
-        self.messages, self.tag, self.leader, self._last = messages, tag, leader, last
+        self._events, self._sent_tasks = channels.about(EVENTS), channels.about(TASKS)
+        self.leader, self._last = leader, last
         self._tasks: queue.SimpleQueue[Task | BaseException] = queue.SimpleQueue()
         if leader is not None:
             self._tasks = leader.local
@@ -115,7 +115,7 @@ class LeaderLink(Generic[Event, Task]):
         try:
             task: Task | BaseException | None = None
             while not isinstance(task, (self._last, BaseException)):
-                task = pickle.loads(self.messages.receive(RESULTS, self.tag + 1))  # safe: from a rank of this job
+                task = pickle.loads(self._sent_tasks.receive(RESULTS))  # safe: from a rank of this job
                 self._tasks.put(task)
         except BaseException as error:  # raised by `next_task`
             self._tasks.put(error)
@@ -125,7 +125,7 @@ class LeaderLink(Generic[Event, Task]):
         if self.leader is not None:
             self.leader.report(event)
         else:
-            self.messages.send(pickle.dumps(event), RESULTS, self.tag)
+            self._events.send(pickle.dumps(event), RESULTS)
 
     def next_task(self, timeout_s: float) -> Task | None:
         """The next task, in the order of sending; `None` at the timeout. Raises errors of the receiving thread, here or

@@ -24,10 +24,9 @@ from ...planner.iteration.stream_dispatcher import Score
 from ..calls import generate_and_score as calls
 from ..calls.generate_and_score import CallSettings, Step
 from ..failures.alarm import Alarm
-from ..messages import Messages
+from ..messages import ROWS, Channels
 from ..placement.placement import Placement
-from ..samples.routes import replica_ranks
-from ..samples.shares import deal, rows_of
+from ..samples.routes import deal, replica_ranks, rows_of
 from .stream_messages import Forward, Rows
 
 
@@ -98,11 +97,11 @@ class ForwardRunner:
     """Runs forwards on one rank. The parameters of a call stay on the device until another call is run, or `close`.
 
     Args:
-        tag: tag of the samples that the first rank of a replica forwards.
+        channels: has a channel for the samples that the first rank of a replica forwards.
     """
 
-    def __init__(self, placement: Placement, alarm: Alarm, messages: Messages, tag: int) -> None:
-        self.placement, self.alarm, self.messages, self.tag = placement, alarm, messages, tag
+    def __init__(self, placement: Placement, alarm: Alarm, channels: Channels) -> None:
+        self.placement, self.alarm, self._forwarded = placement, alarm, channels.about(ROWS)
         self.plan, self.rank = placement.plan, placement.rank
         self._columns = _columns_read(self.plan)
         self._resident = contextlib.ExitStack()
@@ -142,9 +141,9 @@ class ForwardRunner:
         rows = task.rows
         if self.rank == first:
             for rank in others:
-                self.messages.send(pickle.dumps(rows), rank, self.tag)
+                self._forwarded.send(pickle.dumps(rows), rank)
         else:
-            rows = pickle.loads(self.messages.receive(first, self.tag))  # safe: from another rank of this job
+            rows = pickle.loads(self._forwarded.receive(first))  # safe: from another rank of this job
         columns: dict[str, Any] = {}
         for call_rows in rows.values():
             read = Rollouts.cat([Rollouts.from_bytes(call_rows[index]) for index in sorted(call_rows)])

@@ -13,8 +13,8 @@ from transformers.utils import logging
 from ...engines.base import Unfinished
 from ...planner.iteration.stream import Stream
 from ...planner.iteration.stream_dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
-from ..messages import Messages
-from ..samples.exchange import CallFailure, Failures
+from ..calls.batch import CallFailure, Failures
+from ..messages import Channels
 from ..samples.routes import RESULTS
 from .leader_link import Leader, LeaderLink, Left
 from .stream_forwards import ForwardSamples
@@ -39,12 +39,11 @@ class StreamLeader(Leader[Event, Task]):
     """Answers the ranks of a streamed phase, from its construction on.
 
     Args:
-        tag: tag of the events; the orders have `tag + 1`.
         dispatcher: a new dispatcher of `stream`.
     """
 
-    def __init__(self, messages: Messages, tag: int, stream: Stream, dispatcher: Dispatcher) -> None:
-        super().__init__(messages, tag, stream.ranks)
+    def __init__(self, channels: Channels, stream: Stream, dispatcher: Dispatcher) -> None:
+        super().__init__(channels, stream.ranks)
         self.stream, self.dispatcher = stream, dispatcher
         self.orders: list[Order] = []
         self._engines = stream.generation.engines

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ...engines.base import Unfinished
 from ...planner.iteration.stream_dispatcher import Release, Withdraw
-from ..samples.exchange import Failures
+from ..calls.batch import Failures
 from .leader_link import Left
 
 

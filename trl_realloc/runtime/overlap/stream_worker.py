@@ -20,15 +20,14 @@ from ...plan.timeline import Span
 from ...planner.iteration.stream import Stream
 from ...planner.iteration.stream_dispatcher import Release, Withdraw
 from ..calls import generate_and_score as calls
+from ..calls.batch import CallFailure, CallOutput, Failures, failure_of
 from ..calls.generate_and_score import CallSettings, Step
 from ..calls.prefetched_generation import PrefetchedGeneration
 from ..failures.alarm import Alarm, JobFailed
-from ..messages import Messages
+from ..messages import ROWS, Channels
 from ..parameters.reallocation import Moved
 from ..placement.placement import Placement
-from ..samples.exchange import CallFailure, CallOutput, Failures, failure_of
-from ..samples.routes import is_divided_by_each, replica, replica_ranks, sources
-from ..samples.shares import rows_of, shares_of_samples
+from ..samples.routes import replica, replica_ranks, rows_of, shares_of_samples, sources
 from .leader_link import Left
 from .stream_forwards import ForwardRunner
 from .stream_leader import StreamLink
@@ -43,7 +42,6 @@ class StreamWorker:
     """One rank in one streamed phase.
 
     Args:
-        tag: tag of the samples that the first rank of a replica forwards.
         link: connection to rank 0; `None` on a rank that only sends parameters.
         early: the generation that was begun in the previous iteration.
     """
@@ -53,8 +51,7 @@ class StreamWorker:
         placement: Placement,
         settings: CallSettings,
         alarm: Alarm,
-        messages: Messages,
-        tag: int,
+        channels: Channels,
         link: StreamLink | None,
         stream: Stream,
         step: Step,
@@ -62,7 +59,7 @@ class StreamWorker:
         early: PrefetchedGeneration | None = None,
     ) -> None:
         self.placement, self.settings, self.alarm = placement, settings, alarm
-        self.messages, self.tag, self.link = messages, tag, link
+        self._released, self.link = channels.about(ROWS), link
         self.stream, self.step, self.batch, self.early = stream, step, batch, early
         self.plan, self.rank = placement.plan, placement.rank
         self._outputs: dict[str, list[Rollouts]] = defaultdict(list)
@@ -71,7 +68,7 @@ class StreamWorker:
         self._generation: Generation | None = None
         self._is_generating = False
         self._unfinished: set[int] = set()
-        self._forwards = ForwardRunner(placement, alarm, messages, tag)
+        self._forwards = ForwardRunner(placement, alarm, channels)
         self._failures: Failures = ()  # failures of the phase, on any rank
         self._own_failures: Failures = ()
         self.error: Exception | None = None  # the latest failure of a call on this rank
@@ -157,7 +154,6 @@ class StreamWorker:
 
     def _share(self) -> Rollouts:
         name = self.generate.name
-        assert is_divided_by_each(self.plan, name), "streamed generation reads the data set alone"
         replica_index = replica(self.plan, name, self.rank)
         return shares_of_samples(self.plan, self.generate, self.batch.prompts, [replica_index])[0].samples
 
@@ -251,9 +247,9 @@ class StreamWorker:
         if others and sleeps(self.plan[name]):  # their memory is free when the engine sleeps
             if self.rank == first:
                 for rank in others:
-                    self.messages.send(b"", rank, self.tag)
+                    self._released.send(b"", rank)
             else:
-                self.messages.receive(first, self.tag)
+                self._released.receive(first)
         self._is_generating = False
 
     def _forward(self, task: Forward) -> None:

@@ -1,1 +1,1 @@
-"""Division and exchange of samples between ranks."""
+"""Which rank gets which samples, and samples that outlive an iteration."""

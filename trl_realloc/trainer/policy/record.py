@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...algorithms.rollout import Rollouts
 from ...plan.timeline import Span, Timeline, loop_spans
+from ...runtime.calls.results import observed
 from ...runtime.process_groups import all_gather_object
-from ...runtime.samples.results import observed
 from ..checks.config_checks import ConfigError
 from ..ppo.evaluation import NEAR_GREEDY
 from ..report.completions import CompletionRow, show_completions

@@ -10,7 +10,7 @@ from collections import deque
 
 from ...algorithms.rollout import Rollouts
 from ...plan.timeline import Span, Timeline, loop_spans
-from ...runtime.samples.results import Iteration, observed
+from ...runtime.calls.results import Iteration, observed
 
 
 LENGTHS = 20_000  # maximum response lengths to keep

@@ -171,7 +171,7 @@ class PlacedPlan:
 
     def end_together(self) -> None:
         """Wait for all ranks. A process that exits closes connections that others may still read from."""
-        self.executor.exchange.flush()
+        self.executor.channels.flush()
         wait_for_all(self.placement.control, self.placement.options.device)
 
     @property

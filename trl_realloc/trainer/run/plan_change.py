@@ -128,7 +128,7 @@ class PlanChange:
         placed = self.placed
         placed.alarm.set_activity(f"the move to another plan after update {placed.adapter.trainer.state.global_step}")
         placed.adapter.stop_early()
-        placed.executor.exchange.flush()
+        placed.executor.channels.flush()
         self.checkpoints.finish()  # over a process group of the old plan
         under_way = placed.adapter.samples_under_way()
         run_state = RunState(placed.placement)

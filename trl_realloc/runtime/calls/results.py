@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from ...algorithms.algorithm import Algorithm
-from ...algorithms.corrections import AGES
+from ...algorithms.algorithm import Algorithm, training_inputs
+from ...algorithms.corrections import AGES, GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
+from ...algorithms.nonfinite import NonFiniteError, with_text
 from ...algorithms.rollout import Rollouts
 from ...plan.timeline import Span, is_host_work
+from ..failures.alarm import JobFailed
+from .batch import Batch, CallFailure, CallsFailed
 
-
-POLICY_VERSIONS = "policy_versions"  # column: number of updates of the policy that sampled each response token
-IN_FLIGHT_S = "in_flight_s"  # column: seconds of a sample's generation
-GENERATED_AT = "generated_at"  # column: end of a sample's generation, seconds since the epoch
-OF_GENERATION = (POLICY_VERSIONS, IN_FLIGHT_S, GENERATED_AT)  # columns under a staleness; no call reads them
 
 # optimizer step -> name -> (n,) float32 by position in the global batch
 Statistics = dict[int, dict[str, Tensor]]
@@ -53,6 +52,73 @@ class Iteration:
     def for_other_ranks(self) -> Iteration:
         """Copy for the other ranks, without samples and spans."""
         return replace(self, samples=Rollouts(), spans=())
+
+
+def iteration_results(batch: Batch, names: Sequence[str], replayed: Collection[str]) -> Iteration:
+    """Collect the outputs of all calls. Only on rank 0.
+
+    Args:
+        names: the calls that were run.
+        replayed: the calls whose outputs were passed in.
+
+    Raises:
+        JobFailed: a call failed. Raised after the outputs or the failures of all calls have arrived.
+        NonFiniteError: a number of the samples is not finite.
+    """
+    algorithm, graph, step = batch.algorithm, batch.plan.graph, batch.step.number
+    samples, spans, failures = batch.samples, list[Span](), list[CallFailure]()
+    refused: NonFiniteError | None = None
+    statistics: Statistics = {}
+    has_trained = False
+    for name in (*replayed, *names):
+        trains = graph.call(name).trains
+        if trains and not failures and refused is None:
+            try:
+                batch.prepare(samples)  # even if rank 0 trains nothing: the batch may be refused or skipped
+            except NonFiniteError as error:
+                refused = error
+        try:
+            output = batch.outputs(name)
+        except CallsFailed as failed:
+            failures += failed.failures
+            continue
+        spans += output.spans
+        if trains:
+            has_trained |= len(output.samples) > 0
+            add_statistics(output.samples, len(batch.samples), statistics)
+        else:
+            samples = samples.plus(**output.samples)
+    if refused is not None:
+        raise refused
+    if failures:
+        raise job_failed(failures, samples, batch.settings.processing_class, has_trained)
+    samples = with_ages(samples, step)
+    metrics: dict[str, float] = {}
+    if training_inputs(algorithm.graph) <= set(samples):
+        samples = samples.plus(**batch.prepare(samples))  # a training call may have read fewer columns
+        metrics = sample_metrics(algorithm, samples, only_finite=batch.skips_training)
+    if trainings := [name for name in names if graph.call(name).trains]:
+        counts = batch.settings.skip_nonfinite
+        metrics |= update_metrics(algorithm, trainings, samples, step, statistics, counts_skipped=counts)
+    tokens = samples.tokens if "responses" in samples else 0
+    return Iteration(metrics, observed(samples, spans, step), tokens, samples, tuple(spans))
+
+
+def job_failed(
+    failures: Sequence[CallFailure], samples: Rollouts, processing_class: PreTrainedTokenizerBase, has_trained: bool
+) -> JobFailed:
+    """The exception for failed calls, with the text of the samples at fault. For equal messages about a call, it names
+    the first rank."""
+    texts, first = [], dict[tuple[str, str], CallFailure]()
+    for failure in failures:
+        first.setdefault((failure.call, failure.message), failure)
+    for failure in first.values():
+        error = NonFiniteError(str(failure), failure.sample)
+        has_text = failure.sample >= 0 and "responses" in samples
+        texts.append(str(with_text(error, samples, processing_class) if has_text else error))
+    return JobFailed(
+        "; ".join(texts), is_recoverable=not has_trained and all(f.is_recoverable for f in failures), is_shared=True
+    )
 
 
 def add_statistics(outputs: Rollouts, n: int, statistics: Statistics) -> None:
