@@ -100,12 +100,15 @@ class CallServer:
         prompts: Sequence[Sequence[int]],
         texts: Sequence[bytes] | None = None,
         sampling: Sampling | None = None,
+        *,
+        finished: bool = False,
     ) -> Rollouts:
         """Responses to this rank's prompts.
 
         Args:
             texts: input of `CallSettings.reward_tokens` for each prompt, if `reads_texts`.
             sampling: replaces the run's sampling, except where batches are generated ahead.
+            finished: this rank has no more prompts (`finish_turns`).
 
         Returns:
             Columns `responses` (token ids) and `logprobs`, in the order of the prompts; in a training under a plan with
@@ -118,7 +121,14 @@ class CallServer:
         if texts is not None and self.reads_texts:
             rows = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
             samples = samples.plus(**{TEXTS: Ragged.of(rows, torch.uint8)})
-        return self._generate(samples, sampling)
+        self._rounds[self._evaluates] += 1  # also on a rank without prompts: it may draw for the others
+        if self.ahead is not None and not self._evaluates:
+            return self._generate_ahead(self.ahead, samples)
+        if self.ahead is not None:
+            self.ahead.batches.stop()
+        self.generation += not self._evaluates
+        (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
+        return self._perform(name, samples, finished=finished, sampling=sampling)
 
     def finish_turns(self) -> None:
         """Take part in the generations of other ranks until all ranks have called this. Where ranks generate different
@@ -128,24 +138,8 @@ class CallServer:
             JobFailed: a generation failed on some rank.
         """
         while not self._all_finished:
-            self._generate(Rollouts(), finished=True)
+            self.generate([], finished=True)
         self._all_finished = False
-
-    def _generate(
-        self,
-        prompts: Rollouts,
-        sampling: Sampling | None = None,
-        *,
-        finished: bool = False,
-    ) -> Rollouts:
-        (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
-        self._rounds[self._evaluates] += 1  # also on a rank without prompts: it may draw for the others
-        if self.ahead is not None and not self._evaluates:
-            return self._generate_ahead(self.ahead, prompts)
-        if self.ahead is not None:
-            self.ahead.batches.stop()
-        self.generation += not self._evaluates
-        return self._perform(name, prompts, finished=finished, sampling=sampling)
 
     def _generate_ahead(self, ahead: AheadServer, prompts: Rollouts) -> Rollouts:
         self.executor.alarm.set_activity(f"generation {self.generation + 1} (the prompts of all ranks)")

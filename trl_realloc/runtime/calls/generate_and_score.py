@@ -152,19 +152,6 @@ def sampling_of(settings: CallSettings, call: Call, step: Step) -> Sampling:
     return step.sampling or settings.sampling_of.get(call.name, settings.sampling)
 
 
-def completions(
-    placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step
-) -> Iterator[Completion]:
-    """Generate responses to this rank's prompts. Yields none on a rank without a generation engine.
-
-    Must be called without prompts too: with sharded parameters, generating in place is a collective of the mesh.
-    """
-    generator = placement.generators.get(call.name)
-    if generator is None:
-        return iter(())
-    return generator.generate(requests_of(settings, call, samples, step), sampling_of(settings, call, step))
-
-
 def generate(
     placement: Placement,
     settings: CallSettings,
@@ -183,9 +170,15 @@ def generate(
     Returns:
         The columns of `completed`.
     """
-    if placement.generators.get(call.name) is None:
+    generator = placement.generators.get(call.name)
+    if generator is None:
         return Rollouts()
-    finished = completions(placement, settings, call, samples, step) if begun is None else _rest_of(begun, poll)
+    if begun is None:
+        # without prompts too: with sharded parameters, generating in place is a collective of the mesh
+        requests = requests_of(settings, call, samples, step)
+        finished = generator.generate(requests, sampling_of(settings, call, step))
+    else:
+        finished = _rest_of(begun, poll)
     return completed(list(_polled(finished, poll)), settings.eos_token_id, call.outputs)
 
 

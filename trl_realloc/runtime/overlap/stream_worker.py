@@ -167,7 +167,8 @@ class StreamWorker:
             self.placement.check_fresh(name)
             self._is_generating = True
             self._generation_spans = GenerationSpans(name, self.rank, self.step.number, start)
-            for completion in calls.completions(self.placement, self.settings, self.generate, self._share(), self.step):
+            requests = calls.requests_of(self.settings, self.generate, self._share(), self.step)
+            for completion in engine.generate(requests, calls.sampling_of(self.settings, self.generate, self.step)):
                 self.alarm.check()
                 self._report_finished([completion])
             self._spans[name] += self._generation_spans.end(time.time())
