@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Timeout of samples and messages between ranks, unless `ddp_timeout` is longer: a rank may wait for another rank's
 # whole call. Lost ranks are noticed by their heartbeats.
 LONGEST_CALL = timedelta(days=1)
-MEETING_TAG = 1 << 27  # above the tags of samples in the same group; each mesh uses two tags
+MEETING_TAG = 1 << 27  # above the tags of samples in the same group; each mesh uses one
 
 
 def new_group(ranks: Sequence[int] | None = None, **settings: Any) -> dist.ProcessGroup:
@@ -196,7 +196,7 @@ def make_groups(
         ranks, group, agree = tuple(mesh.devices), None, None
         if mesh.size > 1:
             group = new_group(list(ranks), timeout=timeout)
-            agree = _agreement(control, ranks, rank, MEETING_TAG + 2 * plan_meshes.index(mesh))
+            agree = _agreement(control, ranks, rank, MEETING_TAG + plan_meshes.index(mesh))
         groups[mesh] = MeshGroup(ranks, rank, group, device, agree)
     if any(a.strategy.zero_stage and rank in a.mesh for a in plan.assignments.values()):
         # DeepSpeed calls collectives even on a single rank. Only this rank takes part in making the group.
@@ -206,7 +206,7 @@ def make_groups(
 
 
 def _agreement(control: dist.ProcessGroup | None, ranks: tuple[int, ...], rank: int, tag: int) -> Callable[[int], int]:
-    """`MeshGroup.agree` of a mesh. It uses the tags `tag` and `tag + 1`."""
+    """`MeshGroup.agree` of a mesh, by messages under this tag."""
     messages = GlooMessages(control)
 
     def agree(number: int) -> int:

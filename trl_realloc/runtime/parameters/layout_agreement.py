@@ -97,7 +97,7 @@ def agree_on_parts(
     Args:
         ranks: the participating ranks; in the same order on each.
         held: this rank's parts; `None` on a rank that is not in the layout. A rank of the layout may have no boxes.
-        tag: tag of the messages; `tag + 1` is used too.
+        tag: tag of the messages.
     """
     descriptions: dict[_Description, _Ranks] = {}
     if held is not None:
