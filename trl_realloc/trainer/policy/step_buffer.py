@@ -176,8 +176,8 @@ class StepBuffer:
             make_loss: makes the loss; its samples' `index` counts the `rows` of all `LossBatch`.
         """
         first = micro_batches[0]
-        is_known = all(self._known.has(micro_batch.rows.samples) for micro_batch in micro_batches)
-        is_cached = is_known or self._computed_one(first) is not None
+        is_cached = self._computed_one(first) is not None
+        is_cached = is_cached or all(self._known.has(micro_batch.rows.samples) for micro_batch in micro_batches)
         control = self.calls.executor.placement.control
         sizes = all_gather_object(0 if is_cached else sum(part.nbytes for part in micro_batches), control)
         if control is not None and sum(sizes) > MAX_SENT:
