@@ -31,7 +31,7 @@ from recorded_rollouts import (
 
 import trl_realloc
 from trl_realloc.algorithms import trainer_loss
-from trl_realloc.trainer.policy import loss_and_logprobs
+from trl_realloc.trainer.policy import loss as policy_loss
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_samples_without_gradient_are_left_out(tmp_path: Path, monkeypatch: pyte
     made.train()
     assert any(1 < count < 8 for count in counts)
     monkeypatch.setattr(trainer_loss, "without_zero_grads", lambda given: given)
-    monkeypatch.setattr(loss_and_logprobs, "moving_rows", lambda *given: torch.ones(4, dtype=torch.bool))
+    monkeypatch.setattr(policy_loss, "rows_with_grad", lambda *given: torch.ones(4, dtype=torch.bool))
     check_equal(result(made), run(trl_realloc, tmp_path / "with", base=base), tolerance=1e-7)
 
 

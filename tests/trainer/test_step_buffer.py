@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trl_realloc.algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS
+from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.trainer.policy import loss_and_logprobs
-from trl_realloc.trainer.policy.loss_and_logprobs import LossInputs, Rows, StepBuffer
-from trl_realloc.trainer.policy.loss_in_engine import MAX_SENT, MicroBatch
+from trl_realloc.trainer.policy import step_buffer
+from trl_realloc.trainer.policy.step_buffer import MAX_SENT, LossBatch, MicroBatch, Rows, StepBuffer
 
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_rows_lose_their_padding_and_get_it_back(batch: Tokens, spare: int) -> N
     found = zip(rows.samples.ragged("prompts").rows(), rows.samples.ragged("responses").rows(), strict=True)
     assert [(p.tolist(), r.tolist()) for p, r in found] == kept
     values = rows.samples.ragged("responses")
-    padded = rows.padded(values.like(values.values.float() + 0.5), CPU)
+    padded = rows.padded(Rollouts(ids=values.like(values.values.float() + 0.5)), "ids", CPU)
     assert padded.shape == (len(batch), width)
     assert torch.equal(padded, torch.where(mask[:, -width:].bool(), ids[:, -width:] + 0.5, 0.0))
     again = rows.unpadded(padded)
@@ -81,14 +81,17 @@ class Calls:
             return Rollouts()
         column = samples.ragged("responses")
         values = column.like(column.values.float() + self.shift)
-        if name == "reference.forward":
-            return Rollouts(ref_logprobs=values)
         return Rollouts(policy_logprobs=values, entropies=column.like(values.values * 10))
 
 
-def step_buffer() -> tuple[StepBuffer, Calls]:
+def made_buffer() -> tuple[StepBuffer, Calls]:
     calls: Any = Calls()
-    return StepBuffer(calls, CPU), calls
+    return StepBuffer(calls), calls
+
+
+def logprobs(outputs: Rollouts) -> list[float]:
+    values: list[float] = outputs.ragged("policy_logprobs").values.tolist()
+    return values
 
 
 def rows_of(*responses: Sequence[int]) -> Rows:
@@ -96,62 +99,46 @@ def rows_of(*responses: Sequence[int]) -> Rows:
 
 
 def test_a_sample_is_computed_once_until_the_policy_changes() -> None:
-    made, calls = step_buffer()
+    made, calls = made_buffer()
     first, second = rows_of([5, 6], [8]), rows_of([8], [9, 9, 9])
-    logprobs, entropies = made.of_policy(first, [second])
-    assert logprobs.tolist() == [[5.25, 6.25], [8.25, 0.0]] and entropies[0, 0] == 52.5
-    assert made.of_policy(second)[0].tolist() == [[8.25, 0, 0], [9.25, 9.25, 9.25]]
+    outputs = made.forward([first, second])
+    assert logprobs(outputs) == [5.25, 6.25, 8.25] and outputs.ragged("entropies").values[0] == 52.5
+    assert logprobs(made.forward([second])) == [8.25, 9.25, 9.25, 9.25]
     assert calls.sizes == [3, 0], "the call of nothing is made too: other ranks may have something"
     for rows in (first, second):
-        made.add(LossInputs(rows, *(leaf.requires_grad_() for leaf in made.of_policy(rows))), 1.0)
+        made.add(with_grads(rows, 0.0), rows.spare)
     assert len(made) == 2
     made.take()
     calls.shift = 0.5
-    assert made.of_policy(second)[0][0, 0] == 8.5 and len(made) == 0
+    assert logprobs(made.forward([second]))[0] == 8.5 and len(made) == 0
 
 
 def test_the_same_response_to_another_prompt_is_another_sample() -> None:
-    made, calls = step_buffer()
-    made.of_policy(Rows.of(*tensors([([3], [4, 5]), ([3, 4], [5]), ([2], [4, 5])])))
+    made, calls = made_buffer()
+    made.forward([Rows.of(*tensors([([3], [4, 5]), ([3, 4], [5]), ([2], [4, 5])]))])
     assert calls.sizes == [3]
 
 
-def test_rows_without_any_response_take_part_in_every_call() -> None:
-    made, calls = step_buffer()
+def with_grads(rows: Rows, grad: float) -> Rollouts:
+    column = rows.samples.ragged("responses")
+    return rows.samples.plus(**{LOGPROB_GRADS: column.like(torch.full(column.values.shape, grad))})
+
+
+def test_without_any_response_the_optimizer_makes_its_step_on_a_spare_sample() -> None:
+    made, _ = made_buffer()
     rows = rows_of([], [])
-    logprobs, entropies = made.of_policy(rows)
-    assert logprobs.shape == entropies.shape == made.of_reference(rows).shape == (2, 1)
-    assert not logprobs.any() and calls.sizes == [0, 0]
-    made.add(LossInputs(rows, logprobs.requires_grad_(), entropies), 1.0)
+    made.add(with_grads(rows, 0.0), rows.spare)
     (grads,) = made.take().ragged(LOGPROB_GRADS).rows()
-    assert grads.tolist() == [0.0], "the optimizer makes its step"
+    assert grads.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("has_entropy_term", [True, False])
-def test_slopes_are_the_scaled_gradients_of_the_leaves(has_entropy_term: bool) -> None:
-    made, _ = step_buffer()
-    parts = [rows_of([5, 6], []), rows_of([8])]
-    for weight, rows in enumerate(parts, 1):
-        logprobs, entropies = made.of_policy(rows)
-        leaves = LossInputs(rows, logprobs.requires_grad_(), entropies.requires_grad_(has_entropy_term))
-        (weight * (leaves.logprobs.sum() + 3 * leaves.entropies[leaves.rows.mask].sum())).backward()
-        made.add(leaves, 0.5)
+def test_a_step_has_the_samples_of_its_micro_batches_in_order() -> None:
+    made, _ = made_buffer()
+    for grad, rows in ((0.5, rows_of([5, 6], [])), (1.0, rows_of([8]))):
+        made.add(with_grads(rows, grad), rows.spare)
     samples = made.take()
     assert [row.tolist() for row in samples.ragged("responses").rows()] == [[5, 6], [8]]
     assert samples.ragged(LOGPROB_GRADS).values.tolist() == [0.5, 0.5, 1.0]
-    assert (ENTROPY_GRADS in samples) == has_entropy_term
-    if has_entropy_term:
-        assert samples.ragged(ENTROPY_GRADS).values.tolist() == [1.5, 1.5, 3.0]
-
-
-def test_a_loss_that_does_not_read_the_log_probabilities_has_slopes_of_zero() -> None:
-    made, _ = step_buffer()
-    rows = rows_of([5, 6])
-    logprobs, entropies = made.of_policy(rows)
-    leaves = LossInputs(rows, logprobs.requires_grad_(), entropies.requires_grad_())
-    leaves.entropies.sum().backward()
-    made.add(leaves, 1.0)
-    assert made.take().ragged(LOGPROB_GRADS).values.tolist() == [0.0, 0.0]
 
 
 def test_the_columns_of_samples_are_on_the_host() -> None:
@@ -161,18 +148,21 @@ def test_the_columns_of_samples_are_on_the_host() -> None:
 
 # --- log-probabilities and gradients in one pass ----------------------------------------------------------------------
 
-TRAINER: Any = SimpleNamespace(
-    beta=0.0, args=None, accelerator=SimpleNamespace(num_processes=2, device=CPU), compute_loss_func=None
-)
 
-
-def micro_batch(*responses: Sequence[int]) -> dict[str, Tensor]:
+def micro_batch(*responses: Sequence[int], may_have_grad: Sequence[bool] = ()) -> MicroBatch:
     ids, mask, width = tensors([([3, 4], list(response)) for response in responses])
     halves = {"prompt": slice(None, -width), "completion": slice(-width, None)}
     of_ids, of_masks = (
-        {f"{name}_{what}": each[:, at] for name, at in halves.items()} for what, each in (("ids", ids), ("mask", mask))
+        {f"{name}_{what}": each[:, part] for name, part in halves.items()}
+        for what, each in (("ids", ids), ("mask", mask))
     )
-    return {**of_ids, **of_masks, "advantages": torch.ones(len(responses))}
+    inputs = {**of_ids, **of_masks}
+    rows = Rows.of_inputs(inputs)
+    return MicroBatch(inputs, rows, torch.tensor(may_have_grad or [True] * len(rows.samples), dtype=torch.bool))
+
+
+def make_loss(batches: Sequence[LossBatch]) -> Any:
+    """A loss that `PassingCalls` does not call."""
 
 
 class PassingCalls(Calls):
@@ -192,17 +182,15 @@ class PassingCalls(Calls):
         return outputs.plus(**{LOGPROB_GRADS: column.like(torch.full_like(column.values, 0.25))})
 
 
-def collected(made: StepBuffer, *generation: dict[str, Tensor], times: int = 1) -> list[float]:
+def collected(made: StepBuffer, *generation: MicroBatch, times: int = 1) -> list[float]:
     """Token gradients that are left for a step over the micro-batches of a generation, where TRL's loss has token
     gradients of 0.25."""
-    for at, inputs in list(enumerate(generation)) * times:
-        after = generation[at + 1 :]
-        rows = [Rows.of_inputs(each) for each in (inputs, *after)]
-        used = made.in_one_pass(TRAINER, [inputs, *after], rows)
-        logprobs, entropies = made.padded(rows[0], used)
-        leaves = LossInputs(rows[0], logprobs.requires_grad_(), entropies, used)
-        (0.25 * leaves.logprobs.sum()).backward()
-        made.add(leaves, 1.0)
+    for at, first in list(enumerate(generation)) * times:
+        # TRL's inputs alone tell that a micro-batch occurs again
+        parts = [MicroBatch(part.inputs, part.rows, part.may_have_grad) for part in (first, *generation[at + 1 :])]
+        outputs = made.forward_backward(parts, make_loss)
+        used = 0.25 if LOGPROB_GRADS in outputs else 0.0
+        made.add(with_grads(first.rows, 0.25 - used), first.rows.spare)
     grads: list[float] = made.take().ragged(LOGPROB_GRADS).values.tolist()
     return grads
 
@@ -211,36 +199,49 @@ def test_a_micro_batch_that_occurs_twice_in_a_step_counts_twice() -> None:
     """TRL repeats a generation's micro-batches where gradient_accumulation_steps is above steps_per_generation."""
     calls: Any = PassingCalls()
     once, again = micro_batch([5, 6], [8]), micro_batch([9])
-    assert collected(StepBuffer(calls, CPU), once, again) == [0.0], "the engines have added all"
+    assert collected(StepBuffer(calls), once, again) == [0.0], "the engines have added all"
     calls = PassingCalls()
-    assert collected(StepBuffer(calls, CPU), once, again, times=2) == [0.0] * 4 + [0.25] * 4
+    assert collected(StepBuffer(calls), once, again, times=2) == [0.0] * 4 + [0.25] * 4
     assert calls.added == [3]
 
 
-def test_graphs_are_kept_of_no_rows_that_the_loss_does_not_move() -> None:
+def test_no_graphs_are_kept_for_samples_without_a_gradient() -> None:
     calls: Any = PassingCalls()
-    still = {**micro_batch([5, 6], [8]), "advantages": torch.tensor([0.0, 1.0])}
-    StepBuffer(calls, CPU).in_one_pass(TRAINER, [still], [Rows.of_inputs(still)])
+    StepBuffer(calls).forward_backward([micro_batch([5, 6], [8], may_have_grad=[False, True])], make_loss)
     assert calls.sizes == [1, 1] and calls.trained[0] is False and calls.added == [1]
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_outputs_are_in_the_order_of_the_samples(may_have_grad: list[list[bool]]) -> None:
+    tokens = itertools.count(5)
+    parts = [micro_batch(*([next(tokens)] for _ in flags), may_have_grad=flags) for flags in may_have_grad]
+    calls: Any = PassingCalls()
+    made = StepBuffer(calls)
+    for at, (part, flags) in enumerate(zip(parts, may_have_grad, strict=True)):
+        outputs = made.forward_backward(parts[at:], make_loss)
+        expected = part.rows.samples.ragged("responses").values + 0.25
+        assert logprobs(outputs) == expected.tolist()
+        assert outputs.ragged(LOGPROB_GRADS).values.tolist() == [0.25 * flag for flag in flags]
+    assert len(calls.sizes) <= 2
 
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the other rank says, in the order of the collectives."""
     others: list[Any] = []
-    monkeypatch.setattr(loss_and_logprobs, "all_gather_object", lambda value, control: [value, others.pop(0)])
+    monkeypatch.setattr(step_buffer, "all_gather_object", lambda value, control: [value, others.pop(0)])
     return others
 
 
 def test_a_rank_whose_completions_are_all_masked_takes_part_in_the_pass_of_the_others(two_ranks: list[Any]) -> None:
     calls: Any = PassingCalls(control="a group")
-    two_ranks += [100, [MicroBatch({}, torch.ones(1, 2, dtype=torch.bool), [0])]]
-    assert collected(StepBuffer(calls, CPU), micro_batch([], [])) == [0.0]
+    two_ranks += [100, [LossBatch({}, torch.ones(1, 2, dtype=torch.bool), [0])]]
+    assert collected(StepBuffer(calls), micro_batch([], [])) == [0.0]
     assert calls.added == [0] and not two_ranks
 
 
 def test_micro_batches_that_are_too_large_to_be_sent_are_computed_in_two_passes(two_ranks: list[Any]) -> None:
     calls: Any = PassingCalls(control="a group")
     two_ranks += [MAX_SENT]
-    assert collected(StepBuffer(calls, CPU), micro_batch([5, 6], [8])) == [0.25] * 3
+    assert collected(StepBuffer(calls), micro_batch([5, 6], [8])) == [0.25] * 3
     assert not calls.added and calls.sizes[0] == 2 and not two_ranks

@@ -41,7 +41,7 @@ from .policy.accelerate_fallback import (
     config_or_model,
     follow_trl,
 )
-from .policy.loss_and_logprobs import ModelInEngine
+from .policy.loss import ModelInEngine
 from .policy.planned_generation import plain_token_ids
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_adapter import PolicyAdapter

@@ -1,6 +1,6 @@
 """`PolicyAdapter`: adapts a trainer of one policy, such as GRPO's, whose loop is TRL's, to a planned run.
 
-It combines the calls of the loop (`runtime.call_server`), the loss (`loss_and_logprobs`), the rewards
+It combines the calls of the loop (`runtime.call_server`), the loss (`loss`), the rewards
 (`reward_scoring`), the prompts of later generations (`ahead`) and the difference of engine and trainer (`mismatch`).
 """
 
@@ -34,7 +34,7 @@ from ..checks.data_checks import check_rows, stream_too_short
 from ..checks.fixed_settings import fixed_attributes, refuse_changed
 from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
-from .loss_and_logprobs import EngineLoss, ModelInEngine, ReferenceInEngine
+from .loss import EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
 from .planned_generation import EngineGeneration, finish_turns, takes_turns
 from .reward_scoring import Scoring

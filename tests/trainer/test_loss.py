@@ -1,4 +1,4 @@
-"""`LossInEngine`: from any rows of TRL's micro-batches, the token gradients of these rows in TRL's loss of all rows."""
+"""TRL's loss on leaf tensors, in the trainer and in the engines."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from recorded_rollouts import make
-from torch import Tensor
+from torch import Tensor, nn
 
 import trl_realloc
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.trainer.policy.loss_in_engine import (
+from trl_realloc.trainer.policy.loss import (
+    EngineLoss,
     LossInEngine,
-    MicroBatch,
+    LossInputs,
+    ReferenceInEngine,
     has_entropy_term,
     is_computed_in_engines,
-    moving_rows,
+    rows_with_grad,
 )
+from trl_realloc.trainer.policy.step_buffer import LossBatch, MicroBatch, Rows
 
 
 pytestmark = pytest.mark.oldest
@@ -79,14 +83,20 @@ def grads(trainer: Any, inputs: dict[str, Any], logprobs: Tensor, entropies: Ten
     return list(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad]))
 
 
+def loss_batch(inputs: dict[str, Any], *, is_sent: bool) -> LossBatch:
+    """What the loss in an engine reads, if all samples may have a gradient."""
+    rows = Rows.of_inputs(inputs)
+    may_have_grad = torch.ones(len(rows.samples), dtype=torch.bool)
+    return LossBatch.of(MicroBatch(inputs, rows, may_have_grad), is_sent=is_sent)
+
+
 def check(trainer: Any, micro_batches: Sequence[dict[str, Any]], seed: int) -> None:
     draw, shuffled = torch.Generator().manual_seed(seed), random.Random(seed)
     columns = [(-4.0 + 0.3 * torch.randn(2, ROWS, WIDTH, generator=draw)).unbind() for _ in micro_batches]
     expected = [grads(trainer, *given) for given in zip(micro_batches, *zip(*columns, strict=True), strict=True)]
     masks = [inputs["completion_mask"].bool() for inputs in micro_batches]
     rows = [mask.any(1).nonzero()[:, 0].tolist() for mask in masks]
-    sent = [MicroBatch.of(inputs, own, is_sent=True) for inputs, own in zip(micro_batches, rows, strict=True)]
-    loss = LossInEngine(trainer, sent)
+    loss = LossInEngine(trainer, [loss_batch(inputs, is_sent=True) for inputs in micro_batches])
     places = [(at, row) for at, own in enumerate(rows) for row in own]
     order = shuffled.sample(range(len(places)), len(places))
     for begin in range(0, len(order), 3):  # a micro-batch of the engine
@@ -136,19 +146,19 @@ def test_a_loss_in_an_engine_leaves_the_trainer_alone(tmp_path: Path) -> None:
     rows = inputs["completion_mask"].any(1).nonzero()[:, 0].tolist()
     column = Ragged(torch.zeros(int(inputs["completion_mask"].sum())), inputs["completion_mask"].sum(1)[rows])
     before = dict(vars(trainer))
-    LossInEngine(trainer, [MicroBatch.of(inputs, rows, is_sent=False)])(
+    LossInEngine(trainer, [loss_batch(inputs, is_sent=False)])(
         {"logprobs": column, "entropy": column}, Rollouts(index=torch.arange(len(rows)), responses=column)
     )
     assert vars(trainer) == before and not before["_metrics"]["train"]
 
 
-def test_rows_without_an_advantage_move_where_the_loss_has_another_term(tmp_path: Path) -> None:
+def test_rows_without_an_advantage_have_a_gradient_where_the_loss_has_another_term(tmp_path: Path) -> None:
     trainer = make(trl_realloc, tmp_path)
     inputs = {"advantages": torch.tensor([0.0, 1.0, 0.0])}
-    assert moving_rows(trainer, inputs).tolist() == [False, True, False]
-    assert moving_rows(trainer, {"advantages": torch.eye(2)[[0, 1, 0]] * 0.0}).tolist() == [False] * 3
+    assert rows_with_grad(trainer, inputs).tolist() == [False, True, False]
+    assert rows_with_grad(trainer, {"advantages": torch.eye(2)[[0, 1, 0]] * 0.0}).tolist() == [False] * 3
     trainer.beta = 0.1
-    assert moving_rows(trainer, inputs).tolist() == [True] * 3
+    assert rows_with_grad(trainer, inputs).tolist() == [True] * 3
 
 
 def test_a_users_loss_and_a_threshold_over_all_processes_are_computed_by_the_trainer(tmp_path: Path) -> None:
@@ -159,3 +169,62 @@ def test_a_users_loss_and_a_threshold_over_all_processes_are_computed_by_the_tra
     assert is_computed_in_engines(make(trl_realloc, tmp_path))
     assert not is_computed_in_engines(make(trl_realloc, tmp_path, base=lambda trainer: OfUser))
     assert not is_computed_in_engines(make(trl_realloc, tmp_path, top_entropy_quantile=0.5))
+
+
+def leaf_rows(*responses: list[int]) -> Rows:
+    """Rows of a prompt of one token and these responses."""
+    width = max(map(len, responses))
+    ids = torch.tensor([[3, *response, *[0] * (width - len(response))] for response in responses])
+    mask = torch.tensor([[1] * (1 + len(response)) + [0] * (width - len(response)) for response in responses])
+    return Rows.of(ids, mask, width)
+
+
+@pytest.mark.parametrize("has_entropy_term", [True, False])
+def test_token_gradients_are_the_scaled_gradients_of_the_leaves(has_entropy_term: bool) -> None:
+    rows = leaf_rows([5, 6], [])
+    leaves = LossInputs(
+        rows, torch.zeros(2, 2).requires_grad_(), torch.zeros(2, 2).requires_grad_(has_entropy_term), Rollouts()
+    )
+    (leaves.logprobs.sum() + 3 * leaves.entropies[rows.mask].sum()).backward()  # type: ignore[no-untyped-call]
+    samples = leaves.token_grads(0.5)
+    assert [row.tolist() for row in samples.ragged("responses").rows()] == [[5, 6]]
+    assert samples.ragged("logprob_grads").values.tolist() == [0.5, 0.5]
+    assert ("entropy_grads" in samples) == has_entropy_term
+    if has_entropy_term:
+        assert samples.ragged("entropy_grads").values.tolist() == [1.5, 1.5]
+
+
+def test_token_gradients_that_the_engines_have_added_are_subtracted() -> None:
+    rows = leaf_rows([5, 6], [8])
+    added = Rollouts(logprob_grads=Ragged.of([[0.5, 0.25], [0.5]], torch.float32))
+    leaves = LossInputs(rows, torch.zeros(2, 2).requires_grad_(), torch.zeros(2, 2), added)
+    leaves.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    assert leaves.token_grads(0.5).ragged("logprob_grads").values.tolist() == [0.0, 0.25, 0.0]
+
+
+def test_a_loss_that_does_not_read_the_log_probabilities_has_token_gradients_of_zero() -> None:
+    leaves = LossInputs(
+        leaf_rows([5, 6]), torch.zeros(1, 2).requires_grad_(), torch.zeros(1, 2).requires_grad_(), Rollouts()
+    )
+    leaves.entropies.sum().backward()  # type: ignore[no-untyped-call]
+    assert leaves.token_grads(1.0).ragged("logprob_grads").values.tolist() == [0.0, 0.0]
+
+
+def test_rows_without_any_response_take_part_in_the_calls_of_policy_and_reference() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def forward(name: str, samples: Rollouts) -> Rollouts:
+        asked.append((name, len(samples)))
+        return Rollouts()
+
+    trainer: Any = SimpleNamespace(
+        placement=SimpleNamespace(started=True), accelerator=SimpleNamespace(device=torch.device("cpu"))
+    )
+    calls: Any = SimpleNamespace(forward=forward)
+    loss = EngineLoss(trainer, calls)
+    ids, mask = torch.tensor([[3, 7], [4, 7]]), torch.tensor([[1, 0], [1, 0]])
+    with torch.no_grad():
+        for model in (nn.Identity(), ReferenceInEngine()):
+            logprobs, _, _ = loss.logps_and_entropies(model, ids, mask, 1)
+            assert logprobs.tolist() == [[0.0], [0.0]]
+    assert asked == [("actor.forward", 0), ("reference.forward", 0)]
