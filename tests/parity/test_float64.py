@@ -25,8 +25,8 @@ from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import SamplingMask
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
-from trl_realloc.trainer.grpo_trainer import sampling_logps
 from trl_realloc.trainer.policy.loss_and_logprobs import Rows
+from trl_realloc.trainer.policy.mismatch import sampling_logps
 
 
 VOCABULARY, LIMIT, SEEDS = 9, 7, range(50)

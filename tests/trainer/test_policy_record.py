@@ -88,7 +88,7 @@ def test_responses_before_the_training_are_in_no_record(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.run.placed.start()
     made.model.train()
-    responses = made._generate(["w2 w3"] * 4)[1]
+    responses = made._generate_and_score_completions([{"prompt": "w2 w3"}] * 4)["completion_ids"]
     made.close()
     assert len(responses) == 4 and made.record.lengths is None
 

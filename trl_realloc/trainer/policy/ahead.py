@@ -6,7 +6,6 @@ What is generated when is in `runtime.overlap.ahead_server`.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -80,23 +79,21 @@ class PromptsAhead:
 
     Args:
         trainer: a `PlannedPolicyTrainer`.
-
-    Attributes:
-        sampler: sampler of the training prompts; `None` if their data set has no length.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.sampler: Any = None
         self._step_place = 0  # index of the current micro-batch in its optimizer step
         self._updates_before = -1  # optimizer steps before the previous micro-batch
         self._has_begun = False  # the training has read its first micro-batch from `_upcoming`
         self._draws_seed = False  # starting an epoch's iterator drew a random number
-        self.begin_training()
-
-    def begin_training(self) -> None:
+        self._loader: Any = None
         self._epoch: Iterator[Any] | None = None  # Trainer's iterator
         self._upcoming: UpcomingBatches | None = None
+
+    def begin_training(self, loader: Any) -> None:
+        """A training begins, on the micro-batches of this data loader."""
+        self._loader, self._epoch, self._upcoming = loader, None, None
 
     @property
     def _announces(self) -> bool:
@@ -112,8 +109,9 @@ class PromptsAhead:
         epoch = int(self.trainer.state.epoch or 0)
         if self._upcoming is None and not self.trainer.args.ignore_data_skip:
             random = torch.get_rng_state()  # which a sampler of the user's may draw its seeds from
-            for _ in range(epoch if self.sampler is not None else 0):
-                next(iter(self.sampler), None)  # a run that resumes goes on in the order that the sampler had reached
+            sampler = _sampler_of(self._loader)
+            for _ in range(epoch):
+                next(iter(sampler), None)  # a run that resumes goes on in the order that the sampler had reached
             torch.set_rng_state(random)
         begun = None if self._upcoming is None else self._upcoming.following
         if begun is None:
@@ -129,11 +127,11 @@ class PromptsAhead:
         Trainer's own iterator of this epoch is then never read. This works because it is a generator, like those of
         Accelerate's data loaders, and does nothing before it is read.
         """
-        loader = self.trainer.callback_handler.train_dataloader
+        loader = self._loader
         if not inspect.isgenerator(self._epoch):
             return None
         for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
-            if part is not None and hasattr(part, "set_epoch"):  # as Trainer does
+            if hasattr(part, "set_epoch"):  # as Trainer does
                 part.set_epoch(epoch)
         source, random = iter(loader), torch.get_rng_state()
         try:
@@ -157,15 +155,15 @@ class PromptsAhead:
         self._step_place = 0 if is_first else self._step_place + 1
         self._has_begun, self._updates_before = True, updates
 
-    @contextlib.contextmanager
-    def announcing(self) -> Iterator[None]:
-        """Context of a generation: announces the prompts of the next ones before it, and logs token ages after it."""
-        calls = self.trainer.calls
+    def announce(self) -> None:
+        """Before a generation: announce the prompts of the next ones."""
         if self._announces:
-            calls.announce(list(self._next_prompts()))
-        yield
+            self.trainer.calls.announce(list(self._next_prompts()))
+
+    def log_ages(self) -> None:
+        """After a generation: log the ages of its tokens."""
         if self._announces:
-            for name, value in calls.take_ages().items():
+            for name, value in self.trainer.calls.take_ages().items():
                 self.trainer._metrics["train"][name].append(value)
 
     def _next_prompts(self) -> Iterator[list[list[int]]]:
@@ -182,6 +180,12 @@ class PromptsAhead:
             if rows is None or self._upcoming.updates_until(places, accumulated, self._step_place) >= left:
                 return
             yield trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+
+
+def _sampler_of(loader: Any) -> Any:
+    """The sampler of a data loader, whose batch sampler Accelerate may have wrapped; empty if there is none."""
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", ())
 
 
 def _draw_seed() -> None:
