@@ -1,4 +1,4 @@
-"""What TRL's trainers get from the generation of a plan: log-probabilities from vLLM alone."""
+"""What TRL's trainers get from the generation of a plan: log-probabilities from vLLM alone, joined over turns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import recorded_rollouts
 import torch
+import trl
 
 import trl_realloc
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.trainer.policy.planned_generation import wrapped_turns
+from trl_realloc.trainer.policy.single_candidates import SingleCandidates
+from trl_realloc.trainer.policy.user_spans import FunctionSpans
 
 
 def responses(prompts: Any, *_: Any) -> Rollouts:
@@ -54,3 +59,32 @@ def test_losses_see_vllms_log_probabilities_also_uncorrected(
             torch.testing.assert_close(sampled[: len(row)], row, equal_nan=True)
     assert made.vllm_importance_sampling_correction == (corrects and engine == "vllm")
     made.close()
+
+
+class OwnTurns(trl.GRPOTrainer):  # type: ignore[misc]
+    """Generates by itself, and tells the log-probabilities of all turns."""
+
+    def _generate(self, prompts: Any) -> Any:
+        return [[2]], [[3, 4, 5]], None, ["w3 w4 w5"], [[0.0, None, -1.0]], {}, None, []
+
+
+def turns_of(kind: type, forced: SingleCandidates, finish: Any = None, **attributes: Any) -> Any:
+    made: Any = object.__new__(kind)
+    vars(made).update({"tools": None, "rollout_func": None, **attributes})
+    return wrapped_turns(made, finish, FunctionSpans(made), forced)
+
+
+def test_log_probabilities_are_those_of_all_turns_and_a_single_turn_stays_as_it_is() -> None:
+    forced = SingleCandidates(Sampling(8, 1.0, top_k=3), full_vocabulary=False)
+    assert turns_of(trl.GRPOTrainer, forced) == turns_of(trl.RLOOTrainer, forced) == {}
+    (name, generate), *_ = turns_of(OwnTurns, forced).items()
+    assert name == "_generate" and len(generate(["w2"])) == 8
+    assert forced.zeroed(torch.full((1, 3), -2.0)).tolist() == [[0.0, -2.0, -2.0]]
+
+
+def test_a_rank_whose_turns_are_over_generates_for_the_others() -> None:
+    ended: list[str] = []
+    forced = SingleCandidates(Sampling(8, 1.0), full_vocabulary=False)
+    turns = turns_of(trl.GRPOTrainer, forced, lambda: ended.append("end"), rollout_func=lambda prompts, _: prompts)
+    assert turns["rollout_func"](["w2"], None) == ["w2"] and ended == ["end"]
+    assert {*turns} == {"rollout_func", "_tool_call_loop", "_generate"}

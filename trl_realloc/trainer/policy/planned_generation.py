@@ -208,7 +208,7 @@ def wrapped_turns(
         forced: gets the log-probabilities.
     """
     has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
-    wrapped = {}
+    wrapped: dict[str, Callable[..., Any]] = {}
     if has_tools or getattr(trainer, "rollout_func", None) is not None:
         turns = {name: getattr(trainer, name, None) for name in ("_tool_call_loop", "rollout_func")}
         wrapped = {name: _then(method, finish) for name, method in turns.items() if method is not None}
