@@ -92,8 +92,8 @@ class Trainer:
     def prepare_inputs(self, batch: Any) -> Any:
         self.ahead.advance()
         if self.step % self.every == 0:
-            self.ahead.announce()
-            self.announced[-1].insert(0, batch[0]["prompt"])
+            with self.ahead.announcing():
+                self.announced[-1].insert(0, batch[0]["prompt"])
         self.step += 1
 
     def _tokenize_prompts(self, prompts: list[int]) -> Any:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -54,17 +54,11 @@ from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 
 
 logger = logging.get_logger(__name__)
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
-def under_plan(method: Callable[P, R]) -> Callable[P, R]:
-    """A method of `PlannedPolicyTrainer` for planned runs. If Accelerate trains, TRL's method stands in its place."""
-    return cast(Callable[P, R], _UnderPlan(method))
-
-
-class _UnderPlan:
-    """Chooses the method when it is looked up, so that no call runs through this class."""
+class under_plan:  # noqa: N801 - a decorator
+    """A method of `PlannedPolicyTrainer` for planned runs. If Accelerate trains, a look-up finds TRL's method instead,
+    so no call runs through this class."""
 
     def __init__(self, method: Any) -> None:
         functools.update_wrapper(self, method)
@@ -91,6 +85,7 @@ class PlannedPolicyTrainer(Trainer):
     placement = property(attrgetter("run.placed.placement"))
     executor = property(attrgetter("run.placed.executor"))
     alarm = property(attrgetter("run.placed.alarm"))
+    checkpoints = property(attrgetter("run.checkpoints"))
     observer = property(attrgetter("run.change.observer"))
     replanner = property(attrgetter("run.change.replanner"))
     measuring = property(attrgetter("run.change.measuring"))
@@ -171,13 +166,9 @@ class PlannedPolicyTrainer(Trainer):
         return self.record.timeline
 
     @property
-    def _run(self) -> PlannedRun[PolicyAdapter]:
-        assert self.run is not None, "Accelerate trains by TRL's methods"
-        return self.run
-
-    @property
     def _adapter(self) -> PolicyAdapter:
-        return self._run.adapter
+        assert self.run is not None, "Accelerate trains by TRL's methods"
+        return self.run.adapter
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -282,22 +273,24 @@ class PlannedPolicyTrainer(Trainer):
             self.record.end_update()
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    @under_plan
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy (or its adapter) and the tokenizer to `output_dir`. Collective over the job.
 
         Raises:
             SaveError: a rank could not write. Raised on every rank.
         """
-        self._run.save_model(output_dir, pushes=not _internal_call)
+        if self.run is None:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self.run.save_model(output_dir, pushes=not _internal_call)
 
     @under_plan
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._run.checkpoints.save()
+        self.checkpoints.save()
 
     @under_plan
     def _load_best_model(self) -> None:
-        self._run.checkpoints.load_best()
+        self.checkpoints.load_best()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as Trainer does."""

@@ -6,6 +6,7 @@ What is generated when is in `runtime.overlap.ahead_server`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -155,15 +156,15 @@ class PromptsAhead:
         self._step_place = 0 if is_first else self._step_place + 1
         self._has_begun, self._updates_before = True, updates
 
-    def announce(self) -> None:
-        """Before a generation: announce the prompts of the next ones."""
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Context of a generation: announces the prompts of the next ones before it, and logs token ages after it."""
+        calls = self.trainer.calls
         if self._announces:
-            self.trainer.calls.announce(list(self._next_prompts()))
-
-    def log_ages(self) -> None:
-        """After a generation: log the ages of its tokens."""
+            calls.announce(list(self._next_prompts()))
+        yield
         if self._announces:
-            for name, value in self.trainer.calls.take_ages().items():
+            for name, value in calls.take_ages().items():
                 self.trainer._metrics["train"][name].append(value)
 
     def _next_prompts(self) -> Iterator[list[list[int]]]:

@@ -169,14 +169,12 @@ class EngineGeneration:
                 "text alone; leave the columns image and images out of the dataset, or give a policy that reads images."
             )
         given, self._prompts = self._prompts, None
-        if given is not None:
-            self.ahead.announce()
-        with profiler or contextlib.nullcontext():
+        announcing = contextlib.nullcontext() if given is None else self.ahead.announcing()
+        with announcing, profiler or contextlib.nullcontext():
             outputs = self.calls.generate(prompts, _texts(given, len(prompts)) if self.calls.reads_texts else None)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
         if given is not None:
-            self.ahead.log_ages()
             self.forced.begin_generation(self.logprobs)
         return for_trl(prompts, outputs, self.eos_token_id)
 
@@ -199,8 +197,7 @@ def wrapped_turns(
 
     - `_tool_call_loop` and `rollout_func`: ranks may generate different numbers of times, so each then takes part in
       the generations of the others.
-    - `_generate`: TRL joins the turns here, so `forced` gets the log-probabilities of all of them. Also for subclasses
-      that generate in their own way. Tools are timed here, because TRL looks them up anew for each generation.
+    - `_generate`: tools are timed, and `forced` gets the log-probabilities, which TRL or a user's subclass has joined.
 
     Args:
         finish: takes part in the generations of the other ranks.
@@ -208,31 +205,28 @@ def wrapped_turns(
         forced: gets the log-probabilities.
     """
     has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
-    wrapped: dict[str, Callable[..., Any]] = {}
-    if has_tools or getattr(trainer, "rollout_func", None) is not None:
-        turns = {name: getattr(trainer, name, None) for name in ("_tool_call_loop", "rollout_func")}
-        wrapped = {name: _then(method, finish) for name, method in turns.items() if method is not None}
-    if not wrapped and users_method(type(trainer), ("_generate", "_generate_single_turn")) is None:
-        return {}
-    generate = trainer._generate
+    takes_turns = has_tools or getattr(trainer, "rollout_func", None) is not None
+    turns = {name: getattr(trainer, name, None) for name in ("_tool_call_loop", "rollout_func") if takes_turns}
+    wrapped = {name: _around(method, after=lambda _: finish()) for name, method in turns.items() if method is not None}
 
-    @functools.wraps(generate)
-    def with_turns(prompts: Any) -> Any:
-        with spans.timing_tools():
-            outputs = generate(prompts)
+    def join(outputs: Any) -> None:
         # GRPO returns log-probabilities, joined over turns
         joined = outputs[4] if len(outputs) > 4 else trainer.vllm_generation.drawn([len(ids) for ids in outputs[1]])
         forced.begin_generation(() if joined is None else joined)
-        return outputs
 
-    return {**wrapped, "_generate": with_turns}
+    if takes_turns or users_method(type(trainer), ("_generate", "_generate_single_turn")) is not None:
+        wrapped["_generate"] = _around(trainer._generate, before=spans.time_tools, after=join)
+    return wrapped
 
 
-def _then(turns: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(turns)
-    def with_finish(*args: Any, **kwargs: Any) -> Any:
-        result = turns(*args, **kwargs)
-        finish()
+def _around(
+    method: Callable[..., Any], after: Callable[[Any], None], before: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = method(*args, **kwargs)
+        after(result)
         return result
 
-    return with_finish
+    return around

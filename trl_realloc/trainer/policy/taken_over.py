@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Does nothing."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TakenOver:
     """The attributes of TRL's trainer that a plan overwrites after the constructor of TRL's class, by their names.
@@ -56,9 +52,9 @@ class TakenOver:
     async_loop: Any
     turns: Mapping[str, Callable[..., Any]]
     backward: Callable[..., None]
-    clip_grad_norm_: Callable[..., None] = _nothing
+    clip_grad_norm_: Callable[..., None] = lambda *_, **__: None
     _wrap_model: Callable[..., nn.Module]
-    _load_from_checkpoint: Callable[..., None] = _nothing
+    _load_from_checkpoint: Callable[..., None] = lambda *_, **__: None
     _last_loaded_step: int = -1
 
     def put_on(self, trainer: Trainer) -> None:
@@ -68,6 +64,3 @@ class TakenOver:
             setattr(trainer.accelerator, name, attributes.pop(name))
         for name, value in {**attributes.pop("turns"), **attributes}.items():
             setattr(trainer, name, value)
-
-
-__all__ = ["TakenOver"]
