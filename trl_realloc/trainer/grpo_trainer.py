@@ -61,7 +61,6 @@ class under_plan:  # noqa: N801 - a decorator
     so no call runs through this class."""
 
     def __init__(self, method: Any) -> None:
-        functools.update_wrapper(self, method)
         self._method = method
 
     def __get__(self, trainer: Any, kind: type | None = None) -> Any:

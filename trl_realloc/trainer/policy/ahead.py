@@ -132,7 +132,7 @@ class PromptsAhead:
         if not inspect.isgenerator(self._epoch):
             return None
         for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
-            if hasattr(part, "set_epoch"):  # as Trainer does
+            if part is not None and hasattr(part, "set_epoch"):  # as Trainer does
                 part.set_epoch(epoch)
         source, random = iter(loader), torch.get_rng_state()
         try:
