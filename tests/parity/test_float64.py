@@ -25,7 +25,7 @@ from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.base import SamplingMask
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
-from trl_realloc.trainer.grpo_trainer import sampling_logps
+from trl_realloc.trainer.policy.mismatch import sampling_logps
 from trl_realloc.trainer.policy.step_buffer import Rows
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from trl_realloc import RLOOTrainer
 from trl_realloc.engines.base import Sampling
 from trl_realloc.runtime.call_server import CallServer
+from trl_realloc.trainer.policy.ahead import PromptsAhead
 from trl_realloc.trainer.policy.mismatch import EngineMismatch
-from trl_realloc.trainer.policy.planned_generation import EngineGeneration, Scores
+from trl_realloc.trainer.policy.planned_generation import EngineGeneration
 from trl_realloc.trainer.policy.single_candidates import SingleCandidates
 from trl_realloc.trainer.run.mismatch_gate import MismatchError
 
@@ -99,7 +100,9 @@ def trainer_of(**changes: Any) -> Any:
         state=SimpleNamespace(global_step=4),
         model=SimpleNamespace(training=True),
         plan={"actor.generate": SimpleNamespace(engine="vllm")},
-        vllm_generation=EngineGeneration(cast(CallServer, None), 8, cast(Scores, None)),
+        vllm_generation=EngineGeneration(
+            *(cast(CallServer, None), 8, cast(PromptsAhead, None), cast(SingleCandidates, None))
+        ),
         run=SimpleNamespace(checkpoints=SimpleNamespace(saving_good_state=nullcontext)),
         _metrics={"train": defaultdict(list)},
     )
@@ -211,7 +214,7 @@ def test_completions_that_a_subclass_generates_by_itself_have_no_mismatch(latest
     told = {"of fewer rows": rows[:1], "of more rows": [*rows, rows[0]], "of other lengths": rows[::-1], "none": rows}
     trainer.vllm_generation.logprobs = told[latest]
     if latest == "none":
-        trainer.vllm_generation.forget()
+        trainer.vllm_generation.begin(None)
     trainer.mismatch.begin_generation()
     with torch.no_grad():
         trainer.mismatch.see(TRAINER)

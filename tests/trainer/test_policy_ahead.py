@@ -73,8 +73,7 @@ class Trainer:
         self, generations: int, steps: int, iterations: int, accumulated: int, versions: int, last: int
     ) -> None:
         loader = Loader(generations, steps * iterations)
-        self.callback_handler = SimpleNamespace(train_dataloader=loader)
-        self.every, self.step = loader.every, 0
+        self.loader, self.every, self.step = loader, loader.every, 0
         self.announced: list[list[int]] = []
         self.num_iterations = iterations
         self.args = SimpleNamespace(
@@ -88,6 +87,7 @@ class Trainer:
             take_ages=dict,
         )
         self.ahead = PromptsAhead(self)
+        self.ahead.begin_training(loader)
 
     def prepare_inputs(self, batch: Any) -> Any:
         self.ahead.advance()
@@ -100,7 +100,7 @@ class Trainer:
         return prompts, None, {}
 
     def run(self) -> None:
-        loader, accumulated = self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps
+        loader, accumulated = self.loader, self.args.gradient_accumulation_steps
         micro_batches = loader.generations * loader.every
         for epoch in range(1000):
             loader.set_epoch(epoch)

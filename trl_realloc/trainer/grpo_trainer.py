@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -41,7 +41,6 @@ from .policy.accelerate_fallback import (
     config_or_model,
     follow_trl,
 )
-from .policy.loss import ModelInEngine
 from .policy.planned_generation import plain_token_ids
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_adapter import PolicyAdapter
@@ -55,22 +54,19 @@ from .trl_policy_trainers import TRLGRPOTrainer, TRLRLOOTrainer
 
 
 logger = logging.get_logger(__name__)
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
-def under_plan(method: Callable[P, R]) -> Callable[P, R]:
-    """A method of `PlannedPolicyTrainer` for planned runs. If Accelerate trains, TRL's method is called instead."""
+class under_plan:  # noqa: N801 - a decorator
+    """A method of `PlannedPolicyTrainer` for planned runs. If Accelerate trains, a look-up finds TRL's method instead,
+    so no call runs through this class."""
 
-    @functools.wraps(method)
-    def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
-        trainer: Any = args[0]
-        if trainer.run is not None:
-            return method(*args, **kwargs)
-        of_trl: Callable[..., R] = getattr(super(PlannedPolicyTrainer, trainer), method.__name__)
-        return of_trl(*args[1:], **kwargs)
+    def __init__(self, method: Any) -> None:
+        self._method = method
 
-    return chosen
+    def __get__(self, trainer: Any, kind: type | None = None) -> Any:
+        if trainer is None or trainer.run is not None:
+            return self._method.__get__(trainer, kind)
+        return getattr(super(PlannedPolicyTrainer, trainer), self._method.__name__)
 
 
 class PlannedPolicyTrainer(Trainer):
@@ -88,6 +84,7 @@ class PlannedPolicyTrainer(Trainer):
     placement = property(attrgetter("run.placed.placement"))
     executor = property(attrgetter("run.placed.executor"))
     alarm = property(attrgetter("run.placed.alarm"))
+    checkpoints = property(attrgetter("run.checkpoints"))
     observer = property(attrgetter("run.change.observer"))
     replanner = property(attrgetter("run.change.replanner"))
     measuring = property(attrgetter("run.change.measuring"))
@@ -168,13 +165,9 @@ class PlannedPolicyTrainer(Trainer):
         return self.record.timeline
 
     @property
-    def _run(self) -> PlannedRun[PolicyAdapter]:
-        assert self.run is not None, "Accelerate trains by TRL's methods"
-        return self.run
-
-    @property
     def _adapter(self) -> PolicyAdapter:
-        return self._run.adapter
+        assert self.run is not None, "Accelerate trains by TRL's methods"
+        return self.run.adapter
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -208,35 +201,15 @@ class PlannedPolicyTrainer(Trainer):
         with self._adapter.training(resume_from_checkpoint) as resumed:
             return super().train(resumed, trial, ignore_keys_for_eval)
 
-    @under_plan
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        _obey_parent(self.args, train_dataloader)
+        if self.run is None:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         return self._adapter.prepare_for_training(max_steps, train_dataloader)
-
-    @under_plan
-    def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer whose learning rate the scheduler changes. The engines hold the real ones."""
-        return self.optimizer
-
-    @under_plan
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        return ModelInEngine(self)
 
     @under_plan
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Does nothing: each engine moves its model to its device."""
-
-    @under_plan
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        self._adapter.ahead.sampler = super()._get_train_sampler(*args, **kwargs)
-        return self._adapter.ahead.sampler
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        loader = super()._get_dataloader(*args, **kwargs)
-        if self.args.enable_jit_checkpoint and loader.num_workers:
-            # a worker ended by SIGTERM would fail the run before its checkpoint
-            base = getattr(loader, "base_dataloader", loader)  # Accelerate's loader wraps another one
-            base.worker_init_fn = functools.partial(obey_sigterm_of_parent, base.worker_init_fn)
-        return loader
 
     @under_plan
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
@@ -244,12 +217,9 @@ class PlannedPolicyTrainer(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.record.begin_update()
+        if self.run is not None:
+            self._adapter.begin_micro_batch()
         return super().training_step(*args, **kwargs)
-
-    @under_plan
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        self._adapter.begin_micro_batch()
-        return super()._prepare_inputs(generation_batch)
 
     # --- completions and rewards ------------------------------------------------------------------------------------
 
@@ -262,23 +232,10 @@ class PlannedPolicyTrainer(Trainer):
 
     @under_plan
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._adapter.generating_and_scoring():
-            return self._adapter.mismatch.of_generation(super()._generate_and_score_completions(inputs))
-
-    @under_plan
-    def _generate(self, prompts: Any) -> Any:
-        with self._adapter.generating(prompts):
-            outputs = super()._generate(prompts)
-        by_vllm = self.plan["actor.generate"].engine == "vllm"
-        # GRPO returns log-probabilities, joined over turns
-        logprobs = outputs[4] if len(outputs) > 4 else self.vllm_generation.drawn([len(ids) for ids in outputs[1]])
-        self._adapter.forced.begin_generation(logprobs if by_vllm else None)
-        self.record.add_responses(outputs[1])
-        return outputs
-
-    @under_plan
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        return self._adapter.as_trl_generates(super()._generate_single_turn(*args, **kwargs))
+        with self._adapter.generating_and_scoring(inputs):
+            batch = self._adapter.mismatch.of_generation(super()._generate_and_score_completions(inputs))
+        self.record.add_responses(batch["completion_mask"])
+        return self._adapter.mismatch.corrected(batch) if "old_logps" in batch else batch
 
     @under_plan
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
@@ -290,17 +247,11 @@ class PlannedPolicyTrainer(Trainer):
     # --- the loss, and an optimizer step by its gradients -----------------------------------------------------------
 
     @under_plan
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss, for a training micro-batch on leaf tensors."""
-        with self._adapter.loss.of_micro_batch(inputs):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    @under_plan
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        with self._adapter.forced.of_loss(inputs), self._adapter.mismatch.of_loss(inputs):
-            return super()._compute_loss(model, inputs)
+        adapter = self._adapter
+        with adapter.loss.of_micro_batch(inputs), adapter.forced.of_loss(inputs), adapter.mismatch.of_loss(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     @under_plan
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -309,10 +260,6 @@ class PlannedPolicyTrainer(Trainer):
         if model is not self.ref_model:
             self._adapter.mismatch.see(logprobs)
         return logprobs, None if entropies is None else self._adapter.forced.zeroed(entropies), loss
-
-    @under_plan
-    def _clip_grad_norm(self, model: Any) -> Any:
-        return self._adapter.loss.grad_norm()
 
     @under_plan
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -325,43 +272,30 @@ class PlannedPolicyTrainer(Trainer):
             self.record.end_update()
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        self.record.add_to(logs)
-        super().log(logs, start_time)
-
-    @under_plan
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy (or its adapter) and the tokenizer to `output_dir`. Collective over the job.
 
         Raises:
             SaveError: a rank could not write. Raised on every rank.
         """
-        self._run.save_model(output_dir, pushes=not _internal_call)
+        if self.run is None:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self.run.save_model(output_dir, pushes=not _internal_call)
 
     @under_plan
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._run.checkpoints.save()
+        self.checkpoints.save()
 
     @under_plan
     def _load_best_model(self) -> None:
-        self._run.checkpoints.load_best()
+        self.checkpoints.load_best()
 
-    @under_plan
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Does nothing: `_prepare_for_training` loads the weights with the training state."""
-
-    @under_plan
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as Trainer does."""
-        with self._adapter.evaluating():
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            return metrics
-
-    @under_plan
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict as Trainer does."""
-        with self._adapter.evaluating():
-            return super().predict(*args, **kwargs)
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as Trainer does."""
+        _obey_parent(self.args, dataloader)
+        with contextlib.nullcontext() if self.run is None else self._adapter.evaluating():
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # --- methods that TRL's class does not have ----------------------------------------------------------------------
 
@@ -413,34 +347,6 @@ class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
     _config, _trl = RLOOConfig, TRLRLOOTrainer
     vllm_importance_sampling_correction = False  # set for planned runs
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        corrects = self.vllm_importance_sampling_correction or (
-            self.run is not None and self._adapter.mismatch.corrects
-        )
-        if corrects and self.model.training:
-            mask = batch["completion_mask"]
-            batch["old_logps"] = sampling_logps(
-                self.vllm_generation.drawn(mask.sum(1).tolist()), mask, batch["old_logps"]
-            )
-        return batch
-
-
-def sampling_logps(logprobs: Sequence[torch.Tensor], mask: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The log-probabilities (rows,) of completions under the policies that sampled them.
-
-    Args:
-        logprobs: sampling log-probabilities of each completion's tokens; NaN if the engine gave none; empty if a
-            subclass generated the completions.
-        mask: (rows, tokens) mask of the tokens that the loss reads; may be padded on the right.
-        before: (rows,) log-probabilities under another policy, used for completions with a missing value.
-    """
-    if not logprobs:
-        return before
-    sums = [(row * of_row[: len(row)].to(row)).sum() for row, of_row in zip(logprobs, mask, strict=True)]
-    sampling_logps = torch.stack(sums).to(before)
-    return torch.where(sampling_logps.isnan(), before, sampling_logps)
-
 
 def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Constructor arguments by name, with model paths as text, and a default configuration if none is passed.
@@ -468,6 +374,16 @@ def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any
             f"{config.__name__} from trl_realloc."
         )
     return named
+
+
+def _obey_parent(args: Any, loader: Any) -> None:
+    """Let the workers of a data loader leave SIGTERM to this process with `enable_jit_checkpoint`: a worker that it
+    ends would fail the run before its checkpoint."""
+    base = getattr(loader, "base_dataloader", loader)  # Accelerate's loader wraps another one
+    if not args.enable_jit_checkpoint or not getattr(base, "num_workers", 0):
+        return
+    if getattr(base.worker_init_fn, "func", None) is not obey_sigterm_of_parent:
+        base.worker_init_fn = functools.partial(obey_sigterm_of_parent, base.worker_init_fn)
 
 
 @contextlib.contextmanager

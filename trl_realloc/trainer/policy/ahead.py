@@ -80,23 +80,21 @@ class PromptsAhead:
 
     Args:
         trainer: a `PlannedPolicyTrainer`.
-
-    Attributes:
-        sampler: sampler of the training prompts; `None` if their data set has no length.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.sampler: Any = None
         self._step_place = 0  # index of the current micro-batch in its optimizer step
         self._updates_before = -1  # optimizer steps before the previous micro-batch
         self._has_begun = False  # the training has read its first micro-batch from `_upcoming`
         self._draws_seed = False  # starting an epoch's iterator drew a random number
-        self.begin_training()
-
-    def begin_training(self) -> None:
+        self._loader: Any = None
         self._epoch: Iterator[Any] | None = None  # Trainer's iterator
         self._upcoming: UpcomingBatches | None = None
+
+    def begin_training(self, loader: Any) -> None:
+        """A training begins, on the micro-batches of this data loader."""
+        self._loader, self._epoch, self._upcoming = loader, None, None
 
     @property
     def _announces(self) -> bool:
@@ -112,8 +110,9 @@ class PromptsAhead:
         epoch = int(self.trainer.state.epoch or 0)
         if self._upcoming is None and not self.trainer.args.ignore_data_skip:
             random = torch.get_rng_state()  # which a sampler of the user's may draw its seeds from
-            for _ in range(epoch if self.sampler is not None else 0):
-                next(iter(self.sampler), None)  # a run that resumes goes on in the order that the sampler had reached
+            sampler = _sampler_of(self._loader)
+            for _ in range(epoch):
+                next(iter(sampler), None)  # a run that resumes goes on in the order that the sampler had reached
             torch.set_rng_state(random)
         begun = None if self._upcoming is None else self._upcoming.following
         if begun is None:
@@ -129,7 +128,7 @@ class PromptsAhead:
         Trainer's own iterator of this epoch is then never read. This works because it is a generator, like those of
         Accelerate's data loaders, and does nothing before it is read.
         """
-        loader = self.trainer.callback_handler.train_dataloader
+        loader = self._loader
         if not inspect.isgenerator(self._epoch):
             return None
         for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
@@ -182,6 +181,12 @@ class PromptsAhead:
             if rows is None or self._upcoming.updates_until(places, accumulated, self._step_place) >= left:
                 return
             yield trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+
+
+def _sampler_of(loader: Any) -> Any:
+    """The sampler of a data loader, whose batch sampler Accelerate may have wrapped; empty if there is none."""
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", ())
 
 
 def _draw_seed() -> None:

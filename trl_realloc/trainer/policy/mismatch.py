@@ -53,15 +53,16 @@ class EngineMismatch:
         self._known = None
 
     def of_generation(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """TRL's tensors of a generation with the engine's log-probabilities added. All ranks together.
+        """TRL's tensors of a generation with the engine's log-probabilities added, if it is vLLM. All ranks together.
 
         Raises:
             MismatchError: the mismatch exceeds its limit (`MismatchGate`).
         """
-        trainer = self._trainer
+        trainer, generation, mask = self._trainer, self._trainer.vllm_generation, tensors["completion_mask"]
         if trainer.plan["actor.generate"].engine != "vllm":
-            return tensors
-        generation, mask = trainer.vllm_generation, tensors["completion_mask"]
+            is_users = not generation.logprobs or getattr(trainer, "rollout_func", None) is not None
+            # as where TRL generates by Transformers; the user's own are kept
+            return tensors if is_users else {name: value for name, value in tensors.items() if name != SAMPLED}
         sampling_logprobs = generation.drawn(mask.sum(1).tolist())
         if self._engine_only and SAMPLED in tensors:
             tensors = {**tensors, ENGINE: tensors[SAMPLED]}
@@ -76,6 +77,16 @@ class EngineMismatch:
             ages = None if generation.ages is None else padded(generation.ages if len(sampling_logprobs) else [], mask)
             self._judge(_figures(tensors, self._known, ages), is_logged="importance_sampling_ratio" in tensors)
         return tensors
+
+    def corrected(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """TRL's tensors of an RLOO generation, with the log-probabilities of the policies that sampled the completions
+        as those of the policy before the update, if the loss is to be corrected."""
+        trainer = self._trainer
+        if not (trainer.vllm_importance_sampling_correction or self.corrects) or not trainer.model.training:
+            return tensors
+        mask = tensors["completion_mask"]
+        sampled = trainer.vllm_generation.drawn(mask.sum(1).tolist())
+        return {**tensors, "old_logps": sampling_logps(sampled, mask, tensors["old_logps"])}
 
     @contextlib.contextmanager
     def of_loss(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -127,6 +138,22 @@ class EngineMismatch:
             how = "vllm_importance_sampling_correction is set to False, so the loss is not corrected"
         must = self._gate.must_correct(errors / current, self._generation + 1, how)
         self.corrects |= must and asked is None
+
+
+def sampling_logps(logprobs: Sequence[Tensor], mask: Tensor, before: Tensor) -> Tensor:
+    """The log-probabilities (rows,) of completions under the policies that sampled them.
+
+    Args:
+        logprobs: sampling log-probabilities of each completion's tokens; NaN if the engine gave none; empty if a
+            subclass generated the completions.
+        mask: (rows, tokens) mask of the tokens that the loss reads; may be padded on the right.
+        before: (rows,) log-probabilities under another policy, used for completions with a missing value.
+    """
+    if not logprobs:
+        return before
+    sums = [(row * of_row[: len(row)].to(row)).sum() for row, of_row in zip(logprobs, mask, strict=True)]
+    sampling_logps = torch.stack(sums).to(before)
+    return torch.where(sampling_logps.isnan(), before, sampling_logps)
 
 
 def _figures(tensors: Mapping[str, Any], logprobs: Tensor, ages: Tensor | None) -> Tensor:

@@ -1,13 +1,14 @@
 """`EngineGeneration`: replaces TRL's `VLLMGeneration` under a plan, and generates through `runtime.call_server`.
-`takes_turns`, `finish_turns`: ranks that generate different numbers of times."""
+`wrapped_turns`: completions that take several calls of the engine."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,10 @@ from ...algorithms.corrections import AGES
 from ...algorithms.rollout import Rollouts
 from ...engines.model_configs import ModelError
 from ...runtime.call_server import CallServer
+from ..checks.trainable import users_method
+from .ahead import PromptsAhead
+from .single_candidates import SingleCandidates
+from .user_spans import FunctionSpans
 
 
 if TYPE_CHECKING:
@@ -81,39 +86,45 @@ def length_limits(max_model_len: int) -> Any:
     return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len)))
 
 
-class Scores(Protocol):
-    """Provides the prompts of the current generation."""
-
-    def prompts_of(self, count: int) -> list[bytes]:
-        """This rank's prompts in order, serialized for the calls that score samples (`CallServer.generate`)."""
-
-
 class EngineGeneration:
     """Stands in for `trl.generation.vllm_generation.VLLMGeneration`, with the attributes and methods that TRL's GRPO
     and RLOO trainers use.
 
     Args:
         calls: runs the generation.
-        scoring: provides the prompts' texts.
-        max_model_len: maximum tokens of a prompt with its response, which TRL's loop over tool calls reads.
+        max_model_len: maximum tokens of a prompt with its completion, which TRL's loop over tool calls reads.
+        ahead: announces the prompts of later generations.
+        forced: gets the log-probabilities of each generation.
         eos_token_id: eos token of the policy's tokenizer.
 
     An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
 
     Attributes:
-        logprobs: sampling log-probabilities of the tokens of each response in this rank's latest generation.
+        logprobs: sampling log-probabilities of the tokens of each response in this rank's latest call.
         ages: age in generations of the policy that sampled each token of these responses; `None` if all are current.
     """
 
-    __slots__ = ("ages", "calls", "eos_token_id", "llm", "logprobs", "scoring")
+    __slots__ = ("_prompts", "ages", "ahead", "calls", "eos_token_id", "forced", "llm", "logprobs")
 
-    def __init__(self, calls: CallServer, max_model_len: int, scoring: Scores, eos_token_id: int | None = None) -> None:
-        self.calls, self.scoring, self.llm = calls, scoring, length_limits(max_model_len)
-        self.eos_token_id = eos_token_id
-        self.forget()
+    def __init__(
+        self,
+        calls: CallServer,
+        max_model_len: int,
+        ahead: PromptsAhead,
+        forced: SingleCandidates,
+        eos_token_id: int | None = None,
+    ) -> None:
+        self.calls, self.ahead, self.forced = calls, ahead, forced
+        self.llm, self.eos_token_id = length_limits(max_model_len), eos_token_id
+        self.begin(None)
 
-    def forget(self) -> None:
-        """Forget the latest generation. If a user's subclass generates next, there are no engine log-probabilities."""
+    def begin(self, prompts: Sequence[Any] | None) -> None:
+        """A generation begins. If a user's subclass makes its completions, there are no engine log-probabilities.
+
+        Args:
+            prompts: this rank's prompts, as in the data set.
+        """
+        self._prompts = prompts  # until the first call, because later ones are further turns
         self.logprobs: list[torch.Tensor] = []
         self.ages: list[torch.Tensor] | None = None
 
@@ -157,41 +168,65 @@ class EngineGeneration:
                 "the prompts have images, and this policy is trained and generates by the plan's engines, which take "
                 "text alone; leave the columns image and images out of the dataset, or give a policy that reads images."
             )
-        with profiler or contextlib.nullcontext():
-            texts = self.scoring.prompts_of(len(prompts)) if self.calls.reads_texts else None
-            outputs = self.calls.generate(prompts, texts)
+        given, self._prompts = self._prompts, None
+        announcing = contextlib.nullcontext() if given is None else self.ahead.announcing()
+        with announcing, profiler or contextlib.nullcontext():
+            outputs = self.calls.generate(prompts, _texts(given, len(prompts)) if self.calls.reads_texts else None)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
+        if given is not None:
+            self.forced.begin_generation(self.logprobs)
         return for_trl(prompts, outputs, self.eos_token_id)
+
+
+def _texts(prompts: Sequence[Any] | None, count: int) -> list[bytes]:
+    """The prompts, pickled for the calls that score samples (`CallServer.generate`); `None` for each if their number
+    differs from `count`, because a subclass generates in its own way."""
+    texts = prompts if prompts is not None and len(prompts) == count else [None] * count
+    return [pickle.dumps(text) for text in texts]
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------
 
 
-def takes_turns(trainer: Trainer) -> bool:
-    """True if the trainer's ranks may generate different numbers of times: in TRL's loop over tool calls, or in the
-    user's `rollout_func`."""
-    has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
-    return has_tools or getattr(trainer, "rollout_func", None) is not None
+def wrapped_turns(
+    trainer: Trainer, finish: Callable[[], None], spans: FunctionSpans, forced: SingleCandidates
+) -> dict[str, Callable[..., Any]]:
+    """The methods of TRL's trainer, and the user's `rollout_func`, in which completions take several calls of the
+    engine, wrapped, by name; empty if each completion takes one.
 
-
-def finish_turns(trainer: Trainer, finish: Callable[[], None]) -> None:
-    """Let this rank generate for the others when its own turns are over.
+    - `_tool_call_loop` and `rollout_func`: ranks may generate different numbers of times, so each then takes part in
+      the generations of the others.
+    - `_generate`: tools are timed, and `forced` gets the log-probabilities, which TRL or a user's subclass has joined.
 
     Args:
-        finish: generates for the other ranks.
+        finish: takes part in the generations of the other ranks.
+        spans: times the tools.
+        forced: gets the log-probabilities.
     """
-    for name in ("_tool_call_loop", "rollout_func"):
-        turns = getattr(trainer, name, None)
-        if turns is not None:
-            setattr(trainer, name, _then(turns, finish))
+    has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
+    takes_turns = has_tools or getattr(trainer, "rollout_func", None) is not None
+    turns = {name: getattr(trainer, name, None) for name in ("_tool_call_loop", "rollout_func") if takes_turns}
+    wrapped = {name: _around(method, after=lambda _: finish()) for name, method in turns.items() if method is not None}
+
+    def join(outputs: Any) -> None:
+        # GRPO returns log-probabilities, joined over turns
+        joined = outputs[4] if len(outputs) > 4 else trainer.vllm_generation.drawn([len(ids) for ids in outputs[1]])
+        forced.begin_generation(() if joined is None else joined)
+
+    if takes_turns or users_method(type(trainer), ("_generate", "_generate_single_turn")) is not None:
+        wrapped["_generate"] = _around(trainer._generate, before=spans.time_tools, after=join)
+    return wrapped
 
 
-def _then(turns: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(turns)
-    def with_finish(*args: Any, **kwargs: Any) -> Any:
-        result = turns(*args, **kwargs)
-        finish()
+def _around(
+    method: Callable[..., Any], after: Callable[[Any], None], before: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = method(*args, **kwargs)
+        after(result)
         return result
 
-    return with_finish
+    return around

@@ -34,11 +34,12 @@ from ..checks.data_checks import check_rows, stream_too_short
 from ..checks.fixed_settings import fixed_attributes, refuse_changed
 from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
-from .loss import EngineLoss, ModelInEngine, ReferenceInEngine
+from .loss import REFERENCE, EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
-from .planned_generation import EngineGeneration, finish_turns, takes_turns
+from .planned_generation import EngineGeneration, wrapped_turns
 from .reward_scoring import Scoring
 from .single_candidates import SingleCandidates
+from .taken_over import TakenOver
 from .trl_sampling import tokenizer_of
 from .user_spans import FunctionSpans
 
@@ -79,36 +80,37 @@ class PolicyAdapter:
 
     def take_over(self) -> None:
         """Replace TRL's calls by the plan's, after the constructor of TRL's class. All ranks together."""
-        trainer, run = self.trainer, self.trainer.run
-        trainer.model = trainer.model_wrapped = run.placed.setup.models_before_start[Role.ACTOR]
-        trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False  # the engines do what the launcher asked for
-        run.follow_callbacks()
-        trainer.accelerator.backward = lambda loss, **_: self.loss.backward(loss)
-        run.place()
-        trainer.beta = trainer.args.beta
-        trainer.use_vllm = True  # TRL then generates through `vllm_generation`
+        trainer, args, run = self.trainer, self.trainer.args, self.trainer.run
+        sampling, full = run.placed.setup.call_settings.sampling, args.full_vocabulary_logprobs
         # TRL's loss is corrected with the log-probabilities of vLLM engines
         by_vllm = run.placed.plan["actor.generate"].engine == "vllm"
-        sampling, full = trainer.executor.runner.settings.sampling, trainer.args.full_vocabulary_logprobs
         engine_only = engine_only_settings(sampling, full_vocabulary=full) if by_vllm else []
-        corrects = by_vllm and bool(trainer.args.vllm_importance_sampling_correction)
-        trainer.vllm_importance_sampling_correction = corrects and not engine_only
+        corrects = by_vllm and bool(args.vllm_importance_sampling_correction)
         if engine_only and trainer.accelerator.is_main_process:
             logger.warning(
                 f"{', '.join(engine_only)}: the engine draws tokens from another distribution than the trainer's "
                 f"log-probabilities are of. Their mismatch is not measured{_NOT_CORRECTED * corrects}."
             )
-        has_reference = "reference.forward" in run.placed.plan.graph.order
-        trainer.ref_model = ReferenceInEngine() if has_reference else None
-        trainer._last_loaded_step = -1
-        if any(map(is_async, [*trainer.reward_funcs, *(getattr(trainer, "tools", None) or ())])):
-            trainer.async_loop = event_loop()  # not every release of TRL has one for async objects
-        trainer.vllm_mode = "colocate"  # TRL then asks `vllm_generation` how long a context may be
+        self.forced = SingleCandidates(sampling, full_vocabulary=full, by_vllm=by_vllm)
+        policy = run.placed.setup.models_before_start[Role.ACTOR]
+        has_reference = REFERENCE in run.placed.plan.graph.order
+        has_async = any(map(is_async, [*trainer.reward_funcs, *(getattr(trainer, "tools", None) or ())]))
+        TakenOver(
+            model=policy,
+            model_wrapped=policy,
+            ref_model=ReferenceInEngine() if has_reference else None,
+            beta=args.beta,
+            vllm_importance_sampling_correction=corrects and not engine_only,
+            async_loop=event_loop() if has_async else getattr(trainer, "async_loop", None),
+            # a plan change replaces `self.calls` and `self.loss`
+            turns=wrapped_turns(trainer, lambda: self.calls.finish_turns(), self.spans, self.forced),
+            backward=lambda loss, **_: self.loss.backward(loss),
+            _wrap_model=lambda *_, **__: ModelInEngine(trainer),
+        ).put_on(trainer)
+        run.follow_callbacks()
+        run.place()
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
         self.mismatch = EngineMismatch(trainer, engine_only)
-        self.forced = SingleCandidates(sampling, full_vocabulary=full)
-        if takes_turns(trainer):
-            finish_turns(trainer, lambda: self.calls.finish_turns())  # a plan change replaces `self.calls`
 
     # --- around what Trainer's loop does ----------------------------------------------------------------------------
 
@@ -128,7 +130,6 @@ class PolicyAdapter:
             self._resumed = run.checkpoints.find(resume)
             run.start()
             check_first_weights(placed.placement, "they were given")
-            self.ahead.begin_training()
             trainer.record.begin_training()
             yield None if self._resumed is None else str(self._resumed.folder)
             if trainer.accelerator.is_main_process:
@@ -148,6 +149,7 @@ class PolicyAdapter:
             trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
         trainer.create_scheduler(num_training_steps=max_steps)
         trainer.model_wrapped = ModelInEngine(trainer)
+        self.ahead.begin_training(train_dataloader)
         if self._resumed is not None:
             trainer.run.checkpoints.load(self._resumed)
             is_open = trainer.args.vllm_importance_sampling_correction is None
@@ -160,36 +162,27 @@ class PolicyAdapter:
         return trainer.model_wrapped, train_dataloader
 
     def begin_micro_batch(self) -> None:
-        trainer = self.trainer
-        refuse_changed(self._fixed, fixed_attributes(trainer))
-        self.calls.at(trainer.state.global_step, evaluates=not trainer.model.training)
-        if trainer.model.training:
-            if not self._is_within_generation:
-                self._random_states = _random_states()
-            self._has_trained = True
-            self.ahead.advance()
+        """A micro-batch of the training begins, maybe with its generation."""
+        self._begin_calls(evaluates=False)
+        if not self._is_within_generation:
+            self._random_states = _random_states()
+        self._has_trained = True
+        self.ahead.advance()
+
+    def _begin_calls(self, *, evaluates: bool) -> None:
+        refuse_changed(self._fixed, fixed_attributes(self.trainer))
+        self.calls.at(self.trainer.state.global_step, evaluates=evaluates)
 
     @contextlib.contextmanager
-    def generating_and_scoring(self) -> Iterator[None]:
+    def generating_and_scoring(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
         """Context of the generation and scoring of completions for rows of the data set."""
-        saves = self.trainer.model.training
-        self.trainer.vllm_generation.forget()
+        trains = self.trainer.model.training
+        self._begin_calls(evaluates=not trains)
+        self.trainer.vllm_generation.begin([row.get("prompt") for row in rows])
         self.mismatch.begin_generation()
-        with self.trainer.run.checkpoints.saving_good_state() if saves else contextlib.nullcontext():
+        with self.trainer.run.checkpoints.saving_good_state() if trains else contextlib.nullcontext():
             yield
         self.forced.end_generation()
-
-    @contextlib.contextmanager
-    def generating(self, prompts: Sequence[Any]) -> Iterator[None]:
-        """Context of the generation of completions of these prompts."""
-        with self.scoring.of_prompts(prompts), self.ahead.announcing(), self.spans.timing_tools():
-            yield
-
-    def as_trl_generates(self, generated: Any) -> Any:
-        """A generation in the form of TRL's GRPO, without log-probabilities if TRL's generation by Transformers would
-        have none."""
-        by_vllm = self.trainer.plan["actor.generate"].engine == "vllm"
-        return (generated[0], None) if isinstance(generated, tuple) and not by_vllm else generated
 
     @contextlib.contextmanager
     def between_updates(self) -> Iterator[None]:
@@ -251,7 +244,7 @@ class PolicyAdapter:
         self.loss = EngineLoss(trainer, self.calls)
         context_length = executor.placement.options.context_length
         eos_token_id = tokenizer_of(trainer.processing_class).eos_token_id
-        trainer.vllm_generation = EngineGeneration(self.calls, context_length, self.scoring, eos_token_id)
+        trainer.vllm_generation = EngineGeneration(*(self.calls, context_length, self.ahead, self.forced, eos_token_id))
         # TRL's loop then begins with a generation, like a new trainer's
         trainer._step, trainer._buffered_inputs = 0, None
 

@@ -10,10 +10,11 @@ import copy
 import pickle
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...algorithms.rollout import Rollouts
@@ -84,16 +85,26 @@ class PolicyRecord:
             self._begun = time.time()
             self._times.start(self.trainer.state.num_input_tokens_seen)
 
-    def add_responses(self, responses: Sequence[Sequence[int]]) -> None:
-        """Record the lengths of a training generation's responses."""
+    def add_responses(self, mask: torch.Tensor) -> None:
+        """Record the lengths of a training generation's responses, given their mask, (rows, tokens)."""
         if self.lengths is not None and self.trainer.model.training:
-            lengths = list(map(len, responses))
+            tokens = mask.sum(1)
+            # of truncated responses TRL may mask all tokens, up to their limit
+            lengths = tokens.masked_fill(tokens == 0, mask.size(1)).tolist()
             self.lengths.extend(lengths)
             self.period.generations += 1
             self.period.lengths += lengths
 
     def end_update(self) -> None:
-        """Record the update's times, if this micro-batch ended one."""
+        """Record the update's times, if this micro-batch ended one, and add their means to TRL's next log."""
+        self._end_update()
+        trainer = self.trainer
+        is_logged = trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+        if is_logged and trainer.model.training:  # TRL logs the metrics of the mode that its model is in
+            trainer._metrics["train"].update({name: [value] for name, value in self._times.means().items()})
+            self._times = _Times()
+
+    def _end_update(self) -> None:
         if not self._times.runs:
             return
         spans = self._take_spans()
@@ -110,12 +121,6 @@ class PolicyRecord:
     def begin_period(self) -> None:
         """Begin a new period, because the plan could be changed now."""
         self.period = Period()
-
-    def add_to(self, logs: dict[str, float]) -> None:
-        """Add the means over the latest updates to a log."""
-        if "loss" in logs and self.trainer.model.training:
-            logs.update(self._times.means())
-            self._times = _Times()
 
     def save(self) -> None:
         """Save the record of a run under a plan in its output directory."""

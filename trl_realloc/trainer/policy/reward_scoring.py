@@ -42,22 +42,6 @@ class Scoring:
 
     def __init__(self, trainer: Trainer, spans: FunctionSpans) -> None:
         self.trainer, self.spans = trainer, spans
-        self._prompts: Sequence[Any] = ()  # prompts of the current generation, as in the data set
-
-    @contextlib.contextmanager
-    def of_prompts(self, prompts: Sequence[Any]) -> Iterator[None]:
-        """Context of the generation of completions of these prompts."""
-        self._prompts = prompts
-        try:
-            yield
-        finally:
-            self._prompts = ()
-
-    def prompts_of(self, count: int) -> list[bytes]:
-        """This rank's prompts of the current generation, pickled; `None` for each if their number differs from `count`,
-        because a subclass generates in its own way."""
-        prompts = self._prompts if len(self._prompts) == count else [None] * count
-        return [pickle.dumps(prompt) for prompt in prompts]
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:

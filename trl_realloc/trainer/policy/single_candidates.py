@@ -34,19 +34,22 @@ class SingleCandidates:
     Args:
         sampling: sampling parameters of the generations.
         full_vocabulary: log-probabilities are over the whole vocabulary, so no token is forced.
+        by_vllm: whether vLLM generates. Other engines give no log-probabilities.
     """
 
-    def __init__(self, sampling: Sampling, *, full_vocabulary: bool) -> None:
-        self._may_be = not full_vocabulary and (sampling.mask is not None or bool(engine_only_settings(sampling)))
+    def __init__(self, sampling: Sampling, *, full_vocabulary: bool, by_vllm: bool = True) -> None:
+        self._may_be = (
+            by_vllm and not full_vocabulary and (sampling.mask is not None or bool(engine_only_settings(sampling)))
+        )
         self._sampled: Sequence[Sequence[float | None] | Tensor] | Tensor = ()
 
-    def begin_generation(self, sampled: Sequence[Sequence[float | None] | Tensor] | None) -> None:
+    def begin_generation(self, sampled: Sequence[Sequence[float | None] | Tensor]) -> None:
         """Treat the next log-probabilities as those of a generation.
 
         Args:
-            sampled: the engine's log-probabilities of each row; `None` if there are none.
+            sampled: the engine's log-probabilities of each row; empty if there are none.
         """
-        self._sampled = () if sampled is None else sampled
+        self._sampled = sampled
 
     def end_generation(self) -> None:
         """The generation's log-probabilities have been computed."""

@@ -67,21 +67,13 @@ class FunctionSpans:
             rank = self.trainer.accelerator.process_index
             self._own.append(Span(name, rank, start, max(start, time.time()), step))
 
-    @contextmanager
-    def timing_tools(self) -> Iterator[None]:
-        """Context of a generation, in which TRL calls each prompt's tools by name."""
-        tools_of = [
+    def time_tools(self) -> None:
+        """Time the tools of a generation, which TRL calls by name. TRL looks them up anew for each generation."""
+        for tools in [
             *(getattr(self.trainer, "_sync_tool_dicts", None) or ()),
             *(getattr(self.trainer, "_async_tool_dicts", None) or ()),
-        ]
-        original_tools = [dict(tools) for tools in tools_of]
-        for tools in tools_of:
+        ]:
             tools |= {name: self.timed(f"{TOOL}{name}", tool) for name, tool in tools.items()}
-        try:
-            yield
-        finally:
-            for tools, before in zip(tools_of, original_tools, strict=True):
-                tools |= before
 
     def collect(self) -> None:
         """Send this rank's spans to rank 0. All ranks call this together, after the rewards of a generation."""
