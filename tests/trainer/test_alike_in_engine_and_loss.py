@@ -141,7 +141,16 @@ def recorded(trainer: type) -> type:
     return Recorded
 
 
-def trained(algorithm: str, folder: Path, case: Case) -> tuple[Any, list[tuple[Tensor, Tensor, Tensor]]]:
+class OwnLoss:
+    """A user's trainer whose `compute_loss` is not TRL's."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return self._compute_loss(model, inputs)  # type: ignore[attr-defined]
+
+
+def trained(
+    algorithm: str, folder: Path, case: Case, own: tuple[type, ...] = ()
+) -> tuple[Any, list[tuple[Tensor, Tensor, Tensor]]]:
     """A trainer after two updates, and of each of them the prompts, the completions and their mask."""
     config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
     settings = {**tiny.BARE, "per_device_train_batch_size": len(REWARDS), "num_generations": GROUP, "max_steps": 2}
@@ -149,7 +158,7 @@ def trained(algorithm: str, folder: Path, case: Case) -> tuple[Any, list[tuple[T
     settings |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     settings |= {**(GRPO if algorithm == "grpo" else {}), **case.given}
     model = policy()
-    made = recorded(trainer)(
+    made = type("Trainer", (*own, recorded(trainer)), {})(
         model,
         lambda completions, **_: list(REWARDS[: len(completions)]),
         config(str(folder), **settings),
@@ -228,10 +237,22 @@ def loss(algorithm: str, new: list[Tensor], old: list[Tensor], ref: list[Tensor]
 def test_the_parameters_after_two_updates_are_those_of_the_formulas(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str, name: str
 ) -> None:
+    check(tmp_path, caplog, algorithm, name)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_with_a_compute_loss_of_the_users_too(tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str) -> None:
+    check(tmp_path, caplog, algorithm, "a regular expression", (OwnLoss,))
+
+
+def check(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str, name: str, own: tuple[type, ...] = ()
+) -> None:
+    """The parameters after two updates are those of the formulas."""
     case, expected = CASES[name], policy()
     reference = copy.deepcopy(expected)
     with caplog.at_level(logging.WARNING):
-        made, generations = trained(algorithm, tmp_path, case)
+        made, generations = trained(algorithm, tmp_path, case, own)
     for prompts, completions, mask in generations:
         rows = [
             (prompt[prompt != PAD], completion[: int(kept.sum())].tolist())

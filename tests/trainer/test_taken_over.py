@@ -14,7 +14,7 @@ from trl_realloc.trainer.policy.taken_over import TakenOver
 def test_every_attribute_that_a_plan_overwrites_is_described_and_set_under_its_name() -> None:
     given: dict[str, Any] = {"beta": 0.1, "async_loop": None, "vllm_importance_sampling_correction": True}
     given |= {"model": nn.Linear(1, 1), "model_wrapped": nn.Linear(1, 1), "ref_model": None}
-    given |= {"turns": {"rollout_func": len}, "backward": print, "_wrap_model": nn.Identity}
+    given |= {"turns": {"rollout_func": len}, "backward": print, "_wrap_model": nn.Identity, "_compute_loss": print}
     state, trainer = TakenOver(**given), SimpleNamespace(accelerator=SimpleNamespace())
     state.put_on(trainer)  # type: ignore[arg-type]
     on_accelerator = {"backward", "clip_grad_norm_"}

@@ -41,7 +41,6 @@ from .policy.accelerate_fallback import (
     config_or_model,
     follow_trl,
 )
-from .policy.planned_generation import plain_token_ids
 from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_adapter import PolicyAdapter
 from .policy.policy_setup import prepare_policy
@@ -234,14 +233,14 @@ class PlannedPolicyTrainer(Trainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self._adapter.generating_and_scoring(inputs):
             batch = self._adapter.mismatch.of_generation(super()._generate_and_score_completions(inputs))
-        self.record.add_responses(batch["completion_mask"])
         return self._adapter.mismatch.corrected(batch) if "old_logps" in batch else batch
 
     @under_plan
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any) -> Any:
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
+        completion_ids = [list(ids) for ids in completion_ids]  # functions read `ids[-1]`, which TRL reads otherwise
+        self.record.add_responses(completion_ids)
         with self._adapter.scoring.calling():
-            token_ids = map(plain_token_ids, args)
-            rewards = super()._calculate_rewards(inputs, prompts, completions, *token_ids, **kwargs)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
         return self._adapter.scoring.checked(rewards, prompts, completions)
 
     # --- the loss, and an optimizer step by its gradients -----------------------------------------------------------
@@ -249,8 +248,7 @@ class PlannedPolicyTrainer(Trainer):
     @under_plan
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss, for a training micro-batch on leaf tensors."""
-        adapter = self._adapter
-        with adapter.loss.of_micro_batch(inputs), adapter.forced.of_loss(inputs), adapter.mismatch.of_loss(inputs):
+        with self._adapter.loss.of_micro_batch(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     @under_plan

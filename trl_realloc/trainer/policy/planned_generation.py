@@ -55,13 +55,6 @@ class ResponseIds(list[int]):
 _CUT_OFF = -1  # not a token id
 
 
-def plain_token_ids(argument: Any) -> Any:
-    """Replace every `ResponseIds` in a list by a plain list, for reward functions, which may read `ids[-1]`."""
-    if not isinstance(argument, list):
-        return argument
-    return [list(ids) if isinstance(ids, ResponseIds) else ids for ids in argument]
-
-
 def for_trl(prompts: Sequence[Sequence[int]], outputs: Rollouts, eos_token_id: int | None) -> Generated:
     """(prompts, responses, log-probabilities, token ids) of a generation. TRL expects a list of candidates per token;
     here it has only the sampled token, the only one whose log-probability is computed.

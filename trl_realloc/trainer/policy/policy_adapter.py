@@ -7,9 +7,10 @@ It combines the calls of the loop (`runtime.call_server`), the loss (`loss`), th
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,7 @@ class PolicyAdapter:
             async_loop=event_loop() if has_async else getattr(trainer, "async_loop", None),
             # a plan change replaces `self.calls` and `self.loss`
             turns=wrapped_turns(trainer, lambda: self.calls.finish_turns(), self.spans, self.forced),
+            _compute_loss=self._in_loss(trainer._compute_loss),
             backward=lambda loss, **_: self.loss.backward(loss),
             _wrap_model=lambda *_, **__: ModelInEngine(trainer),
         ).put_on(trainer)
@@ -111,6 +113,16 @@ class PolicyAdapter:
         run.place()
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
         self.mismatch = EngineMismatch(trainer, engine_only)
+
+    def _in_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """TRL's `_compute_loss`, or the user's, which either's `compute_loss` calls."""
+
+        @functools.wraps(compute_loss)
+        def in_loss(model: Any, inputs: Any) -> Any:
+            with self.forced.of_loss(inputs), self.mismatch.of_loss(inputs):
+                return compute_loss(model, inputs)
+
+        return in_loss
 
     # --- around what Trainer's loop does ----------------------------------------------------------------------------
 

@@ -10,11 +10,10 @@ import copy
 import pickle
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...algorithms.rollout import Rollouts
@@ -85,12 +84,10 @@ class PolicyRecord:
             self._begun = time.time()
             self._times.start(self.trainer.state.num_input_tokens_seen)
 
-    def add_responses(self, mask: torch.Tensor) -> None:
-        """Record the lengths of a training generation's responses, given their mask, (rows, tokens)."""
+    def add_responses(self, responses: Sequence[Sequence[int]]) -> None:
+        """Record the lengths of a training generation's responses."""
         if self.lengths is not None and self.trainer.model.training:
-            tokens = mask.sum(1)
-            # of truncated responses TRL may mask all tokens, up to their limit
-            lengths = tokens.masked_fill(tokens == 0, mask.size(1)).tolist()
+            lengths = list(map(len, responses))
             self.lengths.extend(lengths)
             self.period.generations += 1
             self.period.lengths += lengths

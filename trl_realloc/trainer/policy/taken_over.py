@@ -33,6 +33,7 @@ class TakenOver:
         is_fsdp_enabled: the same.
         async_loop: loop of async functions. Not every release of TRL has one for async objects.
         turns: the methods that `wrapped_turns` has wrapped, by name.
+        _compute_loss: the same method with what the engine drew in its context (`PolicyAdapter`).
         backward: replaces Accelerate's backward: collects the token gradients of a loss.
         clip_grad_norm_: replaces Accelerate's, which would read the gradients of a module: does nothing.
         _wrap_model: makes the model that Trainer evaluates. Trainer's would move the policy to this rank's device.
@@ -51,6 +52,7 @@ class TakenOver:
     is_fsdp_enabled: bool = False
     async_loop: Any
     turns: Mapping[str, Callable[..., Any]]
+    _compute_loss: Callable[..., Any]
     backward: Callable[..., None]
     clip_grad_norm_: Callable[..., None] = lambda *_, **__: None
     _wrap_model: Callable[..., nn.Module]
