@@ -1,4 +1,4 @@
-"""A generation in a vLLM engine's process, seen from the trainer's process. The other side is in `vllm_generation`."""
+"""A generation in a vLLM engine's process, seen from the trainer's process. The other side is in `vllm_host`."""
 
 from __future__ import annotations
 

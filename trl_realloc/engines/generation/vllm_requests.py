@@ -1,5 +1,5 @@
 """The unfinished requests of a generation inside vLLM, their sampling parameters, and the parameter versions of their
-tokens. `vllm_generation` decides when they decode, start and stop.
+tokens. `vllm_host` decides when they decode, start and stop.
 """
 
 from __future__ import annotations
