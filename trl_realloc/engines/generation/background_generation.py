@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ..base import Completion, DecodeStep, EngineError, Generation, GenerationRequest, Sampling, Unfinished, Updates
 from ..child_process import Message
 from .engine_process import EngineProcess
-from .request_checks import RequestChecks
 from .sample_versions import Run, versions_of
+from .sampling_checks import RequestChecks
 
 
 class BackgroundGeneration:

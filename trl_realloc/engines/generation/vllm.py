@@ -25,7 +25,7 @@ from ..base import BackgroundEngine, Bucket, Completion, DecodeStep, EngineError
 from ..child_process import let_open_memory
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
-from .request_checks import RequestChecks
+from .sampling_checks import RequestChecks
 from .vllm_support import is_vllm_available, why_not_served
 from .weight_sender import WeightBuffers, by_cuda_ipc, send_weights
 

@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..child_process import Message, die_with_parent, ignore_job_signals, remove_shared_memory_names, started_at
-from .sample_seeds import seed_arguments
 from .vllm_support import cpu_cache_bytes
 
 
@@ -112,6 +111,7 @@ def build(settings: dict[str, Any]) -> LLM:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
+    from .token_draw import seed_arguments
     from .vllm_compat import WeightTransferConfig, meet_in, start_workers_in_turn, wait_without_yielding
 
     package, on_cpu = "trl_realloc.engines.generation", current_platform.is_cpu()

@@ -15,8 +15,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from ..base import DecodeStep
-from .sample_seeds import seed_arguments
 from .sample_versions import Run, VersionMarks
+from .token_draw import seed_arguments
 from .vllm_compat import abort, count_drawn, drain, drawn_so_far, draws_by_position, end_grammars_by_eos
 
 
