@@ -223,7 +223,8 @@ class RequestChecks:
             indices.add(request.index)
             check_request(self.name, request, sampling)
             self._check_prompt(request, sampling)
-            self._check_begun(request, sampling)
+            if problem := self._begun_problem(request, sampling):
+                raise EngineError(f"{self.name}: request {request.index} {problem}")
 
     def _check_prompt(self, request: GenerationRequest, sampling: Sampling) -> None:
         length = len(request.prompt_ids)
@@ -240,41 +241,31 @@ class RequestChecks:
                 f"of {self.vocabulary}; is it from another tokenizer?"
             )
 
-    def _check_begun(self, request: GenerationRequest, sampling: Sampling) -> None:
-        begun = request.begun
+    def _begun_problem(self, request: GenerationRequest, sampling: Sampling) -> str | None:
+        """The reason why the tokens that the request has begun with cannot be continued; `None` if they can."""
+        begun, limit = request.begun, sampling.limit_of(request)
         if begun is None:
-            return
+            return None
         if begun.index != request.index:
-            raise EngineError(f"{self.name}: request {request.index} continues tokens of request {begun.index}.")
-        if len(begun.token_ids) != len(begun.logprobs):
-            raise EngineError(
-                f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens and "
-                f"{len(begun.logprobs)} log-probabilities; each token needs one."
-            )
-        if len(begun.token_ids) != len(begun.versions):
-            raise EngineError(
-                f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens and "
-                f"{len(begun.versions)} versions; each token needs one."
-            )
-        if len(begun.token_ids) >= sampling.limit_of(request):
-            raise EngineError(
-                f"{self.name}: request {request.index} has begun with {len(begun.token_ids)} tokens, and max_tokens is "
-                f"{sampling.limit_of(request)}: there is nothing left to generate."
-            )
-        if begun.token_ids and begun.token_ids[-1] in sampling.stop_token_ids:
-            raise EngineError(
-                f"{self.name}: request {request.index} has begun with a stop token: there is nothing left to generate."
-            )
-        if begun.token_ids and (why := why_not_moved(sampling)):
-            raise EngineError(
-                f"{self.name}: request {request.index} was begun by another engine and cannot be continued: {why}. "
+            return f"continues tokens of request {begun.index}."
+        count = len(begun.token_ids)
+        for values, what in ((begun.logprobs, "log-probabilities"), (begun.versions, "versions")):
+            if count != len(values):
+                return f"has begun with {count} tokens and {len(values)} {what}; each token needs one."
+        if count >= limit:
+            return f"has begun with {count} tokens, and max_tokens is {limit}: there is nothing left to generate."
+        if count and begun.token_ids[-1] in sampling.stop_token_ids:
+            return "has begun with a stop token: there is nothing left to generate."
+        if count and (why := why_not_moved(sampling)):
+            return (
+                f"was begun by another engine and cannot be continued: {why}. "
                 "Choose a plan without migration, or leave the setting out."
             )
-        if begun.token_ids and not self._in_vocabulary(begun.token_ids):
-            raise EngineError(
-                f"{self.name}: request {request.index} has begun with a token outside the model's vocabulary of "
-                f"{self.vocabulary}; is it from another model?"
+        if count and not self._in_vocabulary(begun.token_ids):
+            return (
+                f"has begun with a token outside the model's vocabulary of {self.vocabulary}; is it from another model?"
             )
+        return None
 
     def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
         return not self.vocabulary or 0 <= min(token_ids) <= max(token_ids) < self.vocabulary

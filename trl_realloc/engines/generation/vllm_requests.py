@@ -269,12 +269,9 @@ class RunningRequests:
             samples.append((index, tokens, sample.logprobs.logprobs, runs, stopped, cached))
         return samples
 
-    def _request(self, index: int) -> Request:
-        name = self._name_of.get(index)
-        return self._waiting[index] if name is None else self._submitted[name].request
-
     def _left(self, part: Partial) -> int:
-        request = self._request(part[0])
+        name = self._name_of.get(part[0])
+        request = self._waiting[part[0]] if name is None else self._submitted[name].request
         return request.limit - request.begun - len(part[1])
 
     def _partial(self, index: int) -> Partial:
