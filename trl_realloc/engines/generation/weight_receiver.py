@@ -223,6 +223,9 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         raise NotImplementedError("the trainer sends through trl_realloc.engines.generation.vllm.VLLMEngine.load")
 
 
+register_transfer(BACKEND, SharedMemoryWeightTransfer)
+
+
 def plain_tensors(model: nn.Module, device: torch.device) -> list[Tensor]:
     """The small tensors on a device that are attributes of modules, or of their attention objects (`impl`), but neither
     parameters nor buffers: the slopes of ALiBi, factors of embeddings. Without views of parameters and buffers, and
@@ -269,9 +272,6 @@ def open_handle(handle: Handle, device: torch.device) -> Tensor:
     mapped[6] = device.index  # in place of the GPU's number in the sender's process
     memory: Tensor = rebuild_cuda_tensor(*mapped)
     return memory
-
-
-register_transfer(BACKEND, SharedMemoryWeightTransfer)
 
 
 class RolloutWorker:
