@@ -54,7 +54,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multiprocess")]
 from engine_forks import EngineForks  # noqa: E402
 
 from trl_realloc.engines.base import EngineError, GenerationRequest, Sampling, Updates  # noqa: E402
-from trl_realloc.engines.generation import engine_process, weight_buffers  # noqa: E402
+from trl_realloc.engines.generation import engine_process, weight_sender  # noqa: E402
 from trl_realloc.engines.generation.vllm import VLLMEngine  # noqa: E402
 from trl_realloc.engines.training.weight_export import buckets  # noqa: E402
 from trl_realloc.plan.cluster import Cluster, DeviceMesh  # noqa: E402, F401
@@ -434,8 +434,8 @@ def timed_loads(folder: Path, pairs: int) -> list[dict[str, Any]]:
             for number in range(2 * (pairs + 1)):
                 which = ("with", "without")[number % 2]
                 running.fault.write_text("no proof" if which == "without" else "")
-                digest = weight_buffers.digest if which == "with" else lambda tensor: zero
-                with mock.patch.object(weight_buffers, "digest", digest):
+                digest = weight_sender.digest if which == "with" else lambda tensor: zero
+                with mock.patch.object(weight_sender, "digest", digest):
                     start = time.perf_counter()
                     running.load(1 << 28)
                     if number > 1:

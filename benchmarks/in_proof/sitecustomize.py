@@ -23,9 +23,9 @@ def seed_faults() -> None:
     from vllm.model_executor import parameter as parameters
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    from trl_realloc.engines.generation import vllm_worker, weight_proof
+    from trl_realloc.engines.generation import weight_proof, weight_receiver
 
-    transfer = vllm_worker.SharedMemoryWeightTransfer
+    transfer = weight_receiver.SharedMemoryWeightTransfer
     old: dict[str, torch.Tensor] = {}  # what lay in the model before the update
     tied: list[torch.Tensor] = []  # a head before it got a weight of its own
 
@@ -82,7 +82,7 @@ def seed_faults() -> None:
             restore(live, lambda n: n == "model.norm.weight")
 
     begin, finish = transfer.start_weight_update, transfer.finish_weight_update
-    tied_layers = vllm_worker._tied_layers
+    tied_layers = weight_receiver._tied_layers
 
     def begun(self: Any) -> None:
         old.update({name: tensor.detach().clone() for name, tensor in self.model.named_parameters()})
@@ -92,7 +92,7 @@ def seed_faults() -> None:
 
     def finished(self: Any) -> None:
         followed = fault() != "a tied head computes with its old packed copy"
-        vllm_worker._tied_layers = tied_layers if followed else lambda model: []
+        weight_receiver._tied_layers = tied_layers if followed else lambda model: []
         finish(self)
         after(fault(), self.model)
 
@@ -167,7 +167,7 @@ def seed_faults() -> None:
         elif fault() == "an engine wakes with the weights of an earlier update":
             restore(live, lambda n: True)
 
-    vllm_worker.RolloutWorker.seed_on_waking = woken  # type: ignore[attr-defined]
+    weight_receiver.RolloutWorker.seed_on_waking = woken  # type: ignore[attr-defined]
     wake = LLM.wake_up
 
     def waking(self: Any, *given: Any, **named: Any) -> None:

@@ -65,9 +65,9 @@ def write_times(path: Path) -> None:
     timed(RunningRequests, "end", generated)
     timed(SeededDraw, "forward", added("draws"))
     if "OWN_SAMPLER_OF_VLLM" in os.environ:  # an engine on the CPU has this package's in its place
-        from trl_realloc.engines.generation import vllm_worker
+        from trl_realloc.engines.generation import weight_receiver
 
-        vllm_compat.replace_draw = vllm_worker.replace_draw = lambda *given: None
+        vllm_compat.replace_draw = weight_receiver.replace_draw = lambda *given: None
 
 
 if "trl_realloc.engines.generation.vllm_host" in sys.orig_argv or "--plain" in sys.orig_argv:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from trl_realloc.engines.base import EngineError, GenerationRequest, Sampling, Unfinished
-from trl_realloc.engines.generation.request_checks import RequestChecks
 from trl_realloc.engines.generation.sampling_checks import (
     RESERVED_SAMPLING_ARGUMENTS,
+    RequestChecks,
     argument_names,
     transformers_problems,
     vllm_problems,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trl_realloc.engines.generation.vllm_update import difference
+from trl_realloc.engines.generation.weight_proof import difference
 from trl_realloc.engines.weight_digest import digest, part_digest
 
 

@@ -31,7 +31,7 @@ from typing import IO, Any
 from trl_realloc.engines.child_process import die_with_parent, without_launcher
 
 
-MODULES = ("vllm_compat", "vllm_sampler", "vllm_worker")  # not those that a test changes at an engine's start
+MODULES = ("vllm_compat", "vllm_sampler", "weight_receiver")  # not those that a test changes at an engine's start
 # what vLLM imports when an engine starts: half of the time that a forked engine then takes
 _OF_AN_ENGINE = (
     "vllm.entrypoints.openai.cli_args",

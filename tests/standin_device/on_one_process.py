@@ -30,7 +30,7 @@ from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
 from trl_realloc.common.errors import PlanError  # noqa: E402
 from trl_realloc.engines.base import EngineError  # noqa: E402
 from trl_realloc.engines.device import has_room  # noqa: E402
-from trl_realloc.engines.generation.weight_buffers import WeightBuffers  # noqa: E402
+from trl_realloc.engines.generation.weight_sender import WeightBuffers  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups  # noqa: E402
 from trl_realloc.engines.training import packed_attention, sliced_head  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402

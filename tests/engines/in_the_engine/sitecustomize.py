@@ -34,7 +34,7 @@ def let_tests_spoil_the_weights(fault: Path) -> None:
     """While the file exists, one bit of a parameter is another one after each update of the weights."""
     import torch
 
-    from trl_realloc.engines.generation.vllm_worker import SharedMemoryWeightTransfer
+    from trl_realloc.engines.generation.weight_receiver import SharedMemoryWeightTransfer
 
     finish = SharedMemoryWeightTransfer.finish_weight_update
 

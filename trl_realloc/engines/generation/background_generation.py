@@ -1,4 +1,4 @@
-"""A generation in a vLLM engine's process, seen from the trainer's process. The other side is in `vllm_generation`."""
+"""A generation in a vLLM engine's process, seen from the trainer's process. The other side is in `vllm_host`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ..base import Completion, DecodeStep, EngineError, Generation, GenerationRequest, Sampling, Unfinished, Updates
 from ..child_process import Message
 from .engine_process import EngineProcess
-from .request_checks import RequestChecks
 from .sample_versions import Run, versions_of
+from .sampling_checks import RequestChecks
 
 
 class BackgroundGeneration:

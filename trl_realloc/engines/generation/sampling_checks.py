@@ -1,21 +1,21 @@
-"""Checks of a `base.Sampling`: the ranges of its fields, and the user's further arguments of vLLM's `SamplingParams`.
-Does not import vLLM.
+"""Checks before a generation: the ranges of a `base.Sampling`, the user's further arguments of vLLM's `SamplingParams`,
+and requests. Does not import vLLM.
 
-Requests are checked in `request_checks`. What only vLLM can check, such as a regular expression, it checks before
-anything is generated (`VLLMEngine.start`).
+What only vLLM can check, such as a regular expression, it checks before anything is generated (`VLLMEngine.start`). The
+arguments of an engine are checked in `vllm` and `vllm_support`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...common.errors import shown, unknown_keys
 from ...common.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, read_settings
-from ..base import Sampling, SamplingMask
+from ..base import EngineError, GenerationRequest, Sampling, SamplingMask
 from .vllm_support import annotated_fields
 
 
@@ -182,3 +182,108 @@ def argument_names() -> tuple[str, ...]:
     """The names of the arguments of vLLM's `SamplingParams`, from the source of the installed release; empty if it
     cannot be read, so that vLLM itself refuses a wrong one."""
     return annotated_fields("sampling_params.py", "SamplingParams")
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RequestChecks:
+    """The limits of one engine.
+
+    Args:
+        name: name of the engine in messages.
+        max_model_len: most tokens of a prompt and its response together.
+        vocabulary: number of the model's tokens; `None` if unknown.
+        has_tokenizer: whether the engine can read text.
+    """
+
+    name: str
+    max_model_len: int
+    vocabulary: int | None
+    has_tokenizer: bool = False
+
+    def check(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, unfinished: Collection[int] = ()
+    ) -> None:
+        """Check requests that are to be added to a generation.
+
+        Args:
+            unfinished: indices of the generation's unfinished requests.
+
+        Raises:
+            EngineError: a request cannot be served. The message names it and the reason.
+        """
+        if problems := vllm_problems(sampling, self.vocabulary, self.has_tokenizer):
+            raise EngineError(f"{self.name}: {' '.join(problems)}")
+        indices = set(unfinished)
+        for request in requests:
+            if request.index in indices:
+                raise EngineError(f"{self.name}: request {request.index} is in this generation already.")
+            indices.add(request.index)
+            check_request(self.name, request, sampling)
+            self._check_prompt(request, sampling)
+            if problem := self._begun_problem(request, sampling):
+                raise EngineError(f"{self.name}: request {request.index} {problem}")
+
+    def _check_prompt(self, request: GenerationRequest, sampling: Sampling) -> None:
+        length = len(request.prompt_ids)
+        limit = sampling.limit_of(request)
+        if length + limit > self.max_model_len:
+            raise EngineError(
+                f"{self.name}: the prompt of request {request.index} has {length} tokens; with up to "
+                f"{limit} new ones that is more than max_model_len {self.max_model_len}. "
+                "Shorten the prompt or the response, or raise max_model_len (vllm_max_model_length of GRPO and RLOO)."
+            )
+        if not self._in_vocabulary(request.prompt_ids):
+            raise EngineError(
+                f"{self.name}: the prompt of request {request.index} holds a token outside the model's vocabulary "
+                f"of {self.vocabulary}; is it from another tokenizer?"
+            )
+
+    def _begun_problem(self, request: GenerationRequest, sampling: Sampling) -> str | None:
+        """The reason why the tokens that the request has begun with cannot be continued; `None` if they can."""
+        begun, limit = request.begun, sampling.limit_of(request)
+        if begun is None:
+            return None
+        if begun.index != request.index:
+            return f"continues tokens of request {begun.index}."
+        count = len(begun.token_ids)
+        for values, what in ((begun.logprobs, "log-probabilities"), (begun.versions, "versions")):
+            if count != len(values):
+                return f"has begun with {count} tokens and {len(values)} {what}; each token needs one."
+        if count >= limit:
+            return f"has begun with {count} tokens, and max_tokens is {limit}: there is nothing left to generate."
+        if count and begun.token_ids[-1] in sampling.stop_token_ids:
+            return "has begun with a stop token: there is nothing left to generate."
+        if count and (why := why_not_moved(sampling)):
+            return (
+                f"was begun by another engine and cannot be continued: {why}. "
+                "Choose a plan without migration, or leave the setting out."
+            )
+        if count and not self._in_vocabulary(begun.token_ids):
+            return (
+                f"has begun with a token outside the model's vocabulary of {self.vocabulary}; is it from another model?"
+            )
+        return None
+
+    def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
+        return not self.vocabulary or 0 <= min(token_ids) <= max(token_ids) < self.vocabulary
+
+
+def check_request(name: str, request: GenerationRequest, sampling: Sampling) -> None:
+    """Check the conditions of every engine: a limit of tokens from 1 to that of `sampling`, and a prompt.
+
+    Args:
+        name: name of the engine in messages.
+
+    Raises:
+        EngineError: a condition is not met. The message names the request and the reason.
+    """
+    if not 1 <= sampling.limit_of(request) <= sampling.max_tokens:
+        raise EngineError(
+            f"{name}: request {request.index} has a max_tokens of {request.max_tokens}; it may be from 1 to the "
+            f"sampling's {sampling.max_tokens}."
+        )
+    if not request.prompt_ids:
+        raise EngineError(f"{name}: the prompt of request {request.index} is empty.")

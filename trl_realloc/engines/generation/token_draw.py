@@ -1,4 +1,4 @@
-"""The distribution that a token is sampled from, and the draw itself, on rows of logits.
+"""The random numbers of a sample, the distribution that a token is sampled from, and the draw on rows of logits.
 
 Each row is computed from itself alone, so a sample does not depend on its batch. Used by `transformers`, and in vLLM's
 worker (`vllm_sampler`), where vLLM itself applies penalties and min-p. Imports nothing from this package.
@@ -6,12 +6,44 @@ worker (`vllm_sampler`), where vLLM itself applies penalties and min-p. Imports 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 
+SEED, OFFSET = "trl_realloc_seed", "trl_realloc_offset"  # keys in vLLM's SamplingParams.extra_args
 AT_ONCE = 2**21  # most probabilities per block of `draw` on a CPU, in float64 too
 CANDIDATES = 512  # number of most probable tokens that `keep_nucleus` tries first on a CPU
+
+
+def seed_arguments(seed: int, offset: int, by_seed: bool, by_position: bool) -> dict[str, Any]:
+    """The arguments of vLLM's `SamplingParams` that give a request its seed.
+
+    Args:
+        offset: number of the response's tokens that were sampled before, perhaps by another engine.
+        by_seed: result of `vllm_host.draws_by_seed`.
+        by_position: result of `vllm_compat.draws_by_position`. If false, a continued response gets another seed,
+            because the same seed would repeat the random numbers of the response's first tokens.
+    """
+    if by_seed:
+        return {"extra_args": {SEED: seed, OFFSET: offset}}
+    if by_position or not offset:
+        return {"seed": seed}
+    return {"seed": int(np.random.SeedSequence((seed, offset)).generate_state(1, np.uint64)[0] >> 1)}
+
+
+def uniforms(arguments: Mapping[str, Any], count: int) -> np.ndarray[Any, Any]:
+    """Numbers in [0, 1) for the next `count` tokens of a response: (count,) float64. The numbers of earlier tokens are
+    skipped.
+
+    Args:
+        arguments: the `extra_args` of `seed_arguments`.
+    """
+    offset = arguments[OFFSET]
+    return np.random.default_rng(arguments[SEED]).random(offset + count)[offset:]
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

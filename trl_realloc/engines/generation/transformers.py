@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from ..base import Bucket, Completion, EngineError, GenerationEngine, GenerationRequest, Sampling
-from .request_checks import check_request
-from .sampling_checks import transformers_problems
+from .sampling_checks import check_request, transformers_problems
 from .token_draw import draw, keep_likely, keep_nucleus, keep_top, penalize_repetition
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +22,12 @@ from ...common.notices import working
 from ...common.ports import reserve_port
 from ...plan.assignment import MEMORY_SHARE
 from ..base import BackgroundEngine, Bucket, Completion, DecodeStep, EngineError, GenerationRequest, Sampling, Updates
-from ..child_process import Message, let_open_memory
+from ..child_process import let_open_memory
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
-from .request_checks import RequestChecks
+from .sampling_checks import RequestChecks
 from .vllm_support import is_vllm_available, why_not_served
-from .weight_buffers import WeightBuffers, by_cuda_ipc
+from .weight_sender import WeightBuffers, by_cuda_ipc, send_weights
 
 
 logger = logging.get_logger(__name__)
@@ -287,48 +287,6 @@ class VLLMEngine:
         self._process.close()
         self._buffers.clear()
         self.version = -1
-
-
-def send_weights(
-    process: EngineProcess,
-    buffers: WeightBuffers,
-    buckets: Iterable[Bucket],
-    version: int,
-    take: Callable[[Message], bool],
-) -> tuple[str | None, float, list[str]]:
-    """Send the parameters of a `load` bucket by bucket, then their digests. `vllm_update` is the receiver. While one
-    bucket is loaded the next one is filled. Slots on the GPU are freed afterwards.
-
-    Args:
-        take: handles messages of a generation meanwhile, as in `EngineProcess.expect`.
-
-    Returns:
-        The reason why the engine does not have the parameters as sent, or `None`; seconds for which it stopped
-        decoding; tensors that its model does not hold, or from which it holds only computed values.
-    """
-    process.send("load", version)
-    limit_s, free, complete = process.limits.load, [0, 1], False
-    digests: dict[str, int] = {}
-    try:
-        for bucket in buckets:
-            if not free:
-                free += process.expect("free", "loading weights", limit_s, take=take)
-            slot = free.pop(0)
-            filled = buffers.fill(slot, bucket)
-            if filled.tensors:
-                digests |= {name: number for (name, *_), number in zip(filled.tensors, filled.digests, strict=True)}
-                process.send("bucket", slot, filled.size, filled.tensors, filled.handle)
-            else:
-                free.append(slot)
-        complete = True
-    finally:
-        try:
-            if process.is_running:
-                process.send("done", complete, digests)
-                problem, stopped_s, unproven = process.expect("loaded", "loading weights", limit_s, ("free",), take)
-        finally:
-            buffers.release_gpu()
-    return problem, stopped_s, unproven
 
 
 def _completions(generation: BackgroundGeneration) -> Iterator[Completion]:

@@ -2,8 +2,8 @@
 `python -m trl_realloc.engines.generation.vllm_host <settings>`: takes commands and sends samples over an inherited
 socket, and ends vLLM's workers.
 
-The parent (`vllm`) has checked all arguments, so every exception here ends the process. Generating is in
-`vllm_generation`, loading weights in `vllm_update`, the code that runs in vLLM's workers in `vllm_worker`.
+The parent (`vllm`) has checked all arguments, so every exception here ends the process. The unfinished requests are in
+`vllm_requests`, loading weights is in `weight_receiver`.
 
 Messages are tuples whose first element is a word:
 
@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..child_process import Message, die_with_parent, ignore_job_signals, remove_shared_memory_names, started_at
-from .sample_seeds import seed_arguments
 from .vllm_support import cpu_cache_bytes
 
 
@@ -52,6 +51,9 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from vllm import LLM
+
+    from .vllm_requests import CachedKeys, Sample
+    from .weight_receiver import WeightUpdates
 
 PARENT = "TRL_REALLOC_PARENT_PID"
 PROGRESS_S = 1.0  # minimum seconds between two messages of progress
@@ -109,6 +111,7 @@ def build(settings: dict[str, Any]) -> LLM:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
+    from .token_draw import seed_arguments
     from .vllm_compat import WeightTransferConfig, meet_in, start_workers_in_turn, wait_without_yielding
 
     package, on_cpu = "trl_realloc.engines.generation", current_platform.is_cpu()
@@ -129,7 +132,7 @@ def build(settings: dict[str, Any]) -> LLM:
         "skip_tokenizer_init": settings["tokenizer"] is None,
         "generation_config": "vllm",  # not the model's own, whose penalties and top_k would change the sampling
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": f"{package}.vllm_worker.RolloutWorker",
+        "worker_extension_cls": f"{package}.weight_receiver.RolloutWorker",
         "weight_transfer_config": WeightTransferConfig(backend="trl_realloc"),
         "disable_log_stats": True,
     }
@@ -205,6 +208,88 @@ class Memory:
         return missing
 
 
+class RunningGeneration:
+    """A generation from its first request to its end: runs decode steps, and between them adds and withdraws requests
+    and loads new parameters.
+
+    Args:
+        weights: loads new parameters.
+        by_seed: whether `vllm_sampler` samples the tokens.
+        keys: usable keys and values. They include those of earlier generations with the same parameters, so a further
+            turn of a conversation computes only its new tokens.
+        sampling: fields of `base.Sampling`.
+        version: version of the engine's parameters.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        channel: Channel,
+        weights: WeightUpdates,
+        by_seed: bool,
+        keys: CachedKeys,
+        sampling: dict[str, Any],
+        version: int,
+    ) -> None:
+        from .vllm_requests import RunningRequests
+
+        self._channel, self._weights = channel, weights
+        self._next_version, self._keys = version, keys
+        self._requests = RunningRequests(llm, sampling, by_seed, version, keys)
+
+    def run(self) -> bool:
+        """Generate for requests that come as messages, until the generation is ended. Samples are sent when they
+        finish, with the time. When all have finished, wait for more. Returns True if the engine is to be closed."""
+        while True:
+            if self._requests:
+                self._send(self._requests.step())
+                self._channel.progress()
+            while not self._requests or self._channel.connection.poll():
+                message = self._channel.connection.recv()
+                if message[0] == "close":
+                    return True
+                if not self._goes_on_after(message):
+                    return False
+
+    def _goes_on_after(self, message: Message) -> bool:
+        word, *arguments = message
+        if word == "add":
+            self._requests.add(*arguments)
+        elif word == "withdraw":
+            self._channel.send("withdrawn", self._requests.withdraw(*arguments))
+        elif word == "peek":
+            self._channel.send("peeked", self._requests.peek())
+        elif word == "load":  # decoding continues until the first bucket comes
+            (self._next_version,) = arguments
+        elif word in ("bucket", "done"):
+            return self._update(message)
+        else:
+            assert word == "end", f"a generation got {word!r}"
+            self._requests.end()
+            self._channel.send("generated", self._requests.times.means())
+            return False
+        return True
+
+    def _update(self, first: Message) -> bool:
+        """Load new parameters between two decode steps, beginning with the message `first`. Returns True if all were
+        loaded; otherwise the generation ends without another step."""
+        decodes = bool(self._requests)
+        self._send(self._requests.settle())
+        problem = self._weights.take(first)
+        self._keys.drop()
+        if problem is None:
+            self._requests.updated(self._next_version)
+        else:
+            self._requests.end()
+        stopped_s = time.monotonic() - self._requests.step_ended if decodes else 0.0
+        self._channel.send("loaded", problem, stopped_s, self._weights.unproven)
+        return problem is None
+
+    def _send(self, samples: list[Sample]) -> None:
+        if samples:
+            self._channel.send("samples", samples, time.time())
+
+
 def ended_workers(workers: Sequence[BaseProcess], wait_s: float = 0.0) -> str:
     """A description of vLLM's workers that have ended, and how; empty if all are running."""
     by_sentinel = {worker.sentinel: worker for worker in workers}  # removes duplicates, which `wait` refuses
@@ -251,11 +336,11 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
     """Run commands until `close`, or until the parent ends (EOFError)."""
     from vllm.platforms import current_platform
 
-    from .vllm_generation import RunningGeneration
     from .vllm_requests import CachedKeys, why_not_sampled
-    from .vllm_update import WeightUpdates
+    from .weight_receiver import WeightUpdates
 
-    memory, weights = Memory(llm, settings["sleep_level"]), WeightUpdates(llm, channel, settings["slots"])
+    memory = Memory(llm, settings["sleep_level"])
+    weights = WeightUpdates(llm, channel.send, channel.connection.recv, settings["slots"])
     by_seed, keys = draws_by_seed(settings, current_platform.is_cpu()), CachedKeys()
     while True:
         word, *arguments = channel.connection.recv()

@@ -1,5 +1,5 @@
 """The unfinished requests of a generation inside vLLM, their sampling parameters, and the parameter versions of their
-tokens. `vllm_generation` decides when they decode, start and stop.
+tokens. `vllm_host` decides when they decode, start and stop.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from ..base import DecodeStep
-from .sample_seeds import seed_arguments
 from .sample_versions import Run, VersionMarks
+from .token_draw import seed_arguments
 from .vllm_compat import abort, count_drawn, drain, drawn_so_far, draws_by_position, end_grammars_by_eos
 
 
@@ -269,12 +269,9 @@ class RunningRequests:
             samples.append((index, tokens, sample.logprobs.logprobs, runs, stopped, cached))
         return samples
 
-    def _request(self, index: int) -> Request:
-        name = self._name_of.get(index)
-        return self._waiting[index] if name is None else self._submitted[name].request
-
     def _left(self, part: Partial) -> int:
-        request = self._request(part[0])
+        name = self._name_of.get(part[0])
+        request = self._waiting[part[0]] if name is None else self._submitted[name].request
         return request.limit - request.begun - len(part[1])
 
     def _partial(self, index: int) -> Partial:

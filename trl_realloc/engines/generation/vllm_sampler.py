@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from vllm.sampling_params import SamplingParams
 
-from .sample_seeds import uniforms
-from .token_draw import draw, keep_nucleus, keep_top
+from .token_draw import draw, keep_nucleus, keep_top, uniforms
 from .vllm_compat import BatchUpdate, LogitsProcessor, process_dict_updates
 
 

@@ -1,24 +1,25 @@
-"""Digests of the weights in a vLLM worker, in terms of the tensors that were sent.
+"""Digests of the weights in a vLLM worker, in terms of the tensors that were sent, and their comparison with the
+sender's.
 
 vLLM fuses, splits, pads and transposes the tensors that it loads. `LoadedWeights` watches the copies of the model's own
-loaders, so it finds the parts of each sent tensor for every family without describing one. `weight_buffers` computes
-the sender's digests, `vllm_update` compares them.
+loaders, so it finds the parts of each sent tensor for every family without describing one. `weight_sender` computes the
+sender's digests. vLLM is imported only where a model is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..weight_digest import digest, has_digest, numbers, strided_digest
-from .vllm_compat import packed_products, processed_layers
+from ..weight_digest import digest, has_digest, hexadecimal, numbers, strided_digest, total
 
 
 PartKey = tuple[Any, ...]  # which elements of a sent tensor: the first one, then strides with sizes; () for all
@@ -37,6 +38,32 @@ class WorkerAnswer(NamedTuple):
     problem: str | None
     digests: Digests
     unproven: list[str]
+
+
+def difference(sent: Mapping[str, int], answers: Sequence[WorkerAnswer]) -> str | None:
+    """A sentence that says how the workers' weights differ from those sent; `None` if they do not.
+
+    Args:
+        sent: digests of whole tensors.
+        answers: answers of all workers of the engine. A part that several workers hold must be the same in each.
+    """
+    wrong: dict[str, str] = {}
+    for name, whole in sent.items():
+        parts: dict[PartKey, set[int]] = {}
+        for answer in answers:
+            for key, number in answer.digests.get(name, ()):
+                parts.setdefault(key, set()).add(number)
+        if len(parts) > 1:  # the whole tensor, from a worker that received it but holds no part of it
+            parts.pop((), None)
+        if any(len(copies) > 1 for copies in parts.values()):
+            differing = next(copies for copies in parts.values() if len(copies) > 1)
+            wrong[name] = f"copies of one part of it have the digests {', '.join(map(hexadecimal, sorted(differing)))}"
+        elif (loaded := total(number for (number,) in parts.values())) != whole:
+            wrong[name] = f"its digest is {hexadecimal(loaded)} in the engine and {hexadecimal(whole)} in the trainer"
+    if not wrong:
+        return None
+    name, how = next(iter(wrong.items()))
+    return f"{name} does not lie in the engine as it was sent: {how} ({len(wrong)} of {len(sent)} tensors differ)."
 
 
 class Sent(NamedTuple):
@@ -83,147 +110,38 @@ class _Part:
         return strided_digest(values, self.start, self.strides, self.sent.shape)
 
 
-class LoadedWeights:
-    """The parts of the latest update's tensors in a worker's model.
+class _Bucket:
+    """A bucket that the model's `load_weights` reads.
 
     Args:
-        model: model before its first update. Tied parameters must have equal values from now on.
+        tensors: tensors with the offset of each in bytes.
+        memory: (bytes,) uint8.
+
+    Attributes:
+        current: the tensor that `load_weights` has read last.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        tied = defaultdict(list)
-        for name, tensor in _tensors(model):
-            tied[id(tensor)].append(name)
-        self._tied = {name: names for names in tied.values() for name in names}
-        self._parts: dict[Sent, list[_Part]] = {}  # of all updates: the loaders always do the same
-        self._of_parameter: dict[str, dict[_Part, None]] = defaultdict(dict)  # the same, and some that are obsolete
-        self._computed: set[Sent] = set()  # tensors from which a loader copies computed values
-        self._watching = contextlib.ExitStack()
+    current: Sent
 
-    def begin(self) -> None:
-        """Called when vLLM's layers are ready to load an update."""
-        self._received: dict[Sent, None] = {}
-        self._noted: set[_Place] = set()
-        self._arrived: dict[str, Tensor] = {}  # digests of sent tensors in the bucket
-        self._copied: dict[_Place, Tensor] = {}  # digests of computed values when they were copied
-        self._unprocessed: dict[_Place, Tensor] = {}  # digests before vLLM processed a layer
-        self._processed: dict[str, Tensor] = {}  # digests of the layer's parameters afterwards
-        self._changed: list[str] = []  # parameters whose values differ from the copied ones
-        # the name of a module that others share is its first one, as in `named_modules`
-        self._memory = {_storage(tensor): (name, tensor) for name, tensor in reversed([*_tensors(self._model)])}
-        self._products = packed_products(self._model)
-        self._processing = dict(processed_layers(self._model))
-        names = {id(layer): prefix for prefix, layer in self._processing.items()}
-        for method in {id(layer.quant_method): layer.quant_method for layer in self._processing.values()}.values():
-            self._watch(method, names)
+    def __init__(self, tensors: Sequence[tuple[Sent, int]], memory: Tensor) -> None:
+        self._offsets, self._memory = dict(tensors), memory
 
-    def load(self, bucket: Sequence[tuple[Sent, int]], memory: Tensor) -> set[str] | None:
-        """Load a bucket by the model's own `load_weights`, and return its result.
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for sent in self._offsets:
+            self.current = sent
+            yield sent.name, self.tensor(sent)
 
-        Args:
-            bucket: tensors with the offset of each in bytes.
-            memory: (bytes,) uint8.
-        """
-        self._received |= dict.fromkeys(sent for sent, _ in bucket)
-        self._bucket = bucket, memory
-        is_known = all(sent in self._parts and sent not in self._computed for sent, _ in bucket)
-        with contextlib.nullcontext() if is_known else _Copies(self._note):
-            for sent, _ in () if is_known else bucket:
-                self._parts[sent] = []
-            loaded: set[str] | None = self._model.load_weights(self._weights())  # type: ignore[operator]
-        for sent, offset in bucket:
-            if not self._parts[sent] or sent in self._computed:
-                self._arrived[sent.name] = digest(in_memory(memory, sent, offset))
-        return loaded
+    def tensor(self, sent: Sent) -> Tensor:
+        first, size = self._offsets[sent], torch.Size(sent.shape).numel() * sent.dtype.itemsize
+        return self._memory[first : first + size].view(sent.dtype).view(sent.shape)
 
-    def end(self) -> None:
-        """Called when the update has ended, whether complete or not."""
-        self._watching.close()
-        self._memory = {}
-        self._bucket = (), torch.empty(0)
-
-    def answer(self) -> WorkerAnswer:
-        """The digests of the model's weights now."""
-        live = dict(_tensors(self._model))
-        parts: list[tuple[str, PartKey, Tensor]] = [(name, (), value) for name, value in self._arrived.items()]
-        for sent in self._received:
-            for part in self._parts[sent] if sent not in self._computed else ():
-                values = (
-                    [self._unprocessed.get(part.place)]
-                    if self._is_processed(part.place)
-                    else [part.digest_in(memory) for memory in self._lying(part.place, live)]
-                )
-                parts += [(sent.name, part.key, value) for value in values if value is not None]
-        digests: Digests = {}
-        for (name, key, _), number in zip(parts, numbers([value for _, _, value in parts]), strict=True):
-            digests.setdefault(name, []).append((key, number))
-        without = [s.name for s in self._received if not self._parts[s] and s not in self._computed]
-        return WorkerAnswer(self._local_problem(live), digests, without)
-
-    def _local_problem(self, live: dict[str, Tensor]) -> str | None:
-        changed = list(self._changed)
-        for place, value in self._copied.items():
-            if not self._is_processed(place):
-                memories = self._lying(place, live)
-                changed += [place.parameter for memory in memories if digest(place.view(memory)) != value]
-        changed += [
-            name for name, value in self._processed.items() if name in live and digest(live[name].data) != value
-        ]
-        if changed:
-            return (
-                f"vLLM's {', '.join(sorted(set(changed))[:3])} ({len(set(changed))} in all) has other values than were "
-                f"copied into it."
-            )
-        now = packed_products(self._model)
-        if old := [name for name, product in self._products.items() if now.get(name) is product]:
-            return f"{', '.join(old[:3])} ({len(old)} in all) computes with a packed copy of earlier weights."
-        return None
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        bucket, memory = self._bucket
-        for sent, offset in bucket:
-            self._current = sent
-            yield sent.name, in_memory(memory, sent, offset)
-
-    def _lying(self, place: _Place, live: dict[str, Tensor]) -> list[Tensor]:
-        """The model's current memory of a parameter; several tensors if parameters were tied and are no longer."""
-        names = self._tied.get(place.parameter, [place.parameter])
-        return list({tensor.data_ptr(): tensor for name in names if (tensor := live.get(name)) is not None}.values())
-
-    # --- the copies of the model's loaders ------------------------------------------------------------------------
-
-    def _note(self, target: Tensor, source: Tensor) -> None:
-        """Note a copy into a tensor of the model. During an update the parameters of most layers are on the meta
-        device; when a layer has all of its weights, vLLM repeats the copies into new memory."""
-        name, whole = self._memory.get(_storage(target), (None, target))
-        if name is None:
-            return
-        dims = [d for d, size in enumerate(target.shape) if size > 1]
-        sizes, strides = tuple(target.shape[d] for d in dims), tuple(target.stride(d) for d in dims)
-        place = _Place(name, int(target.storage_offset() - whole.storage_offset()), sizes, strides)
-        part = self._part(source, target.dtype, place)
-        if part is not None and part.sent not in self._computed:
-            self._parts[part.sent] += [part] if part not in self._parts[part.sent] else []
-            self._of_parameter[name][part] = None
-        elif source.is_meta:  # computed from values copied before, as vLLM does with Mamba's A
-            for sent, parts in self._parts.items():
-                self._parts[sent] = [other for other in parts if other.place.parameter != name]
-        elif place not in self._noted:
-            self._computed.add(self._current)
-            self._copied[place] = digest(source.to(target.dtype))
-            for other in self._parts[self._current]:  # all of its parts are compared with their sources
-                self._copied[other.place] = digest(self._source(other))
-        self._noted.add(place)
-
-    def _part(self, source: Tensor, dtype: torch.dtype, place: _Place) -> _Part | None:
+    def part(self, source: Tensor, dtype: torch.dtype, place: _Place) -> _Part | None:
         """The part of a sent tensor that is the source of a copy; `None` if the source is something else, or the
         model's dtype does not hold all values of the sent one."""
-        bucket, memory = self._bucket
-        if source.is_meta or _storage(source) != _storage(memory):
+        if source.is_meta or _storage(source) != _storage(self._memory):
             return None
-        position = source.data_ptr() - memory.data_ptr()
-        for sent, offset in bucket:
+        position = source.data_ptr() - self._memory.data_ptr()
+        for sent, offset in self._offsets.items():
             if not 0 <= position - offset < max(1, sent.dtype.itemsize * torch.Size(sent.shape).numel()):
                 continue
             dims = [d for d, size in enumerate(source.shape) if size > 1]
@@ -236,15 +154,162 @@ class LoadedWeights:
             return None
         return None
 
-    def _source(self, part: _Part) -> Tensor:
-        bucket, memory = self._bucket
-        tensor = in_memory(memory, part.sent, dict(bucket)[part.sent])
+    def source(self, part: _Part) -> Tensor:
+        tensor = self.tensor(part.sent)
         return tensor.as_strided(part.place.sizes, part.strides, tensor.storage_offset() + part.start)
 
-    # --- layers whose weights vLLM processes after loading ----------------------------------------------------------
 
-    def _is_processed(self, place: _Place) -> bool:
-        return place.parameter.rpartition(".")[0] in self._processing
+@dataclass
+class _Update:
+    """The state of one update, kept until the next one. A processed layer is one whose weights vLLM packs or shuffles
+    after it has loaded them."""
+
+    tensor_of_storage: dict[int, tuple[str, Tensor]]  # the model's tensors with their names; empty after the update
+    packed_products: dict[str, Any]  # before the update
+    processed_layers: dict[str, Any]  # by name
+    received: dict[Sent, None] = field(default_factory=dict)
+    copied_places: set[_Place] = field(default_factory=set)
+    received_digests: dict[str, Tensor] = field(default_factory=dict)  # of tensors that are compared in the bucket
+    computed_digests: dict[_Place, Tensor] = field(default_factory=dict)  # of computed values when they were copied
+    unprocessed_digests: dict[_Place, Tensor] = field(default_factory=dict)  # before vLLM processed a layer
+    processed_digests: dict[str, Tensor] = field(default_factory=dict)  # of the layer's parameters afterwards
+    changed_parameters: list[str] = field(default_factory=list)  # values differ from the copied ones
+
+    def is_processed(self, place: _Place) -> bool:
+        return place.parameter.rpartition(".")[0] in self.processed_layers
+
+
+class LoadedWeights:
+    """The parts of the latest update's tensors in a worker's model.
+
+    Args:
+        model: model before its first update. Tied parameters must have equal values from now on.
+    """
+
+    _update: _Update  # the latest one, which `begin` creates
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        tied = defaultdict(list)
+        for name, tensor in _tensors(model):
+            tied[id(tensor)].append(name)
+        self._tied_names = {name: names for names in tied.values() for name in names}
+        # of all updates, because the loaders always do the same
+        self._parts: dict[Sent, list[_Part]] = {}
+        self._parts_of_parameter: dict[str, dict[_Part, None]] = defaultdict(dict)  # and some that are obsolete
+        self._computed: set[Sent] = set()  # tensors from which a loader copies computed values
+        self._watched_methods = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """Called when vLLM's layers are ready to load an update."""
+        from .vllm_compat import packed_products, processed_layers
+
+        # the name of a module that others share is its first one, as in `named_modules`
+        tensors = {_storage(tensor): (name, tensor) for name, tensor in reversed([*_tensors(self._model)])}
+        layers = dict(processed_layers(self._model))
+        self._update = _Update(tensors, packed_products(self._model), layers)
+        names = {id(layer): name for name, layer in layers.items()}
+        for method in {id(layer.quant_method): layer.quant_method for layer in layers.values()}.values():
+            self._watch(method, names)
+
+    def load(self, tensors: Sequence[tuple[Sent, int]], memory: Tensor) -> set[str] | None:
+        """Load a bucket by the model's own `load_weights`, and return its result.
+
+        Args:
+            tensors: tensors with the offset of each in bytes.
+            memory: (bytes,) uint8.
+        """
+        bucket, sent_tensors = _Bucket(tensors, memory), [sent for sent, _ in tensors]
+        self._update.received |= dict.fromkeys(sent_tensors)
+        is_known = all(sent in self._parts and sent not in self._computed for sent in sent_tensors)
+        if not is_known:
+            self._parts |= {sent: [] for sent in sent_tensors}
+        with contextlib.nullcontext() if is_known else _Copies(partial(self._note, bucket)):
+            loaded: set[str] | None = self._model.load_weights(bucket.weights())  # type: ignore[operator]
+        for sent in sent_tensors:
+            if not self._parts[sent] or sent in self._computed:
+                self._update.received_digests[sent.name] = digest(bucket.tensor(sent))
+        return loaded
+
+    def end(self) -> None:
+        """Called when the update has ended, whether complete or not."""
+        self._watched_methods.close()
+        self._update.tensor_of_storage = {}
+
+    def answer(self) -> WorkerAnswer:
+        """The digests of the model's weights now."""
+        update, live = self._update, dict(_tensors(self._model))
+        parts: list[tuple[str, PartKey, Tensor]] = [
+            (name, (), value) for name, value in update.received_digests.items()
+        ]
+        for sent in update.received:
+            for part in self._parts[sent] if sent not in self._computed else ():
+                values = (
+                    [update.unprocessed_digests.get(part.place)]
+                    if update.is_processed(part.place)
+                    else [part.digest_in(memory) for memory in self._memories(part.place, live)]
+                )
+                parts += [(sent.name, part.key, value) for value in values if value is not None]
+        digests: Digests = {}
+        for (name, key, _), number in zip(parts, numbers([value for _, _, value in parts]), strict=True):
+            digests.setdefault(name, []).append((key, number))
+        unproven = [s.name for s in update.received if not self._parts[s] and s not in self._computed]
+        return WorkerAnswer(self._local_problem(live), digests, unproven)
+
+    def _local_problem(self, live: dict[str, Tensor]) -> str | None:
+        from .vllm_compat import packed_products
+
+        update = self._update
+        changed = set(update.changed_parameters)
+        for place, value in update.computed_digests.items():
+            if not update.is_processed(place) and any(
+                digest(place.view(memory)) != value for memory in self._memories(place, live)
+            ):
+                changed.add(place.parameter)
+        for name, value in update.processed_digests.items():
+            if name in live and digest(live[name].data) != value:
+                changed.add(name)
+        if changed:
+            return (
+                f"vLLM's {', '.join(sorted(changed)[:3])} ({len(changed)} in all) has other values than were "
+                f"copied into it."
+            )
+        now = packed_products(self._model)
+        if old := [name for name, product in update.packed_products.items() if now.get(name) is product]:
+            return f"{', '.join(old[:3])} ({len(old)} in all) computes with a packed copy of earlier weights."
+        return None
+
+    def _memories(self, place: _Place, live: dict[str, Tensor]) -> list[Tensor]:
+        """The model's current memory of a parameter; several tensors if parameters were tied and are no longer."""
+        names = self._tied_names.get(place.parameter, [place.parameter])
+        return list({tensor.data_ptr(): tensor for name in names if (tensor := live.get(name)) is not None}.values())
+
+    # --- the copies of the model's loaders ------------------------------------------------------------------------
+
+    def _note(self, bucket: _Bucket, target: Tensor, source: Tensor) -> None:
+        """Note a copy into a tensor of the model. During an update the parameters of most layers are on the meta
+        device; when a layer has all of its weights, vLLM repeats the copies into new memory."""
+        name, whole = self._update.tensor_of_storage.get(_storage(target), (None, target))
+        if name is None:
+            return
+        dims = [d for d, size in enumerate(target.shape) if size > 1]
+        sizes, strides = tuple(target.shape[d] for d in dims), tuple(target.stride(d) for d in dims)
+        place = _Place(name, int(target.storage_offset() - whole.storage_offset()), sizes, strides)
+        part = bucket.part(source, target.dtype, place)
+        if part is not None and part.sent not in self._computed:
+            self._parts[part.sent] += [part] if part not in self._parts[part.sent] else []
+            self._parts_of_parameter[name][part] = None
+        elif source.is_meta:  # computed from values copied before, as vLLM does with Mamba's A
+            for sent, parts in self._parts.items():
+                self._parts[sent] = [other for other in parts if other.place.parameter != name]
+        elif place not in self._update.copied_places:
+            self._computed.add(bucket.current)
+            self._update.computed_digests[place] = digest(source.to(target.dtype))
+            for other in self._parts[bucket.current]:  # all of its parts are compared with their sources
+                self._update.computed_digests[other.place] = digest(bucket.source(other))
+        self._update.copied_places.add(place)
+
+    # --- layers whose weights vLLM processes after loading ----------------------------------------------------------
 
     def _watch(self, method: Any, names: dict[int, str]) -> None:
         """Take the digests of a layer's weights before vLLM packs or shuffles them, which changes their digests or puts
@@ -258,25 +323,21 @@ class LoadedWeights:
             process(layer)
             if prefix is not None:
                 parameters = layer.named_parameters(prefix, recurse=False)
-                self._processed |= {name: digest(tensor.data) for name, tensor in parameters if tensor.numel()}
+                self._update.processed_digests |= {
+                    name: digest(tensor.data) for name, tensor in parameters if tensor.numel()
+                }
 
         method.process_weights_after_loading = watched
-        self._watching.callback(lambda: delattr(method, "process_weights_after_loading"))
+        self._watched_methods.callback(lambda: delattr(method, "process_weights_after_loading"))
 
     def _digest_unprocessed(self, prefix: str, layer: nn.Module) -> None:
-        parameters = dict(layer.named_parameters(prefix, recurse=False))
-        for part in (part for name in parameters for part in self._of_parameter[name]):
-            if part.sent in self._received and part in self._parts[part.sent]:
-                self._unprocessed[part.place] = part.digest_in(parameters[part.place.parameter])
-        for place, value in self._copied.items():
+        update, parameters = self._update, dict(layer.named_parameters(prefix, recurse=False))
+        for part in (part for name in parameters for part in self._parts_of_parameter[name]):
+            if part.sent in update.received and part in self._parts[part.sent]:
+                update.unprocessed_digests[part.place] = part.digest_in(parameters[part.place.parameter])
+        for place, value in update.computed_digests.items():
             if place.parameter in parameters and digest(place.view(parameters[place.parameter])) != value:
-                self._changed.append(place.parameter)
-
-
-def in_memory(memory: Tensor, sent: Sent, offset: int) -> Tensor:
-    """A tensor of a bucket with its first byte at `offset`."""
-    size = torch.Size(sent.shape).numel() * sent.dtype.itemsize
-    return memory[offset : offset + size].view(sent.dtype).view(sent.shape)
+                update.changed_parameters.append(place.parameter)
 
 
 class _Copies(TorchDispatchMode):

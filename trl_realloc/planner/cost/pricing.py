@@ -323,7 +323,7 @@ class Pricing:
     def load_seconds(self, spec: ModelSpec, assignment: Assignment) -> float:
         """Seconds to load new weights into a vLLM engine. The sending rank has the whole model on its device. An engine
         on one GPU copies it on the device. Otherwise the weights pass through host memory, from which each worker of a
-        tensor-parallel group reads its part (`generation.weight_buffers`). If the plan offloads the weights, a copy of
+        tensor-parallel group reads its part (`generation.weight_sender`). If the plan offloads the weights, a copy of
         each worker's part between host memory and its device is added."""
         size, bandwidth = spec.elements * spec.bytes_per_element, self.rates.host_bandwidth
         part = size / (assignment.strategy.tp * assignment.strategy.pp)

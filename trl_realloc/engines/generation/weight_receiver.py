@@ -1,16 +1,21 @@
-"""Extensions that run inside vLLM's worker: load weights from memory shared with the trainer, in host memory or on the
-GPU. vLLM loads this module (`worker_extension_cls`); `vllm_host` creates and drives the engine.
+"""Loads the trainer's parameters inside a vLLM engine, bucket by bucket, and verifies that the workers hold them.
+
+`WeightUpdates` runs in the engine's main process (`vllm_host`), the other classes in vLLM's workers, which load this
+module by its name (`worker_extension_cls`). `weight_sender` fills the buckets, `weight_proof` compares the weights.
 """
 
 from __future__ import annotations
 
+import os
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..child_process import Message
 from .vllm_compat import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,16 +31,85 @@ from .vllm_compat import (
     wait_without_yielding,
 )
 from .vllm_sampler import SeededDraw, SeededRows
-from .weight_buffers import Handle, open_handle
-from .weight_proof import LoadedWeights, Sent, WorkerAnswer
+from .weight_proof import LoadedWeights, Sent, WorkerAnswer, difference
+from .weight_sender import Handle
 
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+    from vllm import LLM
 
 
 MAX_PLAIN = 1 << 20  # bytes of one of `plain_tensors`
-BACKEND = "trl_realloc"  # name of the class below in vLLM's registry of weight-transfer engines
+BACKEND = "trl_realloc"  # name of `SharedMemoryWeightTransfer` in vLLM's registry
+
+
+class WeightUpdates:
+    """The updates of an engine's weights, and the proof that its workers hold the latest one.
+
+    Args:
+        send: sends a message to the trainer's process.
+        receive: waits for the next message from it.
+        slots: file descriptors of the shared memory.
+
+    Attributes:
+        unproven: tensors of the latest update that the model does not hold, or from which it holds only computed
+            values.
+    """
+
+    def __init__(
+        self, llm: LLM, send: Callable[..., None], receive: Callable[[], Message], slots: Sequence[int]
+    ) -> None:
+        self._llm, self._send, self._receive, self._slots = llm, send, receive, slots
+        self._sent: dict[str, int] | None = None  # digests of the latest update; None if it is incomplete
+        self.unproven: list[str] = []
+
+    def take(self, first: Message) -> str | None:
+        """Load buckets as they arrive, through vLLM's weight-transfer interface. No decode step may be in progress.
+
+        Args:
+            first: the first message: `bucket` or `done`.
+
+        Returns:
+            The reason why the engine does not have all parameters as they were sent; `None` if it has.
+        """
+        self._sent, received = None, set[str]()
+        self._llm.start_weight_update()
+        word, *arguments = first
+        while word == "bucket":
+            slot, size, tensors, handle = arguments
+            path = f"/proc/{os.getpid()}/fd/{self._slots[slot]}"
+            received |= {name for name, *_ in tensors}
+            bucket = {"path": path, "size": size, "tensors": tensors, "handle": handle}
+            self._llm.update_weights({"update_info": bucket})
+            self._send("free", slot)
+            word, *arguments = self._receive()
+        self._llm.finish_weight_update()  # also after an incomplete update: vLLM needs it before the next one
+        complete, sent = arguments if word == "done" else (False, {})
+        answers: list[WorkerAnswer] = self._llm.collective_rpc("loaded_weights")
+        problem = next((answer.problem for answer in answers if answer.problem is not None), None)
+        if problem is None and not complete:
+            problem = "the sender stopped before the last bucket"
+        if problem is None and (lost := sorted(sent.keys() - received)):
+            problem = f"{', '.join(lost[:8])} ({len(lost)} in all) did not arrive."
+        problem = problem or difference(sent, answers)
+        if problem is None:
+            self._sent = sent
+            self.unproven = sorted(set.intersection(*(set(answer.unproven) for answer in answers)))
+        return problem
+
+    def prove_again(self) -> None:
+        """Compare the workers' weights with those sent last, after their memory was freed and taken again.
+
+        Raises:
+            RuntimeError: the weights differ.
+        """
+        if self._sent is None:
+            raise RuntimeError("the engine woke without weights, and got none")
+        answers: list[WorkerAnswer] = self._llm.collective_rpc("loaded_weights")
+        problem = next((answer.problem for answer in answers if answer.problem is not None), None)
+        if problem := problem or difference(self._sent, answers):
+            raise RuntimeError(f"the engine woke with other weights than it slept with: {problem}")
 
 
 @dataclass
@@ -51,7 +125,7 @@ class SharedMemoryBucket(WeightTransferUpdateInfo):
         path: the file to map: /proc/<pid>/fd/<fd> of a memfd.
         size: used bytes.
         tensors: (checkpoint name, name of the torch dtype, shape, offset in bytes) of each tensor.
-        handle: `weight_buffers.Handle` of a bucket on the worker's GPU.
+        handle: `weight_sender.Handle` of a bucket on the worker's GPU.
     """
 
     path: str
@@ -91,8 +165,12 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
             return
         try:
             memory = self._memory(update_info)
+            bucket = [
+                (Sent(name, getattr(torch, dtype), tuple(shape)), offset)
+                for name, dtype, shape, offset in update_info.tensors
+            ]
             assert self.weights is not None, "an update has begun"
-            loaded = self.weights.load([_sent(*tensor) for tensor in update_info.tensors], memory)
+            loaded = self.weights.load(bucket, memory)
             self._loaded |= self._expected if loaded is None else loaded  # some models do not report it
             copy_pending(self.model, memory)  # the next bucket overwrites the memory
             if update_info.handle is not None:
@@ -145,6 +223,9 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         raise NotImplementedError("the trainer sends through trl_realloc.engines.generation.vllm.VLLMEngine.load")
 
 
+register_transfer(BACKEND, SharedMemoryWeightTransfer)
+
+
 def plain_tensors(model: nn.Module, device: torch.device) -> list[Tensor]:
     """The small tensors on a device that are attributes of modules, or of their attention objects (`impl`), but neither
     parameters nor buffers: the slopes of ALiBi, factors of embeddings. Without views of parameters and buffers, and
@@ -171,11 +252,26 @@ def _tied_layers(model: nn.Module) -> list[Any]:
     return tied
 
 
-def _sent(name: str, dtype: str, shape: tuple[int, ...], offset: int) -> tuple[Sent, int]:
-    return Sent(name, getattr(torch, dtype), tuple(shape)), offset
+def open_handle(handle: Handle, device: torch.device) -> Tensor:
+    """The sender's memory on this process's GPU, mapped until the tensor is freed.
 
+    A handle is opened once, however many buckets come through its memory. torch decrements an unsigned counter from 1
+    each time that the handle has been opened and closed, and frees the sender's memory at 0. A second time would
+    wrap around, and the memory would never be freed.
 
-register_transfer(BACKEND, SharedMemoryWeightTransfer)
+    Raises:
+        ValueError: the memory is on another GPU.
+        RuntimeError: CUDA cannot open it.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    uuid, arguments = handle
+    if uuid != (local_uuid := str(torch.cuda.get_device_properties(device).uuid)):
+        raise ValueError(f"the weights are on the GPU {uuid}, and the engine is on the GPU {local_uuid}")
+    mapped: list[Any] = list(arguments)
+    mapped[6] = device.index  # in place of the GPU's number in the sender's process
+    memory: Tensor = rebuild_cuda_tensor(*mapped)
+    return memory
 
 
 class RolloutWorker:

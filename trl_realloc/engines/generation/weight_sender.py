@@ -1,15 +1,15 @@
-"""The memory through which buckets of parameters go from the trainer's process to a vLLM engine's: shared host memory,
-or the memory of a GPU that both use.
+"""Sends the trainer's parameters to a vLLM engine's process, bucket by bucket: through shared host memory, or through
+the memory of a GPU that both processes use.
 
-There are two slots, so that one is filled while the other is loaded. GPU slots exist only during a load. `vllm_worker`
-reads them.
+There are two slots, so that one is filled while the other is loaded. GPU slots exist only during a load.
+`weight_receiver` reads them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,11 @@ from ..base import Bucket
 from ..device import is_accelerator
 from ..pinned_memory import pin
 from ..weight_digest import digest, numbers
+
+
+if TYPE_CHECKING:
+    from ..child_process import Message
+    from .engine_process import EngineProcess
 
 
 _ALIGNMENT = 64  # bytes; the offsets of tensors in a slot are multiples of it
@@ -174,23 +179,43 @@ def _handle(memory: Tensor) -> Handle:
     return uuid, reduce_tensor(memory)[1]
 
 
-def open_handle(handle: Handle, device: torch.device) -> Tensor:
-    """The sender's memory on this process's GPU, mapped until the tensor is freed.
+def send_weights(
+    process: EngineProcess,
+    buffers: WeightBuffers,
+    buckets: Iterable[Bucket],
+    version: int,
+    take: Callable[[Message], bool],
+) -> tuple[str | None, float, list[str]]:
+    """Send the parameters of a `load` bucket by bucket, then their digests. `weight_receiver` has the other side.
+    While one bucket is loaded the next one is filled. Slots on the GPU are freed afterwards.
 
-    A handle is opened once, however many buckets come through its memory. torch decrements an unsigned counter from 1
-    each time that the handle has been opened and closed, and frees the sender's memory at 0. A second time would
-    wrap around, and the memory would never be freed.
+    Args:
+        take: handles messages of a generation meanwhile, as in `EngineProcess.expect`.
 
-    Raises:
-        ValueError: the memory is on another GPU.
-        RuntimeError: CUDA cannot open it.
+    Returns:
+        The reason why the engine does not have the parameters as sent, or `None`; seconds for which it stopped
+        decoding; tensors that its model does not hold, or from which it holds only computed values.
     """
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    uuid, arguments = handle
-    if uuid != (local_uuid := str(torch.cuda.get_device_properties(device).uuid)):
-        raise ValueError(f"the weights are on the GPU {uuid}, and the engine is on the GPU {local_uuid}")
-    mapped: list[Any] = list(arguments)
-    mapped[6] = device.index  # in place of the GPU's number in the sender's process
-    memory: Tensor = rebuild_cuda_tensor(*mapped)
-    return memory
+    process.send("load", version)
+    limit_s, free, complete = process.limits.load, [0, 1], False
+    digests: dict[str, int] = {}
+    try:
+        for bucket in buckets:
+            if not free:
+                free += process.expect("free", "loading weights", limit_s, take=take)
+            slot = free.pop(0)
+            filled = buffers.fill(slot, bucket)
+            if filled.tensors:
+                digests |= {name: number for (name, *_), number in zip(filled.tensors, filled.digests, strict=True)}
+                process.send("bucket", slot, filled.size, filled.tensors, filled.handle)
+            else:
+                free.append(slot)
+        complete = True
+    finally:
+        try:
+            if process.is_running:
+                process.send("done", complete, digests)
+                problem, stopped_s, unproven = process.expect("loaded", "loading weights", limit_s, ("free",), take)
+        finally:
+            buffers.release_gpu()
+    return problem, stopped_s, unproven

@@ -15,9 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from trl_realloc.engines.generation.vllm import send_weights
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
-from trl_realloc.engines.generation.weight_buffers import WeightBuffers, by_cuda_ipc
+from trl_realloc.engines.generation.weight_sender import WeightBuffers, by_cuda_ipc, send_weights
 
 
 def bucket() -> list[tuple[str, torch.Tensor]]:
@@ -145,9 +144,9 @@ class Model(torch.nn.Module):
 
 
 def worker_of(model: Model) -> Any:
-    from trl_realloc.engines.generation import vllm_worker
+    from trl_realloc.engines.generation import weight_receiver
 
-    worker: Any = object.__new__(vllm_worker.SharedMemoryWeightTransfer)
+    worker: Any = object.__new__(weight_receiver.SharedMemoryWeightTransfer)
     worker.model, worker.model_config, worker.device = model, None, torch.device("cpu", 0)
     worker.vllm_config, worker.config = SimpleNamespace(parallel_config=None, model_config=None), None
     return worker
@@ -163,7 +162,7 @@ def vllm_process() -> Iterator[ProcessPoolExecutor]:
 
 def load_by_handle() -> dict[str, torch.Tensor]:
     """What is packed and how it is read are ours; torch's handles of CUDA memory are a stand-in."""
-    from trl_realloc.engines.generation import vllm_worker
+    from trl_realloc.engines.generation import weight_receiver
 
     made, handles = WeightBuffers(cuda_ipc=True), Handles()
     made.dtype, made.wider = torch.bfloat16, frozenset({"c"})
@@ -173,7 +172,7 @@ def load_by_handle() -> dict[str, torch.Tensor]:
         assert again == [handle] * 3 and len(handles.memory) == 1, "torch wraps the storage anew for each handle"
         worker = worker_of(Model())
         worker.start_weight_update()
-        worker.receive_weights(vllm_worker.SharedMemoryBucket("", size, tensors, handle))
+        worker.receive_weights(weight_receiver.SharedMemoryBucket("", size, tensors, handle))
         assert worker.problem is None, worker.problem
         assert worker._loaded == {"a", "b", "c"}
         return {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
@@ -214,7 +213,7 @@ def loads_of_toys() -> tuple[str | None, str | None, str | None]:
             return loaded
 
     def loaded(toy: Any, names: list[str]) -> str | None:
-        from trl_realloc.engines.generation.vllm_worker import SharedMemoryBucket
+        from trl_realloc.engines.generation.weight_receiver import SharedMemoryBucket
 
         buffers, worker = WeightBuffers(), worker_of(toy)
         worker.model_config = SimpleNamespace(dtype=torch.float32)
@@ -247,7 +246,7 @@ def pending_of_toys() -> tuple[list[float], bool]:
     place when its layer was whole."""
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from trl_realloc.engines.generation.vllm_worker import SharedMemoryBucket
+    from trl_realloc.engines.generation.weight_receiver import SharedMemoryBucket
 
     read: list[int] = []
 
@@ -293,7 +292,7 @@ def test_the_parts_of_a_layer_outlive_the_bucket_that_they_came_in(vllm_process:
 
 
 def plain_tensors_of_a_toy() -> list[list[float]]:
-    from trl_realloc.engines.generation.vllm_worker import plain_tensors
+    from trl_realloc.engines.generation.weight_receiver import plain_tensors
 
     model = torch.nn.Linear(2, 2)
     model.register_buffer("kept", torch.zeros(2))
@@ -318,7 +317,7 @@ class Process:
         self.free: list[int] = []
 
     def send(self, word: str, *arguments: Any) -> None:
-        from trl_realloc.engines.generation.vllm_worker import SharedMemoryBucket
+        from trl_realloc.engines.generation.weight_receiver import SharedMemoryBucket
 
         if word == "load":
             self.free = []
