@@ -22,7 +22,7 @@ from trl_realloc.engines.training import packed_attention, sliced_head
 from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.packed_row import PackedRow
 from trl_realloc.engines.training.replicated import ReplicatedEngine
-from trl_realloc.plan.prefix_tree import PrefixTree
+from trl_realloc.plan.batching import PrefixTree
 
 
 PACKED = [name for name, (_, packed) in FAMILIES.items() if packed]

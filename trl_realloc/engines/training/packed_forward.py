@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
-from ...plan.batching import micro_batches
-from ...plan.prefix_tree import PrefixTree
+from ...plan.batching import PrefixTree, micro_batches
 from ..base import SamplingMask
 from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
