@@ -17,8 +17,8 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_realloc.engines.training import packed_attention, varlen_attention
+from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.engines.training.packed_attention import PACKED
-from trl_realloc.engines.training.packed_forward import PolicyHead
 from trl_realloc.engines.training.packed_row import PackedRow, Segment
 from trl_realloc.engines.training.varlen_attention import has_varlen, is_flash, sample_bounds
 from trl_realloc.engines.transformers_compat import attention_name

@@ -86,7 +86,7 @@ def test_samples_of_one_prompt_branch_at_its_end() -> None:
 
 
 @given(trees(), st.integers(1, 60), st.integers(1, 4))
-def test_each_sample_is_in_one_micro_batch_within_the_budget(
+def test_each_sample_with_a_shared_beginning_is_in_one_micro_batch_within_the_budget(
     drawn: tuple[list[bytes], list[int], PrefixTree], budget: int, stages: int
 ) -> None:
     keys, _, tree = drawn

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..algorithms.rollout import Ragged, Rollouts
     from ..realloc.transfer import Parts
     from .parameter_pieces import Piece
-    from .training.packed_forward import RoleHead
+    from .training.heads import RoleHead
     from .training_state import StateSpecs, TensorSpec, TrainingState
 
 

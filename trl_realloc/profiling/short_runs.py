@@ -31,7 +31,7 @@ from ..engines.base import Sampling
 from ..engines.dropout import without_dropout
 from ..engines.model_configs import untied
 from ..engines.models import frozen_copy, shell, with_adapters
-from ..engines.training.mixed_precision import autocast
+from ..engines.training.heads import autocast
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline

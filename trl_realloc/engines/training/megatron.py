@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.algorithm import TokenLoss
+from ...algorithms.nonfinite import refusal
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
@@ -26,20 +27,10 @@ from ..mesh_group import SplitGroups
 from ..parameter_pieces import Piece
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name
+from .heads import PolicyHead, RoleHead, autocast, tied_weight
 from .master_weights import NamedOptimizer, SplitMasters
-from .mixed_precision import autocast
-from .nonfinite_guard import refusal
+from .micro_batches import in_order, row_of, run_forward, run_training, statistics_in_order
 from .packed_attention import base_of
-from .packed_forward import (
-    PolicyHead,
-    RoleHead,
-    in_order,
-    row_of,
-    run_forward,
-    run_training,
-    statistics_in_order,
-    tied_weight,
-)
 from .packed_row import PackedRow
 from .part_gather import PartGather
 from .pipeline import MiniBatch, PackedSamples, StagePipeline, keep_stage
@@ -217,7 +208,7 @@ class MegatronEngine:
         self.masters.settings.give(learning_rate)
         self.grad_norm = self.masters.step(self.max_grad_norm)
         if not math.isfinite(self.grad_norm):
-            raise refusal(self.groups.mesh, samples, statistics)
+            raise refusal(samples, statistics, self.groups.mesh.max)
         self.version += 1
 
     def drop(self) -> None:

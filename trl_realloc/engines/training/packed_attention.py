@@ -1,5 +1,5 @@
 """Attention that separates the samples of a packed row, and the check whether a model can use it. The forward of packed
-samples is in `packed_forward`.
+samples is in `heads`.
 """
 
 from __future__ import annotations
