@@ -1,7 +1,7 @@
 """Engine that trains and scores a Transformers model that is split over data x tensor x pipeline groups of a mesh.
 
 The model is not converted: `tensor_parallel` splits it by the family's own plan, `pipeline` removes other stages'
-layers, `master_weights` has the optimizer. This file combines them.
+layers, `split_masters` has the optimizer. This file combines them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..parameter_pieces import Piece
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name
 from .heads import PolicyHead, RoleHead, autocast, tied_weight
-from .master_weights import NamedOptimizer, SplitMasters
 from .micro_batches import in_order, row_of, run_forward, run_training, statistics_in_order
 from .packed_attention import base_of
 from .packed_row import PackedRow
 from .part_gather import PartGather
 from .pipeline import MiniBatch, PackedSamples, StagePipeline, keep_stage
+from .split_masters import NamedOptimizer, SplitMasters
 from .stage_run import StageWork, run_pipeline
 from .tensor_parallel import box_of, is_split, local, split_tensors, splits_adapter, vocabulary_start
 from .token_logprobs import TokenLogprobs

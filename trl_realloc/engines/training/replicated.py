@@ -32,10 +32,9 @@ from ..training_state import (
     room_for,
     scalars_of,
 )
-from .group_settings import GroupSettings
 from .heads import RoleHead, autocast
-from .master_weights import MasterWeights
 from .micro_batches import CachedGraphs, run_forward, run_training
+from .optimizer_state import GroupSettings, MasterWeights
 from .packed_row import PackedRow
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill

@@ -37,9 +37,9 @@ from ..training_state import (
 )
 from . import deepspeed_compat as compat
 from .compiled_ops import clear_stale_locks, compiles
-from .group_settings import GroupSettings
 from .heads import RoleHead, autocast
 from .micro_batches import placeholder, run_forward, run_training
+from .optimizer_state import GroupSettings
 from .packed_row import PackedRow
 from .replicated import whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
