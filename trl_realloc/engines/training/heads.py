@@ -1,7 +1,7 @@
 """The heads that compute a role's outputs from ragged samples through a Transformers model, and the autocast in which
 engines run them. The loops over micro-batches are in `micro_batches`.
 
-The samples of a micro-batch are packed into one row without padding if `packing_check` allows it, and right-padded
+The samples of a micro-batch are packed into one row without padding if `probe_model` allows it, and right-padded
 otherwise. Logits are computed only for response tokens.
 """
 
@@ -24,8 +24,9 @@ from ..base import SamplingMask
 from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
 from ..model_changes import forward_changes
-from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs, shares_rows
+from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, shares_rows
 from .packed_row import PackedRow
+from .probe_model import packs
 from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced
 from .tensor_parallel import is_split
 from .token_logprobs import TokenLogprobs
