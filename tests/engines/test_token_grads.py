@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from trl_realloc.algorithms.algorithm import TokenLoss
-from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_grads
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.trainer_loss import LinearLoss, without_zero_grads
 from trl_realloc.engines.training import heads, sliced_head
 from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine

@@ -22,8 +22,8 @@ import torch.distributed as dist  # noqa: E402
 from split import CPU, SIZES, deal, gap, groups, head_of, optimizer  # noqa: E402
 from token_grads import bonus, clipped, samples_of, sequence_level, with_grads  # noqa: E402
 
-from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_grads  # noqa: E402
 from trl_realloc.algorithms.rollout import Rollouts  # noqa: E402
+from trl_realloc.algorithms.trainer_loss import LinearLoss, without_zero_grads  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup  # noqa: E402
 from trl_realloc.engines.training import heads, sliced_head  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trl_realloc.algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from trl_realloc.trainer.policy import loss_and_logprobs
 from trl_realloc.trainer.policy.loss_and_logprobs import LossInputs, Rows, StepBuffer
 from trl_realloc.trainer.policy.loss_in_engine import MAX_SENT, MicroBatch

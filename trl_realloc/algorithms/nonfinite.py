@@ -49,7 +49,7 @@ DERIVED_COLUMNS = {
     "advantages": "an advantage",
     "returns": "a return",
 }
-# Columns of a loss that is defined by its derivatives (`linear_loss`).
+# Columns of a loss that is defined by its derivatives (`trainer_loss`).
 SLOPE_COLUMNS = {
     "logprob_grads": "the loss's derivative by a log-probability",
     "entropy_grads": "the loss's derivative by an entropy",

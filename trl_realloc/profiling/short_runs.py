@@ -19,14 +19,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from ..algorithms.algorithm import Algorithm
-from ..algorithms.linear_loss import LOGPROB_GRADS
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.ppo import PPO
 from ..algorithms.ppo_settings import PPOSettings
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
-from ..algorithms.trainer_loss import TrainerLoss
+from ..algorithms.trainer_loss import LOGPROB_GRADS, TrainerLoss
 from ..engines.base import Sampling
 from ..engines.dropout import without_dropout
 from ..engines.model_configs import untied

@@ -22,8 +22,7 @@ from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate, SamplingMask
-from ..buckets import in_buckets
-from ..mesh_group import SplitGroups
+from ..mesh_group import SplitGroups, in_buckets
 from ..parameter_pieces import Piece
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name

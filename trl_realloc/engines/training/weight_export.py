@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..base import BUCKET_BYTES, Bucket, EngineError
-from ..buckets import in_buckets
+from ..mesh_group import in_buckets
 from ..parameter_pieces import Piece
 from ..training_state import TensorSpec
 from ..transformers_compat import form_in_checkpoint, tied_names
-from .deepspeed_compat import full_numel, full_shape
+from .deepspeed_compat import full_shape
 
 
 _BASE = "base_model.model."  # prefix of the base model's names in a PEFT model
@@ -45,6 +45,7 @@ def buckets(
     *,
     merged: bool = True,
     names: Collection[str] | None = None,
+    full_bytes: Callable[[nn.Parameter], int] = lambda parameter: parameter.nbytes,
 ) -> Iterator[Bucket]:
     """Yield the model's parameters as full tensors, in buckets of at most `bucket_bytes` or of one larger tensor. Under
     checkpoint names its persistent buffers come too, in a separate bucket.
@@ -56,11 +57,12 @@ def buckets(
         merged: True for checkpoint names, with adapters merged into the weights. False for the module's names, with
             the adapters as separate parameters.
         names: parameters to export if not `merged`; `None` for all.
+        full_bytes: returns the bytes of a full parameter, if they are partitioned.
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
     rename = partial(checkpoint_names, model) if merged else list
     weights = _weights(model) if merged else (w for w in _plain(model) if names is None or w.name in names)
-    for bucket in in_buckets(weights, lambda weight: _full_bytes(weight.sources[0]), bucket_bytes):
+    for bucket in in_buckets(weights, lambda weight: full_bytes(weight.sources[0]), bucket_bytes):
         with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
             yield rename([(weight.name, weight.compute()) for weight in bucket])
     if merged and (others := persistent_buffers(model)):
@@ -97,10 +99,6 @@ def checkpoint_names(model: PreTrainedModel, tensors: list[tuple[str, Tensor]]) 
 def specs_of(model: nn.Module) -> dict[str, TensorSpec]:
     """Shape and dtype of every parameter, including those that ZeRO-3 has partitioned."""
     return {name: TensorSpec(full_shape(p), p.dtype) for name, p in model.named_parameters()}
-
-
-def _full_bytes(parameter: nn.Parameter) -> int:
-    return full_numel(parameter) * parameter.element_size()  # numel() of a partitioned parameter is 0
 
 
 def _plain(model: nn.Module) -> Iterator[_Weight]:

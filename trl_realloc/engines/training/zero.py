@@ -232,7 +232,9 @@ class ZeroEngine:
     def export(
         self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
     ) -> Iterator[Bucket]:
-        return buckets(self.head.model, self._gather, bucket_bytes, merged=merged, names=names)
+        return buckets(
+            self.head.model, self._gather, bucket_bytes, merged=merged, names=names, full_bytes=compat.full_bytes
+        )
 
     def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
         """See `base.TrainingEngine`. In stage 3 every rank sends its partitions to the first. A gather would assemble

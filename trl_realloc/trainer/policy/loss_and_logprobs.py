@@ -2,7 +2,7 @@
 
 TRL's loss reads a model only through log-probabilities and entropies. It is computed on leaf tensors with their values
 (`EngineLoss`). The gradients of these leaves, the token gradients, are what the engines train with
-(`algorithms.linear_loss`). `StepBuffer` converts between TRL's padded tensors and the engines' samples, and collects
+(`algorithms.trainer_loss`). `StepBuffer` converts between TRL's padded tensors and the engines' samples, and collects
 the token gradients of an optimizer step. `ModelInEngine` and `ReferenceInEngine` stand in for the models that are in
 engines."""
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.algorithm import TokenLoss
-from ...algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from ...algorithms.rollout import Ragged, Rollouts
+from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...plan.dataflow import Role
 from ...runtime.call_server import CallServer, KnownOutputs

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device
+from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ..checks.trainable import users_method
 from ..trl_compat import is_scaled_for_accumulation
