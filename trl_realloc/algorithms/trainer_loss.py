@@ -1,6 +1,6 @@
 """The algorithm of a run whose samples, rewards and losses another library computes, such as TRL's GRPO
-(`TrainerLoss`). That library gives the derivatives of its loss with respect to the log-probabilities and entropies of the response
-tokens, the *token gradients* (`LinearLoss`). One training call is one optimizer step.
+(`TrainerLoss`). That library gives the derivatives of its loss with respect to the log-probabilities and entropies of
+the response tokens, the *token gradients* (`LinearLoss`). One training call is one optimizer step.
 
 A loss L of a policy depends on its model only through the log-probability l_t and the entropy H_t of each token. By the
 chain rule dL/dw = Σ dL/dl_t · dl_t/dw + Σ dL/dH_t · dH_t/dw, which is the gradient of the linear loss Σ a_t · l_t + Σ

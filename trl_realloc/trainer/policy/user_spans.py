@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ...algorithms.rewards import awaited, is_async
+from ...algorithms.async_functions import awaited, is_async
 from ...plan.timeline import TOOL, Span
 from ...runtime.process_groups import all_gather_object
 
