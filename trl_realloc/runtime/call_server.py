@@ -23,7 +23,7 @@ from ..algorithms.rewards import whole_texts
 from ..algorithms.rollout import Ragged, Rollouts, token_keys
 from ..engines.base import Rate, Sampling
 from ..plan.dataflow import CallKind, Role
-from ..plan.timeline import Span
+from ..plan.spans import Span
 from .calls.generate_and_score import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
 from .calls.results import ages, with_ages
 from .executor import Executor

@@ -25,7 +25,7 @@ from ...engines.base import Completion, Generation, GenerationRequest, Rate, Sam
 from ...engines.model_configs import table_positions
 from ...engines.training.replicated import ReplicatedEngine
 from ...plan.dataflow import Call, Role
-from ...plan.timeline import REWARD_FUNCTION, Span
+from ...plan.spans import REWARD_FUNCTION, Span
 from ..placement.placement import Placement
 from ..samples.context_limit import ContextLimit
 from ..samples.routes import as_responses, sources

@@ -17,7 +17,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...engines.base import Completion, EngineError, GenerationRequest, Unfinished
 from ...plan.dataflow import Call
 from ...plan.generation_spans import GenerationSpans
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ..calls import generate_and_score as calls
 from ..calls.batch import Batch
 from ..calls.generate_and_score import CallSettings

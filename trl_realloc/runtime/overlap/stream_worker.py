@@ -16,7 +16,7 @@ from ...algorithms.rollout import Rollouts
 from ...engines.base import BackgroundEngine, Completion, EngineError, Generation
 from ...plan.assignment import sleeps
 from ...plan.generation_spans import GenerationSpans
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ...planner.iteration.stream import Stream
 from ...planner.iteration.stream_dispatcher import Release, Withdraw
 from ..calls import generate_and_score as calls
