@@ -26,19 +26,12 @@ from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import (
-    EngineError,
-    GenerationEngine,
-    GenerationRequest,
-    InPlaceEngine,
-    Sampling,
-    ScoringEngine,
-    TrainingEngine,
-)
+from trl_realloc.engines.base import EngineError, GenerationEngine, InPlaceEngine, ScoringEngine, TrainingEngine
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
 from trl_realloc.engines.models import generated_config
+from trl_realloc.engines.requests import GenerationRequest, Sampling
 from trl_realloc.engines.training import heads, sliced_head
 from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.megatron import MegatronEngine

@@ -23,8 +23,8 @@ from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import SamplingMask
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
+from trl_realloc.engines.requests import SamplingMask
 from trl_realloc.engines.training import heads, sliced_head
 from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ValueHead
 from trl_realloc.engines.training.megatron import MegatronEngine

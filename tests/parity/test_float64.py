@@ -23,7 +23,7 @@ from trl_realloc.algorithms.corrections import MODES, Correction
 from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.algorithms.trainer_loss import LOGPROB_GRADS, LinearLoss
-from trl_realloc.engines.base import SamplingMask
+from trl_realloc.engines.requests import SamplingMask
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 from trl_realloc.trainer.grpo_trainer import sampling_logps
 from trl_realloc.trainer.policy.loss_and_logprobs import Rows

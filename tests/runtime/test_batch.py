@@ -20,7 +20,7 @@ from mailboxes import Mailbox, Mailboxes
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.algorithms.trainer_loss import TrainerLoss
-from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role

@@ -19,7 +19,7 @@ from trl_realloc import Cluster
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.algorithms.trainer_loss import LOGPROB_GRADS, TrainerLoss
-from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Call, CallKind
 from trl_realloc.plan.execution_plan import ExecutionPlan

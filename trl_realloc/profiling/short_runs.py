@@ -26,10 +26,10 @@ from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
 from ..algorithms.trainer_loss import LOGPROB_GRADS, TrainerLoss
-from ..engines.base import Sampling
 from ..engines.dropout import without_dropout
 from ..engines.model_configs import untied
 from ..engines.models import frozen_copy, shell, with_adapters
+from ..engines.requests import Sampling
 from ..engines.training.heads import autocast
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan

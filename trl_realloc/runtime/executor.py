@@ -16,7 +16,8 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
-from ..engines.base import Rate, Sampling
+from ..engines.base import Rate
+from ..engines.requests import Sampling
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ..base import EngineError, GenerationRequest, Sampling
+from ..base import EngineError
+from ..requests import GenerationRequest, Sampling
 from .sampling_checks import vllm_problems, why_not_moved
 
 

@@ -1,5 +1,5 @@
-"""Checks of a `base.Sampling`: the ranges of its fields, and the user's further arguments of vLLM's `SamplingParams`.
-Does not import vLLM.
+"""Checks of a `requests.Sampling`: the ranges of its fields, and the user's further arguments of vLLM's
+`SamplingParams`. Does not import vLLM.
 
 Requests are checked in `request_checks`. What only vLLM can check, such as a regular expression, it checks before
 anything is generated (`VLLMEngine.start`).
@@ -15,7 +15,7 @@ from typing import Any
 
 from ...common.errors import shown, unknown_keys
 from ...common.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, read_settings
-from ..base import Sampling, SamplingMask
+from ..requests import Sampling, SamplingMask
 from .vllm_support import annotated_fields
 
 

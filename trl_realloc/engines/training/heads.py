@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
 from ...plan.assignment import MAX_LOGITS
 from ...plan.batching import PrefixTree
-from ..base import SamplingMask
 from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
 from ..model_changes import forward_changes
+from ..requests import SamplingMask
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, shares_rows
 from .packed_row import PackedRow
 from .probe_model import packs

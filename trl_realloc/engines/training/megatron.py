@@ -21,9 +21,10 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, EngineError, Rate, SamplingMask
+from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
 from ..mesh_group import SplitGroups, in_buckets
 from ..parameter_pieces import Piece
+from ..requests import SamplingMask
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name
 from .heads import PolicyHead, RoleHead, autocast, tied_weight

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...plan.assignment import LOGITS_SLICE
-from ..base import SamplingMask
 from ..mesh_group import MeshGroup
+from ..requests import SamplingMask
 from .packed_attention import backbone_of
 from .sampling_mask import highest_of, keep_above, keep_mask
 from .split_layers import part_of

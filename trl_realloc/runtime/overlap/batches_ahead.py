@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from ...algorithms.prompt_batches import PromptBatch
-from ...engines.base import BackgroundEngine, EngineError, Generation, Sampling, Unfinished, Updates
+from ...engines.base import BackgroundEngine, EngineError, Generation, Updates
+from ...engines.requests import Sampling, Unfinished
 from ...plan.spans import Span
 from ...plan.staleness import calls_ahead
 from ..calls.batch import CallOutput

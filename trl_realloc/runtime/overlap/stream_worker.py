@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Rollouts
-from ...engines.base import BackgroundEngine, Completion, EngineError, Generation
+from ...engines.base import BackgroundEngine, EngineError, Generation
+from ...engines.requests import Completion
 from ...plan.assignment import sleeps
 from ...plan.generation_spans import GenerationSpans
 from ...plan.spans import Span
