@@ -69,7 +69,7 @@ def rank(number: int, folder: str, batches: int) -> None:
     from trl_realloc.algorithms.ppo import ValueLoss
     from trl_realloc.algorithms.rollout import Ragged, Rollouts
     from trl_realloc.engines.mesh_group import MeshGroup
-    from trl_realloc.engines.training.packed_forward import ValueHead
+    from trl_realloc.engines.training.heads import ValueHead
     from trl_realloc.engines.training.replicated import ReplicatedEngine
 
     torch.set_num_threads(1)

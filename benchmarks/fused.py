@@ -160,8 +160,8 @@ def _fused(case: Mapping[str, Any], world: int) -> tuple[Any, Any, Any]:
     from trl_realloc.algorithms.algorithm import TokenLoss
     from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
     from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining
+    from trl_realloc.engines.training.heads import PolicyHead, ValueHead
     from trl_realloc.engines.training.megatron import MegatronEngine
-    from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
     from trl_realloc.runtime.fused.orders import FusedOrders
 
     places = groups(world, 1, case["pp"][0]), groups(world, 1, case["pp"][1]).reversed()

@@ -213,7 +213,7 @@ class Ours:
 
     def generate(self, **asked: int) -> dict[str, float]:
         """Seconds, and of them those inside vLLM's decode steps and inside this package's draw."""
-        from trl_realloc.engines.base import GenerationRequest, Sampling
+        from trl_realloc.engines.requests import GenerationRequest, Sampling
 
         made = requests(**asked)
         self.times.new()

@@ -61,11 +61,11 @@ def measure(trains: bool, sliced: bool, bf16: bool, tokens: int) -> dict[str, An
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from trl_realloc.algorithms.rollout import Ragged, Rollouts
-    from trl_realloc.engines.training import sliced_head
-    from trl_realloc.engines.training.packed_forward import PolicyHead
+    from trl_realloc.engines.training import heads
+    from trl_realloc.engines.training.heads import PolicyHead
 
     if not sliced:
-        sliced_head.MAX_WHOLE_ON_CPU = 1 << 62
+        heads.MAX_WHOLE_ON_CPU = 1 << 62
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
     head = PolicyHead(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)), 1.0)

@@ -37,10 +37,10 @@ from families import FAMILIES, VOCABULARY, causal, classifier  # noqa: E402
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, token_keys  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup  # noqa: E402
-from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
+from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.packed_row import PackedRow  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
-from trl_realloc.plan.prefix_tree import PrefixTree  # noqa: E402
+from trl_realloc.plan.batching import PrefixTree  # noqa: E402
 from trl_realloc.planner.cost.measured_rates import dot, fit_unit_costs  # noqa: E402
 
 

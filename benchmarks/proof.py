@@ -53,9 +53,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "multiprocess")]
 
 from engine_forks import EngineForks  # noqa: E402
 
-from trl_realloc.engines.base import EngineError, GenerationRequest, Sampling, Updates  # noqa: E402
+from trl_realloc.engines.base import EngineError, Updates  # noqa: E402
 from trl_realloc.engines.generation import engine_process, weight_sender  # noqa: E402
 from trl_realloc.engines.generation.vllm import VLLMEngine  # noqa: E402
+from trl_realloc.engines.requests import GenerationRequest, Sampling  # noqa: E402
 from trl_realloc.engines.training.weight_export import buckets  # noqa: E402
 from trl_realloc.plan.cluster import Cluster, DeviceMesh  # noqa: E402, F401
 from trl_realloc.plan.model_spec import ModelSpec  # noqa: E402

@@ -47,7 +47,7 @@ from trl_realloc.algorithms.ppo import PPO  # noqa: E402
 from trl_realloc.algorithms.ppo_settings import PPOSettings  # noqa: E402
 from trl_realloc.algorithms.prompt_batches import PromptBatch  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
-from trl_realloc.engines.base import Sampling  # noqa: E402
+from trl_realloc.engines.requests import Sampling  # noqa: E402
 from trl_realloc.plan.cluster import Cluster, DeviceMesh  # noqa: E402
 from trl_realloc.plan.dataflow import Call, CallKind, Role  # noqa: E402
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy  # noqa: E402

@@ -41,8 +41,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
 from trl_realloc import PPOConfig, PPOTrainer  # noqa: E402
 from trl_realloc.algorithms.prompt_batches import PromptBatch  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
-from trl_realloc.engines.base import Completion, GenerationRequest, Sampling  # noqa: E402
 from trl_realloc.engines.generation.transformers import TransformersEngine  # noqa: E402
+from trl_realloc.engines.requests import Completion, GenerationRequest, Sampling  # noqa: E402
 from trl_realloc.plan.dataflow import Role  # noqa: E402
 from trl_realloc.plan.staleness import Staleness  # noqa: E402
 

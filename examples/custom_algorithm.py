@@ -23,8 +23,8 @@ from trl_realloc.algorithms.algorithm import TrainingLoss
 from trl_realloc.algorithms.prompt_batches import PromptBatch
 from trl_realloc.algorithms.rewards import FunctionReward
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.models import shell
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.runtime.calls.generate_and_score import CallSettings

@@ -20,7 +20,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import trl_realloc
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.spans import Span
+from trl_realloc.plan.timeline import Timeline
 
 
 ROOT = Path(__file__).parent.parent

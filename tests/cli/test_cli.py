@@ -27,7 +27,8 @@ from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS, flatten, interleave
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.spans import Span
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.planner.recipe.defaults import LAUNCH
 from trl_realloc.planner.recipe.recipe import read_recipe
 from trl_realloc.planner.search.ladder import FUSED

@@ -24,7 +24,8 @@ from trl_realloc.cli.recipe_parser import RecipeError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.spans import Span
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.planner.cost.hardware import Sharing
 from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 from trl_realloc.planner.recipe.recipe import read_recipe

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_realloc.engines.base import Completion, GenerationEngine, GenerationRequest, Sampling
+from trl_realloc.engines.base import GenerationEngine
+from trl_realloc.engines.requests import Completion, GenerationRequest, Sampling
 
 
 VOCABULARY = 128

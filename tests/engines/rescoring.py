@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-from trl_realloc.engines.base import Completion, Generation, GenerationRequest, Unfinished
+from trl_realloc.engines.base import Generation
 from trl_realloc.engines.generation.vllm import VLLMEngine
+from trl_realloc.engines.requests import Completion, GenerationRequest, Unfinished
 
 
 Models = Mapping[int, LlamaForCausalLM]  # by version

@@ -32,10 +32,10 @@ from trl_realloc.engines.model_configs import read_config
 from trl_realloc.engines.models import adapts_unread, blank, load_classifier, load_policy, seeded, with_adapters
 from trl_realloc.engines.training import checkpoint_files
 from trl_realloc.engines.training.checkpoint_files import CheckpointFiles
-from trl_realloc.engines.training.master_weights import NamedOptimizer
-from trl_realloc.engines.training.packed_attention import packs
 from trl_realloc.engines.training.pipeline import keep_stage
+from trl_realloc.engines.training.probe_model import packs
 from trl_realloc.engines.training.replica_sync import fingerprint
+from trl_realloc.engines.training.split_masters import NamedOptimizer
 from trl_realloc.engines.training.weight_source import fill, source_of, unread
 
 

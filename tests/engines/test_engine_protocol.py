@@ -26,22 +26,15 @@ from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import (
-    EngineError,
-    GenerationEngine,
-    GenerationRequest,
-    InPlaceEngine,
-    Sampling,
-    ScoringEngine,
-    TrainingEngine,
-)
+from trl_realloc.engines.base import EngineError, GenerationEngine, InPlaceEngine, ScoringEngine, TrainingEngine
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
 from trl_realloc.engines.models import generated_config
-from trl_realloc.engines.training import packed_forward, sliced_head
+from trl_realloc.engines.requests import GenerationRequest, Sampling
+from trl_realloc.engines.training import heads, sliced_head
+from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.megatron import MegatronEngine
-from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training.zero import ZeroEngine
 
@@ -172,13 +165,13 @@ def test_a_step_is_the_gradient_times_the_learning_rate_whatever_the_micro_batch
     mean_logprob(by_hand(samples), samples)[0].backward()
     expected = {n: (p - 0.5 * p.grad).detach() for n, p in by_hand.model.named_parameters() if p.grad is not None}
     sliced, calls = sliced_head.sliced, list[Any]()
-    monkeypatch.setattr(packed_forward, "sliced", lambda *args: calls.append(args) or sliced(*args))
+    monkeypatch.setattr(heads, "sliced", lambda *args: calls.append(args) or sliced(*args))
     for budget in (1, 1000):
         made = build(kind)
         statistics = made.train(samples, mean_logprob, budget, 0.5)
         assert_same(exported(made), expected, 1e-5)
         assert len(calls) == (budget == 1000), "the head is computed in slices for the second budget alone"
-        monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)  # of the second budget
+        monkeypatch.setattr(heads, "MAX_WHOLE_ON_CPU", 0)  # of the second budget
         monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 3 * tiny.VOCABULARY)
         assert made.version == 1
         assert statistics["tokens"].tolist() == samples.ragged("responses").lengths.tolist()

@@ -16,9 +16,10 @@ from limits import patience
 from rescoring import TEMPERATURE, Models, assert_exact, error_of, kept_keys, the_rest, wait_for, wait_until_idle
 from transformers import LlamaForCausalLM
 
-from trl_realloc.engines.base import EngineError, Sampling, Updates
+from trl_realloc.engines.base import EngineError, Updates
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.requests import Sampling
 
 
 pytestmark = [

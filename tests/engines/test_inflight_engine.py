@@ -13,10 +13,11 @@ from generating import buckets, llama, requests
 from holding import held
 from rescoring import TEMPERATURE, Models, assert_exact, the_rest, wait_for
 
-from trl_realloc.engines.base import Sampling, Updates
+from trl_realloc.engines.base import Updates
 from trl_realloc.engines.generation.engine_process import engine_environment
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.requests import Sampling
 
 
 pytestmark = [
@@ -61,7 +62,7 @@ def test_steps_under_way_are_waited_for_and_their_tokens_are_of_the_version_befo
 GROWTH = """
 import gc, json, sys, tracemalloc
 from dataclasses import asdict
-from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.engines.generation.vllm_host import build
 from trl_realloc.engines.generation.vllm_requests import CachedKeys, RunningRequests
 from trl_realloc.engines.generation.vllm_sampler import SeededRows

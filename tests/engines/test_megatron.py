@@ -15,9 +15,9 @@ from whole_state import whole_state
 from trl_realloc.algorithms.algorithm import TokenLoss
 from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
-from trl_realloc.engines.training.master_weights import _owners
+from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.engines.training.megatron import MegatronEngine, check_model
-from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.split_masters import _owners
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 
 

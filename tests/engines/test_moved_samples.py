@@ -18,19 +18,11 @@ from limits import patience
 from rescoring import wait_for
 from transformers import LlamaForCausalLM
 
-from trl_realloc.engines.base import (
-    BackgroundEngine,
-    Completion,
-    EngineDied,
-    EngineError,
-    Generation,
-    GenerationRequest,
-    Sampling,
-    Unfinished,
-)
+from trl_realloc.engines.base import BackgroundEngine, EngineDied, EngineError, Generation
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.requests import Completion, GenerationRequest, Sampling, Unfinished
 
 
 pytestmark = [

@@ -17,7 +17,7 @@ from replay import rollouts
 
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training import stage_run
-from trl_realloc.engines.training.packed_forward import ValueHead
+from trl_realloc.engines.training.heads import ValueHead
 from trl_realloc.engines.training.pipeline import PackedSamples, StagePipeline
 from trl_realloc.engines.training.stage_messages import StageTask
 from trl_realloc.engines.training.stage_run import Orders, StageRun, StageWork, run_pipeline

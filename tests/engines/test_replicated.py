@@ -23,7 +23,8 @@ from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.ppo_weights import sample_weights
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.mesh_group import MeshGroup
-from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead, cut
+from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ValueHead
+from trl_realloc.engines.training.micro_batches import cut
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.batching import balance
 

@@ -31,11 +31,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from trl_realloc.engines.base import Completion, EngineError, GenerationRequest, Sampling, Updates
+from trl_realloc.engines.base import EngineError, Updates
 from trl_realloc.engines.generation import engine_process
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.requests import Completion, GenerationRequest, Sampling
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import flatten
 from trl_realloc.runtime.placement.engine_options import EngineOptions

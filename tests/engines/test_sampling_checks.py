@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trl_realloc.engines.base import EngineError, GenerationRequest, Sampling, Unfinished
+from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.generation.sampling_checks import (
     RESERVED_SAMPLING_ARGUMENTS,
     RequestChecks,
@@ -18,6 +18,7 @@ from trl_realloc.engines.generation.sampling_checks import (
     with_generation_kwargs,
 )
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.requests import GenerationRequest, Sampling, Unfinished
 
 
 NEUTRAL = Sampling(8, 1.0)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trl_realloc.engines.base import Sampling, SamplingMask
 from trl_realloc.engines.generation.token_draw import keep_likely, keep_nucleus, keep_top
 from trl_realloc.engines.mesh_group import MeshGroup
+from trl_realloc.engines.requests import Sampling, SamplingMask
 from trl_realloc.engines.training import sliced_head
 from trl_realloc.engines.training.sliced_head import SlicedLogprobs
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs

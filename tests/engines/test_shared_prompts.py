@@ -12,17 +12,17 @@ from families import FAMILIES, VOCABULARY, causal, classifier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from test_packed_forward import assert_same_gradients, gradients
+from test_heads import assert_same_gradients, gradients
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, token_keys
 from trl_realloc.engines.mesh_group import MeshGroup
-from trl_realloc.engines.training import packed_attention, sliced_head
-from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
+from trl_realloc.engines.training import heads, packed_attention, sliced_head
+from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.packed_row import PackedRow
 from trl_realloc.engines.training.replicated import ReplicatedEngine
-from trl_realloc.plan.prefix_tree import PrefixTree
+from trl_realloc.plan.batching import PrefixTree
 
 
 PACKED = [name for name, (_, packed) in FAMILIES.items() if packed]
@@ -110,7 +110,7 @@ def test_tokens_are_shared_where_activations_are_recomputed_and_with_adapters(ma
 
 
 def test_tokens_are_shared_where_logits_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)
+    monkeypatch.setattr(heads, "MAX_WHOLE_ON_CPU", 0)
     monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 2 * VOCABULARY)
     samples = group()
     assert_shares(head_of("qwen3", "policy"), samples, row_of(samples))

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.training import sliced_head
-from trl_realloc.engines.training.packed_forward import PolicyHead
-from trl_realloc.engines.training.sliced_head import SlicedLogprobs, logits_are_of_head, row_slices, works_in_slices
+from trl_realloc.engines.training import heads, sliced_head
+from trl_realloc.engines.training.heads import PolicyHead, works_in_slices
+from trl_realloc.engines.training.sliced_head import SlicedLogprobs, logits_are_of_head, row_slices
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 from trl_realloc.plan.assignment import LOGITS_SLICE
 from trl_realloc.planner.cost.activation_memory import slice_bytes
@@ -27,7 +27,7 @@ from trl_realloc.planner.cost.activation_memory import slice_bytes
 @pytest.fixture
 def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of two rows or less, however few the logits."""
-    monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)
+    monkeypatch.setattr(heads, "MAX_WHOLE_ON_CPU", 0)
     monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 2 * tiny.VOCABULARY)
 
 
@@ -65,7 +65,7 @@ def assert_same(
     sliced = learned(head, samples, autocast, entropy)
     assert head.may_slice
     with monkeypatch.context() as patched:
-        patched.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 1 << 40)
+        patched.setattr(heads, "MAX_WHOLE_ON_CPU", 1 << 40)
         whole = learned(head, samples, autocast, entropy)
     for ours, theirs in zip(sliced, whole, strict=True):
         assert ours.keys() == theirs.keys()
@@ -142,8 +142,8 @@ def test_whether_a_model_changes_logits_is_known_before_weights(family: str, exp
 
 def test_few_logits_are_computed_whole_and_many_in_slices() -> None:
     model = tiny.policy()
-    assert not works_in_slices(model, sliced_head.MAX_WHOLE_ON_CPU // tiny.VOCABULARY)
-    assert works_in_slices(model, sliced_head.MAX_WHOLE_ON_CPU // tiny.VOCABULARY + 1)
+    assert not works_in_slices(model, heads.MAX_WHOLE_ON_CPU // tiny.VOCABULARY)
+    assert works_in_slices(model, heads.MAX_WHOLE_ON_CPU // tiny.VOCABULARY + 1)
 
 
 @pytest.mark.usefixtures("in_slices")

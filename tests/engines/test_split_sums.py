@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_realloc.engines.training.master_weights import SplitMasters
+from trl_realloc.engines.training.split_masters import SplitMasters
 from trl_realloc.engines.training.tensor_parallel import local
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from trl_realloc.algorithms.algorithm import TokenLoss
-from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_grads
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.training import sliced_head
-from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.algorithms.trainer_loss import LinearLoss, without_zero_grads
+from trl_realloc.engines.training import heads, sliced_head
+from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 
 
@@ -46,7 +46,7 @@ def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 @pytest.mark.parametrize("loss", [clipped, sequence_level, bonus])
 def test_steps_by_a_losss_slopes_are_its_steps(loss: TokenLoss, sliced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if sliced:
-        monkeypatch.setattr(sliced_head, "MAX_WHOLE_ON_CPU", 0)
+        monkeypatch.setattr(heads, "MAX_WHOLE_ON_CPU", 0)
         monkeypatch.setattr(sliced_head, "SLICE_ON_CPU", 3 * 50)
     direct, by_slopes = engine(), engine()
     samples = samples_of(direct)

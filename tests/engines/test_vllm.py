@@ -38,13 +38,14 @@ from rescoring import Models, assert_exact, wait_for
 from shared_memory import left, names
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_realloc.engines.base import Completion, EngineDied, EngineError, GenerationRequest, Sampling, Updates
+from trl_realloc.engines.base import EngineDied, EngineError, Updates
 from trl_realloc.engines.child_process import session_members
 from trl_realloc.engines.generation import engine_process, vllm
 from trl_realloc.engines.generation.engine_process import engine_environment
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.requests import Completion, GenerationRequest, Sampling
 
 
 pytestmark = [
@@ -391,7 +392,7 @@ def test_nothing_outlives_a_killed_parent(processes: int, tmp_path: Path, forks:
         Path({str(tmp_path)!r}, "session").write_text(f"{{engine.pid}}\\n")
         if {generate}:
             from transformers import AutoConfig, AutoModelForCausalLM
-            from trl_realloc.engines.base import GenerationRequest, Sampling
+            from trl_realloc.engines.requests import GenerationRequest, Sampling
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(tmp_path)!r}))
             engine.load([list(model.named_parameters())], 1)
             samples = engine.generate([GenerationRequest(i, (1, 2), i) for i in range(5000)], Sampling(200, 1.0))

@@ -42,7 +42,8 @@ from transformers import (
 )
 
 from trl_realloc.engines.models import adapted_policy, frozen_copy, generated_config
-from trl_realloc.engines.training.weight_export import buckets, why_not_merged
+from trl_realloc.engines.training.adapter_weights import why_not_merged
+from trl_realloc.engines.training.weight_export import buckets
 
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training.deepspeed_compat import initializing
-from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.engines.training.zero import ZeroEngine
 from trl_realloc.engines.training.zero_setup import cast_parameters, deepspeed_config
 from trl_realloc.plan.assignment import REDUCE_BUCKET

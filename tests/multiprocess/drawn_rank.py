@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trl_realloc.algorithms.prompt_batches import PromptBatch  # noqa: E402
 from trl_realloc.algorithms.rollout import Ragged, Rollouts  # noqa: E402
-from trl_realloc.engines.base import Completion  # noqa: E402
+from trl_realloc.engines.requests import Completion  # noqa: E402
 from trl_realloc.plan.dataflow import Role  # noqa: E402
 from trl_realloc.planner.iteration.stream_dispatcher import Continue, Score  # noqa: E402
 from trl_realloc.runtime.calls.generate_and_score import sample_seed  # noqa: E402

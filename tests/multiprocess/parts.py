@@ -20,8 +20,8 @@ from trl_realloc.engines.base import EngineError
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups
 from trl_realloc.engines.models import load_classifier, load_policy, seeded
 from trl_realloc.engines.training import checkpoint_files
+from trl_realloc.engines.training.heads import PolicyHead, ValueHead
 from trl_realloc.engines.training.megatron import MegatronEngine
-from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
 from trl_realloc.engines.training.replica_sync import equalize, follow
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training.zero import ZeroEngine

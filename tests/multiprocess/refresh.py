@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trl_realloc.engines.base import Bucket, EngineError
 from trl_realloc.engines.mesh_group import MeshGroup
-from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.realloc.transfer import TransferOptions

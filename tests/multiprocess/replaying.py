@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trl_realloc.engines.base import Bucket, Completion, GenerationRequest, Sampling, Unfinished, Updates
+from trl_realloc.engines.base import Bucket, Updates
+from trl_realloc.engines.requests import Completion, GenerationRequest, Sampling, Unfinished
 
 
 Records = Mapping[int, Completion]  # by the seed of the request; `index` is not of any request

@@ -23,11 +23,11 @@ from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import SamplingMask
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
-from trl_realloc.engines.training import sliced_head
+from trl_realloc.engines.requests import SamplingMask
+from trl_realloc.engines.training import heads, sliced_head
+from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ValueHead
 from trl_realloc.engines.training.megatron import MegatronEngine
-from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.plan.batching import balance
 from trl_realloc.plan.model_spec import ModelSpec
@@ -148,7 +148,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     rank, tp, pp = dist.get_rank(), case.get("tp", 1), case.get("pp", 1)
     dp = world // (tp * pp)
     # of this case alone: the head's logits in slices of five rows, in the whole model too
-    sliced_head.MAX_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
+    heads.MAX_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
     loss = PolicyLoss(0.2) if head == "policy" else ValueLoss(0.2, 0.1)
     samples = batch(11)
     norm = case.get("max_grad_norm", 0.05)

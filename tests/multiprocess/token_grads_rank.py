@@ -22,10 +22,10 @@ import torch.distributed as dist  # noqa: E402
 from split import CPU, SIZES, deal, gap, groups, head_of, optimizer  # noqa: E402
 from token_grads import bonus, clipped, samples_of, sequence_level, with_grads  # noqa: E402
 
-from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_grads  # noqa: E402
 from trl_realloc.algorithms.rollout import Rollouts  # noqa: E402
+from trl_realloc.algorithms.trainer_loss import LinearLoss, without_zero_grads  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup  # noqa: E402
-from trl_realloc.engines.training import sliced_head  # noqa: E402
+from trl_realloc.engines.training import heads, sliced_head  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
 from trl_realloc.engines.training.zero import ZeroEngine  # noqa: E402
@@ -46,7 +46,7 @@ def with_zeros(samples: Rollouts, every: int) -> Rollouts:
 
 def run(case: dict[str, Any], alone: Any) -> dict[str, Any]:
     rank, tp, pp, stage = dist.get_rank(), case.get("tp", 1), case.get("pp", 1), case.get("zero")
-    sliced_head.MAX_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
+    heads.MAX_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
     options: dict[str, Any] = {"make_optimizer": optimizer, "max_grad_norm": 0.05}
     made, split = groups(2, tp, pp), head_of(case, "policy")
     whole = ReplicatedEngine(head_of(case, "policy"), MeshGroup((rank,), rank), CPU, **options)

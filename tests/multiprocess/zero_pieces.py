@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.models import load_policy
-from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.engines.training.zero import ZeroEngine
 from trl_realloc.trainer.checkpoint import model_files as models
 from trl_realloc.trainer.checkpoint.write_errors import WriteErrors

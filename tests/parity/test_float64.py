@@ -20,10 +20,10 @@ from torch import Tensor
 
 from trl_realloc.algorithms import ppo
 from trl_realloc.algorithms.corrections import MODES, Correction
-from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS, LinearLoss
 from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.base import SamplingMask
+from trl_realloc.algorithms.trainer_loss import LOGPROB_GRADS, LinearLoss
+from trl_realloc.engines.requests import SamplingMask
 from trl_realloc.engines.training.token_logprobs import TokenLogprobs
 from trl_realloc.trainer.policy.mismatch import sampling_logps
 from trl_realloc.trainer.policy.step_buffer import Rows

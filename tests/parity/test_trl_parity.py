@@ -18,7 +18,7 @@ from trl_realloc.algorithms.ppo_settings import PPOSettings
 from trl_realloc.algorithms.ppo_weights import response_widths, sample_weights
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.mesh_group import MeshGroup
-from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, ValueHead
+from trl_realloc.engines.training.heads import PolicyHead, ScoreHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 
 

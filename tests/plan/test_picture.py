@@ -14,7 +14,8 @@ import pytest
 from trl_realloc.plan.algorithm_graphs import ppo_graph
 from trl_realloc.plan.fused import joined
 from trl_realloc.plan.picture import OTHER, colour, draw_memory, draw_timeline
-from trl_realloc.plan.timeline import LOOP, Span, Timeline
+from trl_realloc.plan.spans import LOOP, Span
+from trl_realloc.plan.timeline import Timeline
 
 
 def test_every_call_has_a_colour_of_its_own_in_whatever_order_and_company() -> None:

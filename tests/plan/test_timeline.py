@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_realloc.plan.timeline import Comparison, Span, Timeline
+from trl_realloc.plan.spans import Span
+from trl_realloc.plan.timeline import Comparison, Timeline
 
 
 CALLS = ("actor.generate", "reference.forward", "actor.train")

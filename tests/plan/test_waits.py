@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_realloc.plan.algorithm_graphs import ppo_graph
-from trl_realloc.plan.timeline import LOOP, Span, Timeline
+from trl_realloc.plan.spans import LOOP, Span
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.plan.waits import ranges, waits, waits_of_iteration
 
 

@@ -19,8 +19,8 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten, separate
+from trl_realloc.plan.spans import Span
 from trl_realloc.plan.staleness import Staleness, calls_ahead, devices_ahead
-from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.cost.hardware import Sharing
 from trl_realloc.planner.cost.pricing import Pricing
 from trl_realloc.planner.cost.workload import Workload

@@ -12,7 +12,8 @@ from llamas import pricing, specs, work
 from trl_realloc.cli.main import commands
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.fused import joined, parted
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.spans import Span
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.planner.fused.check import check
 from trl_realloc.planner.fused.lists import MAX_TASKS, example, schedule_timeline, stage_lists, text_of
 from trl_realloc.planner.search.problem import estimate_plan

@@ -12,10 +12,10 @@ from llamas import llama, pricing, specs, work
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
+from trl_realloc.plan.batching import PrefixTree
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import DataflowGraph
 from trl_realloc.plan.execution_plan import ExecutionPlan
-from trl_realloc.plan.prefix_tree import PrefixTree
 from trl_realloc.plan.presets import PRESETS
 from trl_realloc.planner.cost.workload import Workload
 from trl_realloc.planner.iteration.simulate import Overlap

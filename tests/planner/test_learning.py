@@ -22,9 +22,9 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import PRESETS
+from trl_realloc.plan.spans import Span
 from trl_realloc.plan.staleness import Staleness
 from trl_realloc.plan.streams import Migration, Streams
-from trl_realloc.plan.timeline import Span
 from trl_realloc.planner.cost.analytic_rates import AnalyticRates
 from trl_realloc.planner.cost.estimate_factors import CalibrationFactors, layout_name
 from trl_realloc.planner.cost.hardware import DEVICES

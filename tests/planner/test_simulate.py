@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import PRESETS, flatten, interleave, separate
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.spans import Span
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.planner.cost.hardware import Sharing
 from trl_realloc.planner.iteration.simulate import (
     STEADY,

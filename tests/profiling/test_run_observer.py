@@ -18,8 +18,9 @@ from trl_realloc.plan.assignment import CACHED_TOKENS
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
 from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.spans import Span
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.plan.timeline import Span, Timeline
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.planner.cost.estimate_factors import CalibrationFactors
 from trl_realloc.planner.cost.profile import Observation, Profile, model_key
 from trl_realloc.planner.search.ladder import STALENESS

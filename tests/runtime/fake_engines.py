@@ -13,8 +13,9 @@ from typing import Any
 from virtual_clock import REAL, Clock
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts, places
-from trl_realloc.engines.base import Completion, EngineDied, GenerationRequest, Sampling, Unfinished, Updates
+from trl_realloc.engines.base import EngineDied, Updates
 from trl_realloc.engines.generation.sample_versions import VersionMarks, versions_of
+from trl_realloc.engines.requests import Completion, GenerationRequest, Sampling, Unfinished
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.execution_plan import ExecutionPlan
 

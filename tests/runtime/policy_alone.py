@@ -11,8 +11,8 @@ from remax import LENGTH, options, prompts
 from torch import Tensor, nn
 
 from trl_realloc.algorithms.rollout import Rollouts
-from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.models import frozen_copy, shell
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.dataflow import DataflowGraph, Role
 from trl_realloc.profiling.short_runs import PolicyTraining

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_streams import batch_of
 
 from trl_realloc.algorithms.corrections import IN_FLIGHT_S, POLICY_VERSIONS
-from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.runtime.calls.generate_and_score import EVALUATION_STEP
 from trl_realloc.runtime.failures.alarm import JobFailed
 from trl_realloc.runtime.samples.partial_rollouts import PartialRollouts

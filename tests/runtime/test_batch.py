@@ -20,13 +20,13 @@ from mailboxes import Mailbox, Mailboxes
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.algorithms.trainer_loss import TrainerLoss
-from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.execution_plan import Assignment, ExecutionPlan, ParallelStrategy
 from trl_realloc.plan.presets import flatten
-from trl_realloc.plan.timeline import Span
+from trl_realloc.plan.spans import Span
 from trl_realloc.runtime.calls.batch import Batch, CallFailure, CallOutput, CallsFailed
 from trl_realloc.runtime.calls.generate_and_score import CallSettings, Step
 from trl_realloc.runtime.failures.alarm import Alarm, JobFailed

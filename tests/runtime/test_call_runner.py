@@ -13,7 +13,7 @@ from mailboxes import Mailboxes
 from trl_realloc import Cluster
 from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.algorithms.trainer_loss import TrainerLoss
-from trl_realloc.engines.base import Completion, Sampling
+from trl_realloc.engines.requests import Completion, Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import flatten
 from trl_realloc.runtime.calls.call_runner import CallRunner

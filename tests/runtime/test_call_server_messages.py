@@ -16,11 +16,10 @@ import torch
 from mailboxes import Mailboxes
 
 from trl_realloc import Cluster
-from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.algorithms.trainer_loss import TrainerLoss
-from trl_realloc.engines.base import Sampling
+from trl_realloc.algorithms.trainer_loss import LOGPROB_GRADS, TrainerLoss
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Call, CallKind
 from trl_realloc.plan.execution_plan import ExecutionPlan

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.training.packed_forward import PolicyHead
+from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.runtime.parameters.cpu_offload import CPUOffload, DroppedCopy
 
 

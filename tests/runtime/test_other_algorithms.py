@@ -12,9 +12,8 @@ from custom_algorithm import one_device_plan
 from remax import GRAPH, GREEDY, call_by_call, learned, place, prompts, whole_run
 
 from trl_realloc import Cluster, ExecutionPlan, PlanError
-from trl_realloc.algorithms.linear_loss import LINEAR_LOSS
 from trl_realloc.algorithms.nonfinite import NonFiniteError
-from trl_realloc.algorithms.trainer_loss import TrainerLoss
+from trl_realloc.algorithms.trainer_loss import LINEAR_LOSS, TrainerLoss
 from trl_realloc.plan.dataflow import Call, CallKind, DataflowGraph, Role
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.runtime.calls.generate_and_score import Step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trl_realloc.algorithms.rollout import Rollouts
-from trl_realloc.plan.timeline import Span
+from trl_realloc.plan.spans import Span
 from trl_realloc.runtime.calls.results import observed
 
 

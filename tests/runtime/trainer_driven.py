@@ -10,9 +10,8 @@ import torch
 from policy_alone import execute, learned, roles
 from remax import options, sgd
 
-from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.algorithms.trainer_loss import TrainerLoss
+from trl_realloc.algorithms.trainer_loss import LOGPROB_GRADS, TrainerLoss
 from trl_realloc.plan import ExecutionPlan
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.runtime.call_server import CallServer

@@ -32,9 +32,9 @@ from trl_realloc.engines.base import EngineError  # noqa: E402
 from trl_realloc.engines.device import has_room  # noqa: E402
 from trl_realloc.engines.generation.weight_sender import WeightBuffers  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups  # noqa: E402
-from trl_realloc.engines.training import packed_attention, sliced_head  # noqa: E402
+from trl_realloc.engines.training import heads, packed_attention, sliced_head  # noqa: E402
+from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
-from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.packed_row import PackedRow  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
 from trl_realloc.engines.weight_digest import digest, part_digest  # noqa: E402
@@ -186,7 +186,7 @@ HEADS: Mapping[str, Callable[[Any], RoleHead]] = {
 }
 
 
-def heads(name: str, padded: bool) -> tuple[RoleHead, RoleHead]:
+def head_on_both(name: str, padded: bool) -> tuple[RoleHead, RoleHead]:
     """The same head on the host and on the device."""
     here = HEADS[name](attn_implementation="eager") if padded else HEADS[name]()  # type: ignore[call-arg]
     here = here.requires_grad_(False).eval()
@@ -197,7 +197,7 @@ def heads(name: str, padded: bool) -> tuple[RoleHead, RoleHead]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_gives_the_hosts_numbers_without_reading_the_device(name: str, padded: bool) -> None:
-    here, there = heads(name, padded)
+    here, there = head_on_both(name, padded)
     samples = rollouts(5)
     expected, micro = here(samples), samples.to(SIM)
     there(micro)  # Transformers' first forward of a model reads its rotary frequencies
@@ -214,7 +214,7 @@ def of_one_prompt(count: int) -> Rollouts:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_computes_a_common_prompt_once_without_reading_the_device(name: str) -> None:
-    here, there = heads(name, padded=False)
+    here, there = head_on_both(name, padded=False)
     samples = of_one_prompt(5)
     tree = here.tree(samples)
     assert tree is not None and tree.tokens == samples.tokens - 4 * 20
@@ -238,7 +238,7 @@ def test_the_logits_of_many_tokens_are_never_whole_on_the_device(trains: bool, m
     monkeypatch.setattr(sliced_head, "LOGITS_SLICE", 4 * vocabulary)
     peaks, micro = {}, samples.to(SIM)
     for most in (1 << 40, 0):  # whole, and in slices
-        monkeypatch.setattr(sliced_head, "MAX_LOGITS", most)
+        monkeypatch.setattr(heads, "MAX_LOGITS", most)
         with torch.set_grad_enabled(trains):
             for _ in range(2):  # the second time beside its gradients
                 there.zero_grad(set_to_none=False)
@@ -278,7 +278,7 @@ def test_packed_varlen_rows_give_the_hosts_numbers(most: int, shares: bool, monk
         return varlen(*arguments)
 
     monkeypatch.setattr(packed_attention, "varlen_attention", counted)
-    monkeypatch.setattr(sliced_head, "MAX_LOGITS", most)
+    monkeypatch.setattr(heads, "MAX_LOGITS", most)
     monkeypatch.setattr(sliced_head, "LOGITS_SLICE", 16 * tiny.VOCABULARY)
     with torch.autocast("cuda", torch.bfloat16):
         row = None if tree is None else PackedRow.of(tree)
@@ -422,7 +422,7 @@ def test_a_digest_is_the_hosts(dtype: torch.dtype) -> None:
 
 
 def test_offloaded_parameters_leave_the_device_and_return_on_one_stream_beside_the_call_before() -> None:
-    here, head = heads("policy", padded=False)
+    here, head = head_on_both("policy", padded=False)
     samples = rollouts(4)
     expected, micro = here(samples)["logprobs"].values, samples.to(SIM)
     size = sum(p.nbytes for p in head.parameters())

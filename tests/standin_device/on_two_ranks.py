@@ -31,8 +31,8 @@ from trl_realloc.engines.device import group_device  # noqa: E402
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks  # noqa: E402
 from trl_realloc.engines.models import load_classifier, load_policy, seeded  # noqa: E402
 from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining  # noqa: E402
+from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.megatron import MegatronEngine  # noqa: E402
-from trl_realloc.engines.training.packed_forward import PolicyHead, RoleHead, ValueHead  # noqa: E402
 from trl_realloc.engines.training.replicated import ReplicatedEngine  # noqa: E402
 from trl_realloc.plan.batching import balance  # noqa: E402
 from trl_realloc.plan.cluster import Cluster  # noqa: E402

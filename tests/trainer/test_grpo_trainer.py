@@ -20,10 +20,10 @@ from trl import TrlParser
 from trl_realloc import Cluster, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_realloc.algorithms.prompts import DataError
 from trl_realloc.algorithms.rewards import RewardError
-from trl_realloc.engines.base import Sampling
 from trl_realloc.engines.generation.sampling_checks import argument_names, why_not_moved
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.model_configs import ModelError
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.engines.transformers_compat import attention_name
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import separate

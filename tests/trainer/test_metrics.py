@@ -7,7 +7,7 @@ import tracemalloc
 import torch
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.plan.timeline import Span
+from trl_realloc.plan.spans import Span
 from trl_realloc.runtime.calls.results import Iteration
 from trl_realloc.trainer.run.metrics import RunMetrics
 

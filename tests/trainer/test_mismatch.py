@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from trl_realloc import RLOOTrainer
-from trl_realloc.engines.base import Sampling
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.runtime.call_server import CallServer
 from trl_realloc.trainer.policy.ahead import PromptsAhead
 from trl_realloc.trainer.policy.mismatch import EngineMismatch

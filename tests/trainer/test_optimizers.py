@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers.optimization import Adafactor, get_linear_schedule_with_warmup
 
 from trl_realloc import PPOTrainer
-from trl_realloc.engines.training.group_settings import GroupSettings
+from trl_realloc.engines.training.optimizer_state import GroupSettings
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.checks.optimizer_checks import check_optimizer

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import trl_realloc
+from trl_realloc.algorithms.async_functions import is_async
 from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.presets import resolve_plan
 from trl_realloc.plan.streams import Streams
 from trl_realloc.runtime.call_server import CallServer
-from trl_realloc.trainer.policy.planned_rewards import is_async
 
 
 # "assistant" and other names of the template are no words of the tokenizer

@@ -13,7 +13,7 @@ import torch
 from tiny_groups import settings, trainer
 from transformers import TrainerCallback
 
-from trl_realloc.algorithms.rewards import is_async
+from trl_realloc.algorithms.async_functions import is_async
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.policy.planned_rewards import followed

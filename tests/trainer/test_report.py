@@ -24,8 +24,9 @@ from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten, separate
+from trl_realloc.plan.spans import LOOP, Span, loop_spans
 from trl_realloc.plan.staleness import Staleness
-from trl_realloc.plan.timeline import LOOP, Span, Timeline, loop_spans
+from trl_realloc.plan.timeline import Timeline
 from trl_realloc.planner.search.problem import estimate_plan
 from trl_realloc.trainer.report.callbacks import MetricsWriter
 from trl_realloc.trainer.report.logged_updates import load_metrics, logged_updates

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trl_realloc.algorithms.linear_loss import LOGPROB_GRADS
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.trainer_loss import LOGPROB_GRADS
 from trl_realloc.trainer.policy import step_buffer
 from trl_realloc.trainer.policy.step_buffer import MAX_SENT, LossBatch, MicroBatch, Rows, StepBuffer
 

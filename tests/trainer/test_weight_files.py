@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.parameter_pieces import Piece
-from trl_realloc.engines.training.packed_forward import PolicyHead, ValueHead
+from trl_realloc.engines.training.heads import PolicyHead, ValueHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training_state import TensorSpec
 from trl_realloc.trainer.checkpoint.model_files import write_model

@@ -1,10 +1,10 @@
-"""Checks that the numbers of samples are finite before an optimizer step, with messages that name the sample. Gradients
-are checked in `engines.training.nonfinite_guard`.
+"""Checks that the numbers of samples, losses and gradients are finite before an optimizer step, with messages that name
+the sample. Engines find gradients that are not finite by their norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,7 @@ DERIVED_COLUMNS = {
     "advantages": "an advantage",
     "returns": "a return",
 }
-# Columns of a loss that is defined by its derivatives (`linear_loss`).
+# Columns of a loss that is defined by its derivatives (`trainer_loss`).
 SLOPE_COLUMNS = {
     "logprob_grads": "the loss's derivative by a log-probability",
     "entropy_grads": "the loss's derivative by an entropy",
@@ -162,3 +162,29 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """True if every element is finite. Reads each tensor once, without a copy, and waits for the device once."""
     float_tensors = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
     return not float_tensors or bool(torch.nn.utils.get_total_norm(float_tensors, torch.inf).isfinite())
+
+
+def guarded(loss: Tensor) -> Tensor:
+    """The loss (0-dimensional), with NaN gradients if it is not finite. Otherwise they may be finite: the square of a
+    large error overflows, its derivative does not. Does not wait for the device."""
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+
+
+def refusal(samples: Rollouts, statistics: Mapping[str, Tensor], largest: Callable[[int], int]) -> NonFiniteError:
+    """The error for a step whose gradients are not finite, with the sample that caused it. Collective over the mesh;
+    the same on all ranks. Gradients are summed over the mesh, so every rank sees them in the global norm.
+
+    Args:
+        samples: this rank's share of the mini-batch.
+        statistics: (n,) tensors by name on the CPU, from `run_training`. Names that end in `_loss` are losses.
+        largest: returns the largest of the ranks' numbers.
+    """
+    sample = -1
+    for name, column in statistics.items():
+        rows = (~column.isfinite()).nonzero()
+        if name.endswith("_loss") and len(rows):
+            sample = int(samples.tensor("index")[int(rows[0])])
+    sample = largest(sample)
+    if sample < 0:
+        return NonFiniteError("the gradients are not finite, though every sample's loss is")
+    return NonFiniteError(f"the loss of sample {sample} of the batch is not finite", sample)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.prefix_tree import PrefixTree
+from ..plan.batching import PrefixTree
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """The protocols of the engines that generate, score and train, and the values that their methods take and return.
+Those of a generation are in `requests`.
 
 The engines themselves are in `training` and `generation`. The plan says which engine runs a call;
 `runtime/placement/engine_builder` builds it.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from .requests import Completion, GenerationRequest, Sampling, Unfinished
 
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from ..algorithms.rollout import Ragged, Rollouts
     from ..realloc.transfer import Parts
     from .parameter_pieces import Piece
-    from .training.packed_forward import RoleHead
+    from .training.heads import RoleHead
     from .training_state import StateSpecs, TensorSpec, TrainingState
 
 
@@ -43,129 +45,11 @@ class EngineDied(EngineError):
     """An engine's process ended or stopped answering during a call."""
 
 
-@dataclass(frozen=True)
-class SamplingMask:
-    """Rules for which tokens may be sampled, in the order in which they exclude tokens: min-p, top-k, top-p. The fields
-    are those of `Sampling`."""
-
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of sampling. The defaults sample from the whole vocabulary, as PPO does.
-
-    The distribution of a token is computed in vLLM's order: `regex` excludes tokens, the repetition penalty changes
-    logits, they are divided by the temperature, and min-p, top-k and top-p exclude tokens; the remaining probabilities
-    sum to 1. Transformers' own `generate` applies min-p after top-p, so it keeps other tokens if both are set.
-
-    A `Completion` has the log-probabilities under this distribution (vLLM's `processed_logprobs`, which TRL uses too).
-    A training engine computes log-probabilities with the same temperature and `sampling_mask`, but ignores the regular
-    expression, penalties and `extra`. Where these exclude tokens, the log-probabilities of the two engines differ by
-    the logarithm of the remaining probability, so importance ratios are biased (TRL's issue 6789).
-
-    Args:
-        max_tokens: most response tokens, including the stop token and the tokens that a request has `begun` with.
-        temperature: divisor of the logits; greater than 0.
-        stop_token_ids: tokens that end a response, each as its last token; empty for responses of `max_tokens` tokens.
-        top_p: total probability of the most probable tokens, which are kept; in (0, 1].
-        top_k: number of most probable tokens, which are kept; 0 keeps all.
-        min_p: least probability of a token that is kept, as a share of the greatest one; in [0, 1].
-        repetition_penalty: divisor of positive logits, and factor of negative logits, of tokens that are in the prompt
-            or in the response so far; greater than 0.
-        regex: regular expression that the response's text matches (vLLM's structured outputs). The tokenizer's eos
-            token ends a response too. vLLM only, and only an engine that has a tokenizer.
-        extra: further arguments of vLLM's `SamplingParams`. vLLM only; checked by `generation/sampling_checks`.
-    """
-
-    max_tokens: int
-    temperature: float
-    stop_token_ids: tuple[int, ...] = ()
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    regex: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def mask(self) -> SamplingMask | None:
-        """The rules that exclude tokens by their probability alone; `None` if none does."""
-        sampling_mask = SamplingMask(self.top_p, self.top_k, self.min_p)
-        return None if sampling_mask == SamplingMask() else sampling_mask
-
-    def limit_of(self, request: GenerationRequest) -> int:
-        """Most response tokens of this request."""
-        return self.max_tokens if request.max_tokens is None else request.max_tokens
-
-
 class Updates(StrEnum):
     """The effect of a `load` on a running generation."""
 
     END = "end"  # ends it
     KEEP = "keep"  # decoding continues with the keys and values of the earlier parameters
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """A response before its end: withdrawn, or still being generated (`Generation.peek`).
-
-    Args:
-        index: index of its request.
-        token_ids: all tokens sampled so far, including those of earlier engines.
-        logprobs: log-probability of each token, as in `Completion`.
-        versions: parameter version of each token, as in `Completion`.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One prompt to continue.
-
-    Args:
-        index: index in the global batch.
-        seed: seed of the response's random draws.
-        begun: tokens that another engine has already sampled; the generation continues after them.
-        max_tokens: most response tokens of this request, at most `Sampling.max_tokens`; `None` for that number.
-    """
-
-    index: int
-    prompt_ids: tuple[int, ...]
-    seed: int
-    begun: Unfinished | None = None
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished response.
-
-    Args:
-        index: index of its request.
-        token_ids: the response, including the stop token, if it `stopped`, and the tokens that the request had `begun`
-            with.
-        logprobs: natural log-probability of each token under the distribution that it was sampled from (`Sampling`).
-        stopped: whether it ended with a stop token, or by a rule of `Sampling.regex` or `extra`; otherwise its limit of
-            tokens ended it.
-        versions: the engine's `version` when each token was sampled.
-        cached_tokens: number of tokens of the prompt and of `begun` whose keys and values came from the engine's cache.
-        ended_at: end time in seconds of `time.time`; `None` if the engine does not report it.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    stopped: bool
-    versions: tuple[int, ...]
-    cached_tokens: int = field(default=0, compare=False)
-    ended_at: float | None = field(default=None, compare=False)
 
 
 @runtime_checkable

@@ -1,22 +1,49 @@
-"""The ranks of one device mesh as a process group, with the collectives that engines use. On a mesh of one rank they do
-nothing. The process groups themselves are made in `runtime/process_groups`.
+"""The ranks of one device mesh as a process group, with the collectives that engines use, and buckets of tensors
+for them. On a mesh of one rank the collectives do nothing. `runtime/process_groups` makes the process groups.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import in_buckets
 from .device import is_accelerator
 
 
+Item = TypeVar("Item")
+
 COLLECTIVE_BYTES = 64 << 20  # bytes of tensors per collective, which are copied into one flat tensor
+
+
+def in_buckets(
+    items: Iterable[Item],
+    bytes_of: Callable[[Item], int],
+    bucket_bytes: int,
+    kind_of: Callable[[Item], Hashable] = lambda item: None,
+) -> Iterator[list[Item]]:
+    """Yield consecutive items in lists, in order. A bucket ends where the next item would exceed `bucket_bytes` or is
+    of another kind (such as the dtype, where a bucket is sent as one flat tensor). A larger item is a bucket by itself.
+
+    The grouping depends on the items' sizes and kinds alone, so ranks with the same items have the same buckets.
+    `items` is read at most one item beyond the bucket that is yielded.
+    """
+    bucket: list[Item] = []
+    filled = 0
+    for item in items:
+        size = bytes_of(item)
+        if bucket and (filled + size > bucket_bytes or kind_of(item) != kind_of(bucket[0])):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += size
+    if bucket:
+        yield bucket
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .timeline import Span
+from .spans import Span
 
 
 SHORTEST_SPAN = 0.1  # shortest span, as a share of the time since the generation's start; gives some 30 spans

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .fused import parted
-from .timeline import LOOP, Span, Timeline, is_host_work
+from .spans import LOOP, Span, is_host_work
+from .timeline import Timeline
 
 
 if TYPE_CHECKING:

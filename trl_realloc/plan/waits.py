@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .dataflow import DataflowGraph
-from .timeline import LOOP, Span, Timeline
+from .spans import LOOP, Span
+from .timeline import Timeline
 
 
 MIN_WAIT = 0.005  # minimum share of an iteration of a reported wait

@@ -12,7 +12,7 @@ from ..common.errors import PlanError
 from ..common.notices import notice
 from ..engines.base import DecodeStep
 from ..plan.dataflow import CallKind
-from ..plan.timeline import Span
+from ..plan.spans import Span
 from ..planner.cost.profile import Profile
 from ..planner.cost.specification import decode_host
 from ..planner.search.learning import PlanEvidence

@@ -19,19 +19,18 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from ..algorithms.algorithm import Algorithm
-from ..algorithms.linear_loss import LOGPROB_GRADS
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.ppo import PPO
 from ..algorithms.ppo_settings import PPOSettings
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import FunctionReward
 from ..algorithms.rollout import Ragged, Rollouts
-from ..algorithms.trainer_loss import TrainerLoss
-from ..engines.base import Sampling
+from ..algorithms.trainer_loss import LOGPROB_GRADS, TrainerLoss
 from ..engines.dropout import without_dropout
 from ..engines.model_configs import untied
 from ..engines.models import frozen_copy, shell, with_adapters
-from ..engines.training.mixed_precision import autocast
+from ..engines.requests import Sampling
+from ..engines.training.heads import autocast
 from ..plan.dataflow import CallKind, Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.timeline import Timeline

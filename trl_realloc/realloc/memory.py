@@ -86,7 +86,7 @@ def _training_bytes(elements: int, assignment: Assignment, element_bytes: int) -
 
 def gradient_bytes(element_bytes: int, assignment: Assignment) -> int:
     """Bytes of a parameter element's gradient. DeepSpeed's gradients have the parameter's dtype. The other engines
-    accumulate gradients of 16-bit parameters in float32 (`engines.training.master_weights`)."""
+    accumulate gradients of 16-bit parameters in float32 (`engines.training.optimizer_state`)."""
     is_deepspeed = assignment.engine == "zero" and assignment.strategy.zero_stage > 0
     return element_bytes if is_deepspeed else max(element_bytes, _MASTER)
 

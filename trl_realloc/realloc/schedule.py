@@ -140,7 +140,7 @@ class TransferSchedule:
         """Groups of consecutive parameters, the same on every device. No device has more than `bucket_bytes` of a group
         in the target layout, unless the group is a single larger parameter."""
         # The limit holds on every device, so the size of a bucket is an array over devices, not a number as in
-        # `engines/buckets`.
+        # `engines/mesh_group`.
         per_device = np.zeros((len(self._names), self.cluster.size))
         for common in self._boxes:
             holders = [*common.receivers.tolist(), *common.kept]

@@ -21,9 +21,10 @@ from ..algorithms.algorithm import TokenLoss
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import whole_texts
 from ..algorithms.rollout import Ragged, Rollouts, token_keys
-from ..engines.base import Rate, Sampling
+from ..engines.base import Rate
+from ..engines.requests import Sampling
 from ..plan.dataflow import CallKind, Role
-from ..plan.timeline import Span
+from ..plan.spans import Span
 from .calls.generate_and_score import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
 from .calls.results import ages, with_ages
 from .executor import Executor

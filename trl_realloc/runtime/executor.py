@@ -16,12 +16,13 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.nonfinite import NonFiniteError
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rollout import Rollouts
-from ..engines.base import Rate, Sampling
+from ..engines.base import Rate
+from ..engines.requests import Sampling
 from ..plan.algorithm_graphs import has_host_loop
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
+from ..plan.spans import Span
 from ..plan.streams import early_call
-from ..plan.timeline import Span
 from ..planner.iteration.stream_dispatcher import Dispatcher, Order
 from .calls.batch import Batch
 from .calls.call_runner import CallRunner

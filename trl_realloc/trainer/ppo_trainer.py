@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..algorithms.corrections import MISMATCH
 from ..algorithms.prompt_batches import PromptBatch, SeededOrder, batches_of, collate_prompts, prompt_loader
 from ..common.notices import working
-from ..engines.base import Sampling
+from ..engines.requests import Sampling
 from ..plan.dataflow import Role
 from ..plan.timeline import Timeline
 from ..runtime.calls.training_calls import check_first_weights

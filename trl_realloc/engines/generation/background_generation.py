@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ..base import Completion, DecodeStep, EngineError, Generation, GenerationRequest, Sampling, Unfinished, Updates
+from ..base import DecodeStep, EngineError, Generation, Updates
 from ..child_process import Message
+from ..requests import Completion, GenerationRequest, Sampling, Unfinished
 from .engine_process import EngineProcess
 from .sample_versions import Run, versions_of
 from .sampling_checks import RequestChecks

@@ -1,5 +1,5 @@
-"""Checks before a generation: the ranges of a `base.Sampling`, the user's further arguments of vLLM's `SamplingParams`,
-and requests. Does not import vLLM.
+"""Checks before a generation: the ranges of a `requests.Sampling`, the user's further arguments of vLLM's
+`SamplingParams`, and requests. Does not import vLLM.
 
 What only vLLM can check, such as a regular expression, it checks before anything is generated (`VLLMEngine.start`). The
 arguments of an engine are checked in `vllm` and `vllm_support`.
@@ -15,7 +15,8 @@ from typing import Any
 
 from ...common.errors import shown, unknown_keys
 from ...common.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, read_settings
-from ..base import EngineError, GenerationRequest, Sampling, SamplingMask
+from ..base import EngineError
+from ..requests import GenerationRequest, Sampling, SamplingMask
 from .vllm_support import annotated_fields
 
 

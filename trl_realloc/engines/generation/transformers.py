@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
-from ..base import Bucket, Completion, EngineError, GenerationEngine, GenerationRequest, Sampling
+from ..base import Bucket, EngineError, GenerationEngine
+from ..requests import Completion, GenerationRequest, Sampling
 from .sampling_checks import check_request, transformers_problems
 from .token_draw import draw, keep_likely, keep_nucleus, keep_top, penalize_repetition
 
@@ -23,7 +24,7 @@ class _SeededDraw(LogitsProcessor):
 
     One uniform number per token is mapped through the inverse of the cumulative distribution, so a sample depends on
     its seed and not on the other samples, the batch size or the number of processes. Stores one log-probability per
-    token; `output_scores` would store the full vocabulary. Changes logits in vLLM's order (`base.Sampling`).
+    token; `output_scores` would store the full vocabulary. Changes logits in vLLM's order (`requests.Sampling`).
 
     Args:
         prompts: (rows, tokens), with `mask` (rows, tokens), 0 for padding.

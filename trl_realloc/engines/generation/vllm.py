@@ -21,8 +21,9 @@ from transformers.utils import logging
 from ...common.notices import working
 from ...common.ports import reserve_port
 from ...plan.assignment import MEMORY_SHARE
-from ..base import BackgroundEngine, Bucket, Completion, DecodeStep, EngineError, GenerationRequest, Sampling, Updates
+from ..base import BackgroundEngine, Bucket, DecodeStep, EngineError, Updates
 from ..child_process import let_open_memory
+from ..requests import Completion, GenerationRequest, Sampling
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
 from .sampling_checks import RequestChecks

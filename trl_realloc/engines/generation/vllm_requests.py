@@ -68,7 +68,7 @@ class CachedKeys:
 
 def sampling_arguments(llm: LLM, sampling: dict[str, Any]) -> dict[str, Any]:
     """The arguments of vLLM's `SamplingParams` that all requests of a generation share, from the fields of
-    `base.Sampling`."""
+    `requests.Sampling`."""
     extra, structured = dict(sampling["extra"]), None
     if sampling["regex"] is not None:
         structured = StructuredOutputsParams(regex=sampling["regex"])
@@ -145,7 +145,7 @@ class RunningRequests:
     has no long queue when the parameters are updated.
 
     Args:
-        sampling: fields of `base.Sampling`.
+        sampling: fields of `requests.Sampling`.
         by_seed: whether `vllm_sampler` samples the tokens.
         version: version of the engine's parameters.
         keys: usable keys and values.

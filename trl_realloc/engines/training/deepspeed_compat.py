@@ -48,6 +48,10 @@ def full_numel(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
+def full_bytes(parameter: Any) -> int:
+    return full_numel(parameter) * int(parameter.element_size())  # numel() of a partitioned parameter is 0
+
+
 def partition(parameter: Any) -> Tensor:
     """This rank's partition, (n,): live memory, not a copy."""
     flat: Tensor = parameter.ds_tensor.data

@@ -1,7 +1,7 @@
 """Engine that trains and scores a Transformers model that is split over data x tensor x pipeline groups of a mesh.
 
 The model is not converted: `tensor_parallel` splits it by the family's own plan, `pipeline` removes other stages'
-layers, `master_weights` has the optimizer. This file combines them.
+layers, `split_masters` has the optimizer. This file combines them.
 """
 
 from __future__ import annotations
@@ -16,33 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.algorithm import TokenLoss
+from ...algorithms.nonfinite import refusal
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, EngineError, Rate, SamplingMask
-from ..buckets import in_buckets
-from ..mesh_group import SplitGroups
+from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
+from ..mesh_group import SplitGroups, in_buckets
 from ..parameter_pieces import Piece
+from ..requests import SamplingMask
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name
-from .master_weights import NamedOptimizer, SplitMasters
-from .mixed_precision import autocast
-from .nonfinite_guard import refusal
+from .heads import PolicyHead, RoleHead, autocast, tied_weight
+from .micro_batches import in_order, row_of, run_forward, run_training, statistics_in_order
 from .packed_attention import base_of
-from .packed_forward import (
-    PolicyHead,
-    RoleHead,
-    in_order,
-    row_of,
-    run_forward,
-    run_training,
-    statistics_in_order,
-    tied_weight,
-)
 from .packed_row import PackedRow
 from .part_gather import PartGather
 from .pipeline import MiniBatch, PackedSamples, StagePipeline, keep_stage
+from .split_masters import NamedOptimizer, SplitMasters
 from .stage_run import StageWork, run_pipeline
 from .tensor_parallel import box_of, is_split, local, split_tensors, splits_adapter, vocabulary_start
 from .token_logprobs import TokenLogprobs
@@ -217,7 +208,7 @@ class MegatronEngine:
         self.masters.settings.give(learning_rate)
         self.grad_norm = self.masters.step(self.max_grad_norm)
         if not math.isfinite(self.grad_norm):
-            raise refusal(self.groups.mesh, samples, statistics)
+            raise refusal(samples, statistics, self.groups.mesh.max)
         self.version += 1
 
     def drop(self) -> None:

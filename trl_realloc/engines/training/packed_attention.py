@@ -1,38 +1,44 @@
-"""Attention that separates the samples of a packed row, and the check whether a model can use it. The forward of packed
-samples is in `packed_forward`.
+"""Attention that separates the samples of a packed row: one call per sample, torch's kernel for samples of different
+lengths on CUDA, or Transformers' flash attention. `probe_model` has the check whether a model can use it, `heads` the
+forward of packed samples.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import logging
 
-from ...common.notices import notice
-from ..model_changes import described, forward_changes
+from ..torch_compat import takes_argument
 from .packed_row import PackedRow, Segment
 from .prefix_attention import PrefixAttention
-from .probe_model import probe_model
-from .varlen_attention import (
-    computed_in,
-    flash_arguments,
-    has_varlen,
-    is_flash,
-    keeps_scores,
-    varlen_attention,
-)
+
+
+logger = logging.get_logger(__name__)
+
+PACKED = "trl_realloc_packed"  # name in Transformers of sdpa within each sample of a packed row
+_packing: contextvars.ContextVar[bool] = contextvars.ContextVar("packing", default=False)
+probed: contextvars.ContextVar[LocalAttention | None] = contextvars.ContextVar("probed", default=None)
+LARGEST_HEAD = 256  # largest head size of flash attention
+HEAD_MULTIPLE = 8  # its kernels refuse other head sizes, or pad them
+OLDEST_CAPABILITY = (8, 0)  # Ampere; a V100 or a T4 has no kernel
 
 
 @dataclass
-class _LocalAttention:
+class LocalAttention:
     """The local attention (windows, chunks) of a model in a probe. Packed attention ignores the masks and applies only
     the windows that the attention layers pass as an argument. A window of thousands of tokens does not change the
     outputs of a probe of five tokens, so both are recorded and compared.
@@ -51,14 +57,6 @@ class _LocalAttention:
         return self.masks <= self.windows
 
 
-FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-# errors of a model that is run in an unusual way
-CANNOT_RUN = (TypeError, ValueError, KeyError, RuntimeError, AttributeError)
-PACKED = "trl_realloc_packed"  # name in Transformers of sdpa within each sample of a packed row
-_packing: contextvars.ContextVar[bool] = contextvars.ContextVar("packing", default=False)
-_probed: contextvars.ContextVar[_LocalAttention | None] = contextvars.ContextVar("probed", default=None)
-
-
 def _packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -72,7 +70,7 @@ def _packed_attention(
     if row is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     window = kwargs.pop("sliding_window", None)
-    if (local_attention := _probed.get()) is not None:
+    if (local_attention := probed.get()) is not None:
         if window is not None:
             local_attention.windows.add(window)
         if attention_mask is not None and attention_mask.dim() == 4:  # not from `_packed_mask`, which makes none
@@ -121,7 +119,7 @@ def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """No mask for packed rows; Transformers' sdpa mask otherwise."""
     if not _packing.get():
         return sdpa_mask(*args, **kwargs)
-    if (local_attention := _probed.get()) is not None:
+    if (local_attention := probed.get()) is not None:
         if kwargs.get("local_size") is not None:  # a sliding window or chunks
             local_attention.masks.add(kwargs["local_size"])
         if kwargs.get("use_vmap"):  # Transformers sets it for a mask function that the model defines
@@ -133,41 +131,10 @@ AttentionInterface.register(PACKED, _packed_attention)
 AttentionMaskInterface.register(PACKED, _packed_mask)
 
 
-def packs(model: PreTrainedModel) -> bool:
-    """True if the model computes each sample of a packed row as if it were alone. If so, sets its attention to
-    `PACKED`, which is plain sdpa for every other caller.
-
-    Transformers has no flag for this. A recurrent layer, a custom attention or learned absolute positions would mix or
-    misplace samples, so a `probe_model` of the model is run on five tokens. Windows and chunks that its attention
-    layers do not pass would be lost, so the requested masks are compared with the layers' windows. A model with a
-    user's changes (`model_changes`), which may do anything with a row, gets padded samples.
-
-    The answer is stored in `model.packs_rows`. A model whose weights are filled later copies it from the model that it
-    gets the weights of. A model with flash attention keeps that attention, and gets the bounds of the samples.
-    """
-    answer: bool | None = getattr(model, "packs_rows", None)
-    if answer is None:
-        changes = forward_changes(model)
-        answer, model.shares_rows = (False, False) if changes else _packs(model)
-        model.packs_rows = answer
-        base, attention = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
-        if not answer:
-            reason = f"it has {described(changes)}" if changes else "the model mixes samples that share a row"
-            notice(f"{base} (attention {attention}): samples are padded, because {reason}.")
-        elif not model.shares_rows:
-            notice(
-                f"{base} (attention {attention}): a prompt is computed once for each of its samples; with attention "
-                f"sdpa, once for all."
-            )
-    elif answer and not is_flash(_attention_of(model)):
-        backbone_of(model).set_attn_implementation(PACKED)
-    return answer
-
-
 def shares_rows(model: PreTrainedModel) -> bool:
     """True if the model, which must pass `packs`, can compute tokens that samples share at their beginnings once for
     all of them, and the rest of each sample as if it were alone."""
-    return bool(getattr(model, "shares_rows", False)) and not is_flash(_attention_of(model))
+    return bool(getattr(model, "shares_rows", False)) and not is_flash(attention_of(model))
 
 
 def may_pack(implementation: str | None) -> bool:
@@ -182,84 +149,14 @@ def packed_arguments(model: PreTrainedModel, row: PackedRow, ids: Tensor) -> dic
         model: a model that passes `packs`, and `shares_rows` if the row's samples share their beginnings.
         ids: (tokens,) token ids of the row.
     """
-    if is_flash(_attention_of(model)):
+    if is_flash(attention_of(model)):
         return flash_arguments(row.lengths, ids.device)
     # without a mask Transformers looks for samples in the positions, for which the host waits for the device
     return {"attention_mask": torch.ones_like(ids)[None], "packed_row": row}
 
 
-def _attention_of(model: PreTrainedModel) -> str | None:
+def attention_of(model: PreTrainedModel) -> str | None:
     return getattr(backbone_of(model).config, "_attn_implementation", None)
-
-
-def _packs(model: PreTrainedModel) -> tuple[bool, bool]:
-    """The results of `packs` and `shares_rows`."""
-    backbone = backbone_of(model)
-    implementation = getattr(backbone.config, "_attn_implementation", None)
-    # flash attention runs only on a GPU; another attention also shows whether the model mixes samples
-    if not may_pack(implementation) or getattr(backbone.config, "is_encoder_decoder", False):
-        return False, False
-    answers = map(_keeps_apart, _models_to_run(backbone))
-    kept_apart, shares = next((answer for answer in answers if answer is not None), (False, False))
-    final = PACKED if kept_apart and not is_flash(implementation) else implementation
-    if backbone.config._attn_implementation != final:
-        backbone.set_attn_implementation(final)
-    return kept_apart, shares and not is_flash(implementation)
-
-
-def _models_to_run(backbone: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Candidates to run; the first that can be run decides for the backbone.
-
-    A `probe_model` shows what a new model hides, whose parameters may begin at zero. Also, GPU kernels depend on the
-    number of tokens, and in 16 bits their results differ by more than a weak mixing of samples. A quantized model has
-    layers that cannot compute with other weights. A model whose weights are not read yet cannot be run itself.
-    """
-    if any(p.is_meta for p in backbone.parameters()):
-        yield probe_model(backbone)
-        return
-    if all(p.dtype in FLOATS for p in backbone.parameters()):
-        with contextlib.suppress(*CANNOT_RUN):
-            yield probe_model(backbone)
-    yield backbone
-
-
-# the samples 1 2 3, 1 2, and 1 2 3 4 5; the last one begins with the first
-PROBED = PackedRow((3, 2, 5), (0, 1, 2), (Segment(0, 3), Segment(3, 5), Segment(5, 7, ((0, 3),))))
-
-
-def _keeps_apart(backbone: PreTrainedModel) -> tuple[bool, bool] | None:
-    """True if a backbone computes the same for two samples in a row as for each alone, and then whether this also holds
-    for a third sample that shares the first one's tokens; `None` if it cannot run. Sets its attention to `PACKED`."""
-    device = next(backbone.parameters()).device
-    whole = torch.tensor([[1, 2, 3, 4, 5]], device=device) % backbone.config.get_text_config().vocab_size
-    was_training = backbone.training
-    backbone.eval()
-    local_attention = _LocalAttention()
-    token = _probed.set(local_attention)
-    try:
-        backbone.set_attn_implementation(PACKED)
-        with torch.no_grad():
-            separate = [backbone(input_ids=whole[:, :length]).last_hidden_state[0] for length in PROBED.lengths]
-            with packed_rows():
-                packed = backbone(
-                    input_ids=torch.cat([whole[:, :3], whole[:, :2], whole[:, 3:]], 1),
-                    position_ids=PROBED.positions.to(device)[None],
-                    attention_mask=torch.ones(1, PROBED.tokens, dtype=torch.long, device=device),
-                    packed_row=PROBED,
-                    use_cache=False,
-                ).last_hidden_state[0]
-        parts = packed[PROBED.columns.to(device)].split(PROBED.lengths)
-        same = [
-            torch.allclose(expected.float(), part.float(), rtol=1e-2, atol=1e-3)
-            for expected, part in zip(separate, parts, strict=True)
-        ]
-        packs = all(same[:2]) and local_attention.is_known_to_layers
-        return packs, packs and same[2]
-    except CANNOT_RUN:
-        return None
-    finally:
-        _probed.reset(token)
-        backbone.train(was_training)
 
 
 @contextlib.contextmanager
@@ -281,3 +178,127 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The Transformers model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_flash(implementation: str | None) -> bool:
+    """True if an attention implementation of Transformers takes packed rows by the bounds of their samples:
+    `flash_attention_2` and `3`, and those of the kernels hub."""
+    return implementation is not None and "flash" in implementation
+
+
+def flash_arguments(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """The arguments of a forward of a packed row by Transformers' flash attention."""
+    bounds, longest = sample_bounds(lengths, device), max(lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def sample_bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """(samples + 1,) int32: the start of each sample of a packed row, and the end of the last."""
+    return _bounds(tuple(lengths), device)
+
+
+@functools.lru_cache(maxsize=4)  # the same for all layers of a forward
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    bounds = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+    return bounds.to(device, non_blocking=True)
+
+
+def has_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
+    """True if torch's attention for samples of different lengths supports these arguments: on a GPU that has the
+    kernel, in 16 bits (by autocast too), without changes of the scores.
+
+    Args:
+        arguments: arguments of Transformers' attention functions, without windows.
+    """
+    dtype, size = computed_in(query), query.shape[-1]
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    fits = size == value.shape[-1] <= LARGEST_HEAD and size % HEAD_MULTIPLE == 0
+    if not (query.is_cuda and is_half and fits and keeps_scores(arguments)):
+        return False
+    return has_kernel(query.device, dtype, size)
+
+
+def keeps_scores(arguments: Mapping[str, Any]) -> bool:
+    """True if none of the arguments of Transformers' attention functions changes the scores or drops some."""
+    changes = ("softcap", "s_aux", "sinks", "dropout", "position_bias")
+    return not any(isinstance(arguments.get(name), Tensor) or arguments.get(name) for name in changes)
+
+
+def computed_in(query: Tensor) -> torch.dtype:
+    """The dtype of the attention: that of autocast, which casts the arguments of torch's own attention functions. The
+    query of a float32 model is float32 under autocast, because its rotary embedding is."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+@functools.cache
+def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """True if a device supports torch's attention for samples of different lengths, and its gradients."""
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        return False
+    # in a separate thread, where gradient checkpointing does not count the tensors that the trial saves
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_try_kernel, device, dtype, head_dim).result()
+
+
+def _try_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    query, key, value = (torch.zeros(1, 1, 3, head_dim, device=device, dtype=dtype) for _ in range(3))
+    value += torch.tensor([0.0, 2.0, 4.0], device=device)[:, None]
+    try:
+        # the second sample sees the first token of the first one, with which its one query has to be aligned
+        row = PackedRow((2, 2), (0, 1), (Segment(0, 2), Segment(2, 3, ((0, 1),))))
+        result = varlen_attention(query.requires_grad_(), key, value, row, None, None)
+        torch.autograd.grad(result.sum(), query)
+        if not torch.allclose(result[0, :, 0, 0].float(), torch.tensor([0.0, 1.0, 2.0], device=device)):
+            raise RuntimeError(f"its result is {result[0, :, 0, 0].tolist()}, where it should be [0, 1, 2]")
+    except (RuntimeError, TypeError, ValueError) as error:  # no kernel; a release of torch with other arguments
+        logger.warning(
+            f"torch's attention for samples of different lengths does not run on {device} with heads of {head_dim} in "
+            f"{dtype}, so each sample's attention is computed by a separate call, which is slower: {error}"
+        )
+        return False
+    return True
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: int | None, scaling: float | None
+) -> Tensor:
+    """Causal attention within each sample. If samples share their beginnings, each gets a copy of the keys and values
+    there. A segment then has fewer queries than keys, and its last query belongs to its last key.
+
+    Args:
+        query, key, value: (1, heads, tokens, head_dim); `key` and `value` may have fewer heads.
+        row: row of the tokens.
+        window: number of tokens that a token sees, itself included; `None` for all before it.
+
+    Returns:
+        (1, tokens, heads, head_dim), in the dtype of autocast if it is on.
+    """
+    dtype = computed_in(query)
+    q, k, v = (part.to(dtype).squeeze(0).transpose(0, 1) for part in (query, key, value))
+    queries = [length for length in row.own if length]
+    seen, _ = row.keys
+    bounds = sample_bounds(queries, query.device)
+    key_bounds = bounds if seen == queries else sample_bounds(seen, query.device)
+    options: dict[str, Any] = {}
+    if row.saved:
+        k, v = (part.index_select(0, row.on(query.device)) for part in (k, v))
+    if (shared_by := q.shape[1] // k.shape[1]) > 1:
+        if takes_argument(varlen_attn, "enable_gqa"):
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = (part.repeat_interleave(shared_by, dim=1) for part in (k, v))
+    result = varlen_attn(
+        q,
+        k,
+        v,
+        bounds,
+        key_bounds,
+        max(queries),
+        max(seen),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    assert isinstance(result, Tensor), "no other outputs are asked for"
+    return result[None]

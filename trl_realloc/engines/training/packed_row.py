@@ -1,4 +1,4 @@
-"""The tokens of a micro-batch as one row, in which beginnings that samples share occur once. `plan.prefix_tree` finds
+"""The tokens of a micro-batch as one row, in which beginnings that samples share occur once. `plan.batching` finds
 these beginnings.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.rollout import on_device
-from ...plan.prefix_tree import PrefixTree
+from ...plan.batching import PrefixTree
 
 
 Run = tuple[int, int]  # columns of the row: the first one, and the one after the last

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.algorithm import TokenLoss
+from ...algorithms.nonfinite import guarded
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.model_spec import stage_layers
 from ..mesh_group import MeshGroup
-from .nonfinite_guard import guarded
+from .heads import RoleHead, tied_weight
 from .packed_attention import backbone_of, base_of
-from .packed_forward import RoleHead, tied_weight
 from .packed_row import PackedRow
 from .probe_model import PassThrough
 

@@ -1,5 +1,5 @@
 """Attention on a CPU over a packed row in which samples share their beginnings, in blocks of queries and keys, so that
-no key or value is copied. GPUs use `varlen_attention`; windows, masks or dropout need `packed_attention`.
+no key or value is copied. `packed_attention` says when.
 """
 
 from __future__ import annotations

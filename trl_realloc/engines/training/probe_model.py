@@ -1,17 +1,33 @@
-"""A copy of a model's structure that can compute without the model's weights, to test how the model computes. Used by
-`packed_attention`.
+"""A copy of a model's structure that can compute without the model's weights (`probe_model`), and the check by it
+whether a model computes the samples of a packed row apart (`packs`). `packed_attention` separates them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ...common.notices import notice
 from ...plan.model_spec import FAMILIES
+from ..model_changes import described, forward_changes
 from ..transformers_compat import draw_again, keep_values
+from .packed_attention import (
+    PACKED,
+    LocalAttention,
+    attention_of,
+    backbone_of,
+    base_of,
+    is_flash,
+    may_pack,
+    packed_rows,
+    probed,
+)
+from .packed_row import PackedRow, Segment
 
 
 if TYPE_CHECKING:
@@ -19,6 +35,110 @@ if TYPE_CHECKING:
 
 
 _NOISE = 0.3  # standard deviation of the noise on vectors, whose initial values are mostly 0 or 1
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# errors of a model that is run in an unusual way
+CANNOT_RUN = (TypeError, ValueError, KeyError, RuntimeError, AttributeError)
+
+
+def packs(model: PreTrainedModel) -> bool:
+    """True if the model computes each sample of a packed row as if it were alone. If so, sets its attention to
+    `PACKED`, which is plain sdpa for every other caller.
+
+    Transformers has no flag for this. A recurrent layer, a custom attention or learned absolute positions would mix or
+    misplace samples, so a `probe_model` of the model is run on five tokens. Windows and chunks that its attention
+    layers do not pass would be lost, so the requested masks are compared with the layers' windows. A model with a
+    user's changes (`model_changes`), which may do anything with a row, gets padded samples.
+
+    The answer is stored in `model.packs_rows`. A model whose weights are filled later copies it from the model that it
+    gets the weights of. A model with flash attention keeps that attention, and gets the bounds of the samples.
+    """
+    answer: bool | None = getattr(model, "packs_rows", None)
+    if answer is None:
+        changes = forward_changes(model)
+        answer, model.shares_rows = (False, False) if changes else _packs(model)
+        model.packs_rows = answer
+        base, attention = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
+        if not answer:
+            reason = f"it has {described(changes)}" if changes else "the model mixes samples that share a row"
+            notice(f"{base} (attention {attention}): samples are padded, because {reason}.")
+        elif not model.shares_rows:
+            notice(
+                f"{base} (attention {attention}): a prompt is computed once for each of its samples; with attention "
+                f"sdpa, once for all."
+            )
+    elif answer and not is_flash(attention_of(model)):
+        backbone_of(model).set_attn_implementation(PACKED)
+    return answer
+
+
+def _packs(model: PreTrainedModel) -> tuple[bool, bool]:
+    """The results of `packs` and `shares_rows`."""
+    backbone = backbone_of(model)
+    implementation = getattr(backbone.config, "_attn_implementation", None)
+    # flash attention runs only on a GPU; another attention also shows whether the model mixes samples
+    if not may_pack(implementation) or getattr(backbone.config, "is_encoder_decoder", False):
+        return False, False
+    answers = map(_keeps_apart, _models_to_run(backbone))
+    kept_apart, shares = next((answer for answer in answers if answer is not None), (False, False))
+    final = PACKED if kept_apart and not is_flash(implementation) else implementation
+    if backbone.config._attn_implementation != final:
+        backbone.set_attn_implementation(final)
+    return kept_apart, shares and not is_flash(implementation)
+
+
+def _models_to_run(backbone: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Candidates to run; the first that can be run decides for the backbone.
+
+    A `probe_model` shows what a new model hides, whose parameters may begin at zero. Also, GPU kernels depend on the
+    number of tokens, and in 16 bits their results differ by more than a weak mixing of samples. A quantized model has
+    layers that cannot compute with other weights. A model whose weights are not read yet cannot be run itself.
+    """
+    if any(p.is_meta for p in backbone.parameters()):
+        yield probe_model(backbone)
+        return
+    if all(p.dtype in FLOATS for p in backbone.parameters()):
+        with contextlib.suppress(*CANNOT_RUN):
+            yield probe_model(backbone)
+    yield backbone
+
+
+# the samples 1 2 3, 1 2, and 1 2 3 4 5; the last one begins with the first
+PROBED = PackedRow((3, 2, 5), (0, 1, 2), (Segment(0, 3), Segment(3, 5), Segment(5, 7, ((0, 3),))))
+
+
+def _keeps_apart(backbone: PreTrainedModel) -> tuple[bool, bool] | None:
+    """True if a backbone computes the same for two samples in a row as for each alone, and then whether this also holds
+    for a third sample that shares the first one's tokens; `None` if it cannot run. Sets its attention to `PACKED`."""
+    device = next(backbone.parameters()).device
+    whole = torch.tensor([[1, 2, 3, 4, 5]], device=device) % backbone.config.get_text_config().vocab_size
+    was_training = backbone.training
+    backbone.eval()
+    local_attention = LocalAttention()
+    token = probed.set(local_attention)
+    try:
+        backbone.set_attn_implementation(PACKED)
+        with torch.no_grad():
+            separate = [backbone(input_ids=whole[:, :length]).last_hidden_state[0] for length in PROBED.lengths]
+            with packed_rows():
+                packed = backbone(
+                    input_ids=torch.cat([whole[:, :3], whole[:, :2], whole[:, 3:]], 1),
+                    position_ids=PROBED.positions.to(device)[None],
+                    attention_mask=torch.ones(1, PROBED.tokens, dtype=torch.long, device=device),
+                    packed_row=PROBED,
+                    use_cache=False,
+                ).last_hidden_state[0]
+        parts = packed[PROBED.columns.to(device)].split(PROBED.lengths)
+        same = [
+            torch.allclose(expected.float(), part.float(), rtol=1e-2, atol=1e-3)
+            for expected, part in zip(separate, parts, strict=True)
+        ]
+        packs = all(same[:2]) and local_attention.is_known_to_layers
+        return packs, packs and same[2]
+    except CANNOT_RUN:
+        return None
+    finally:
+        probed.reset(token)
+        backbone.train(was_training)
 
 
 class PassThrough(nn.Module):
@@ -120,6 +240,3 @@ def _kind(layer: nn.Module) -> str:
             for module in layer.modules()
         ]
     )
-
-
-__all__ = ["PassThrough", "probe_model"]

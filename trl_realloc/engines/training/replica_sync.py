@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base import EngineError
-from ..buckets import in_buckets
 from ..device import group_device
-from ..mesh_group import COLLECTIVE_BYTES, MeshGroup
+from ..mesh_group import COLLECTIVE_BYTES, MeshGroup, in_buckets
 from ..weight_digest import digest
 from .deepspeed_compat import is_partitioned
 from .weight_source import source_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.algorithm import TokenLoss
-from ...algorithms.nonfinite import NonFiniteError
+from ...algorithms.nonfinite import NonFiniteError, refusal
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, Rate
@@ -32,12 +32,9 @@ from ..training_state import (
     room_for,
     scalars_of,
 )
-from .cached_graphs import CachedGraphs
-from .group_settings import GroupSettings
-from .master_weights import MasterWeights
-from .mixed_precision import autocast
-from .nonfinite_guard import refusal
-from .packed_forward import RoleHead, run_forward, run_training
+from .heads import RoleHead, autocast
+from .micro_batches import CachedGraphs, run_forward, run_training
+from .optimizer_state import GroupSettings, MasterWeights
 from .packed_row import PackedRow
 from .weight_export import buckets, check_names, specs_of, whole_pieces
 from .weight_source import fill
@@ -206,7 +203,7 @@ class ReplicatedEngine:
                 then skips the step itself and lowers the scale.
         """
         assert self.optimizer is not None, "a frozen role has no gradients"
-        error = refusal(self.group, samples, statistics)
+        error = refusal(samples, statistics, self.group.max)
         if self.scaler.is_enabled() and error.sample < 0:
             if self.scaler.get_scale() >= 1.0:
                 return

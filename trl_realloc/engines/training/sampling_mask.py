@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base import SamplingMask
 from ..mesh_group import MeshGroup
+from ..requests import SamplingMask
 
 
 # halvings of the interval of a nucleus's threshold, some 20 nats at first: beyond float32's spacing there

@@ -1,5 +1,6 @@
 """The language head and the log-probabilities in one function, slice by slice, so that the logits of all tokens are
-never in memory.
+never in memory. Logits are computed again in the backward, which adds a third to the head's work. `heads` decides
+when.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...plan.assignment import LOGITS_SLICE, MAX_LOGITS
-from ..base import SamplingMask
+from ...plan.assignment import LOGITS_SLICE
 from ..mesh_group import MeshGroup
+from ..requests import SamplingMask
 from .packed_attention import backbone_of
 from .sampling_mask import highest_of, keep_above, keep_mask
 from .split_layers import part_of
@@ -25,9 +26,7 @@ from .tensor_parallel import box_of, is_split, local
 from .token_logprobs import logits_gradient, precise, scaled
 
 
-# `MAX_LOGITS` and `LOGITS_SLICE` on a CPU: 256 MiB and 64 MiB in float32. More logits are computed in slices, and again
-# in the backward, which adds a third to the head's work.
-MAX_WHOLE_ON_CPU, SLICE_ON_CPU = 1 << 26, 1 << 24
+SLICE_ON_CPU = 1 << 24  # `LOGITS_SLICE` on a CPU: 64 MiB in float32
 
 
 @dataclass
@@ -185,24 +184,6 @@ def row_slices(hidden: Tensor, weight: Tensor, ids: int | None = None) -> Iterat
     step = max(1, (SLICE_ON_CPU if hidden.device.type == "cpu" else LOGITS_SLICE) // ids)
     for start in range(0, hidden.shape[0], step):
         yield slice(start, start + step)
-
-
-def works_in_slices(model: PreTrainedModel, tokens: int, group: MeshGroup | None = None) -> bool:
-    """True if the model's head is computed in slices for this number of tokens: their logits are many, and the head is
-    a plain linear layer. A head that an adapter changes or that has Accelerate's hooks is computed whole.
-
-    Args:
-        group: group over which the head is split, if it is. All its ranks get the same answer.
-    """
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or hasattr(head, "_hf_hook"):
-        return False
-    split = is_split(head.weight)
-    if split and group is None:
-        return False
-    most = MAX_WHOLE_ON_CPU if head.weight.device.type == "cpu" else MAX_LOGITS
-    ranks = group.size if split and group is not None else 1
-    return tokens * -(-head.out_features // ranks) > most  # a weight that ZeRO-3 has partitioned has no rows here
 
 
 class _BackboneOutput(BaseModelOutput):

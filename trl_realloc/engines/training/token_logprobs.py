@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import SamplingMask
 from ..device import is_accelerator
+from ..requests import SamplingMask
 from .sampling_mask import keep_above, keep_mask
 
 

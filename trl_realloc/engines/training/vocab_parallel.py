@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base import SamplingMask
 from ..mesh_group import MeshGroup
+from ..requests import SamplingMask
 from .sampling_mask import keep_above, keep_mask
 from .token_logprobs import TokenLogprobs, logits_gradient, precise, scaled
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...algorithms.algorithm import TokenLoss
+from ...algorithms.nonfinite import refusal
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
 from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
@@ -36,10 +37,9 @@ from ..training_state import (
 )
 from . import deepspeed_compat as compat
 from .compiled_ops import clear_stale_locks, compiles
-from .group_settings import GroupSettings
-from .mixed_precision import autocast
-from .nonfinite_guard import refusal
-from .packed_forward import RoleHead, placeholder, run_forward, run_training
+from .heads import RoleHead, autocast
+from .micro_batches import placeholder, run_forward, run_training
+from .optimizer_state import GroupSettings
 from .packed_row import PackedRow
 from .replicated import whole_parts
 from .weight_export import buckets, check_names, specs_of, whole_pieces
@@ -224,7 +224,7 @@ class ZeroEngine:
         # DeepSpeed computes the norm in every step, to detect gradients that are not finite (`zero_setup`)
         self.grad_norm = float(self.engine.get_global_grad_norm())
         if getattr(self.engine.optimizer, "overflow", False):
-            error = refusal(self.group, samples, statistics)
+            error = refusal(samples, statistics, self.group.max)
             if error.sample >= 0 or not self.engine.fp16_enabled():
                 raise error
         self.version += 1
@@ -232,7 +232,9 @@ class ZeroEngine:
     def export(
         self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
     ) -> Iterator[Bucket]:
-        return buckets(self.head.model, self._gather, bucket_bytes, merged=merged, names=names)
+        return buckets(
+            self.head.model, self._gather, bucket_bytes, merged=merged, names=names, full_bytes=compat.full_bytes
+        )
 
     def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
         """See `base.TrainingEngine`. In stage 3 every rank sends its partitions to the first. A gather would assemble

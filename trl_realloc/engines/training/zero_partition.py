@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ...realloc.layout import Box, whole
-from ..buckets import in_buckets
-from ..mesh_group import MeshGroup
+from ..mesh_group import MeshGroup, in_buckets
 from ..parameter_pieces import Piece
 from ..training_state import flat_cells
-from .deepspeed_compat import Partitioner, full_numel, full_shape, partition
+from .deepspeed_compat import Partitioner, full_bytes, full_numel, full_shape, partition
 from .weight_source import reading, source_of, to_device
 from .zero_setup import Topology, cast_parameters, parameter_dtype
 
@@ -97,7 +96,7 @@ def partition_pieces(
         parameters: (name, parameter) pairs, the same on every rank.
     """
     group.barrier()  # connects the group: NCCL does so in its first operation, in which all of its ranks must take part
-    size_of = {name: full_numel(p) * p.element_size() for name, p in parameters}
+    size_of = {name: full_bytes(p) for name, p in parameters}
     for bucket in in_buckets(parameters, lambda item: size_of[item[0]], piece_bytes, lambda item: item[1].dtype):
         for owner in range(group.size):
             ranges = [part for name, p in bucket for part in _ranges(name, p, owner, piece_bytes)]

@@ -16,7 +16,7 @@ from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 from ...common.errors import PlanError, Problems
-from ...plan.prefix_tree import MIN_SHARED
+from ...plan.batching import MIN_SHARED
 
 
 # Number of quantiles that represent a measured length distribution. The longest samples of a batch decide how long its

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ...plan.assignment import Assignment
 from ...plan.execution_plan import ExecutionPlan
-from ...plan.timeline import Span, Timeline
+from ...plan.spans import Span
+from ...plan.timeline import Timeline
 from .check import check
 from .pipelines import KINDS, MODELS, FusedPipelines, FusedSchedule, Task
 

@@ -22,8 +22,8 @@ from itertools import chain
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.fused import joined
 from ...plan.model_spec import ModelSpec
+from ...plan.spans import Span
 from ...plan.staleness import calls_ahead, devices_ahead
-from ...plan.timeline import Span
 from ..cost.call_cost import CallCost
 from ..cost.pricing import Pricing
 from ..cost.workload import BATCHES

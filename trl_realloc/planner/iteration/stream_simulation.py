@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...plan.generation_spans import GenerationSpans
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from .activities import Activities, Event, devices_by_node
 from .device_queues import DeviceQueues, Work
 from .simulate import IterationTask, Overlap, tasks_of

@@ -15,7 +15,7 @@ from statistics import median
 from ...plan.algorithm_graphs import has_host_loop
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.model_spec import ModelSpec
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ..cost.estimate_factors import CalibrationFactors, batch_seconds, bounded
 from ..cost.pricing import Pricing
 from ..iteration.simulate import plan_times

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ...plan.timeline import Span, Timeline
+from ...plan.spans import Span
+from ...plan.timeline import Timeline
 
 
 @dataclass(frozen=True)

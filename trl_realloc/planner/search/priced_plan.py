@@ -11,9 +11,10 @@ from functools import cached_property
 
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.fused import Fused, joined, parted, together
+from ...plan.spans import Span
 from ...plan.staleness import Staleness
 from ...plan.streams import Streams
-from ...plan.timeline import Span, Timeline
+from ...plan.timeline import Timeline
 from ...plan.waits import Wait, waits, waits_of_iteration
 from ..cost.call_cost import CallCost
 from ..iteration.ahead_simulation import AheadIterations, simulate_ahead

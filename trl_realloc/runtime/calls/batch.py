@@ -26,7 +26,7 @@ from ...algorithms.rewards import RewardError
 from ...algorithms.rollout import Rollouts
 from ...plan.dataflow import Call
 from ...plan.execution_plan import ExecutionPlan
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ..failures.alarm import Alarm, JobFailed
 from ..failures.watchdog_client import HOST
 from ..messages import Channels

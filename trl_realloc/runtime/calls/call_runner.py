@@ -13,7 +13,7 @@ from ...algorithms.algorithm import Algorithm
 from ...algorithms.rollout import Rollouts
 from ...engines.base import EngineError
 from ...plan.dataflow import Call, CallKind
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ..failures.alarm import Alarm, JobFailed
 from ..messages import Channels
 from ..parameters.reallocation import Moved

@@ -21,11 +21,12 @@ from transformers.utils import logging
 from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ...algorithms.rollout import Ragged, Rollouts
-from ...engines.base import Completion, Generation, GenerationRequest, Rate, Sampling, ScoringEngine, Unfinished
+from ...engines.base import Generation, Rate, ScoringEngine
 from ...engines.model_configs import table_positions
+from ...engines.requests import Completion, GenerationRequest, Sampling, Unfinished
 from ...engines.training.replicated import ReplicatedEngine
 from ...plan.dataflow import Call, Role
-from ...plan.timeline import REWARD_FUNCTION, Span
+from ...plan.spans import REWARD_FUNCTION, Span
 from ..placement.placement import Placement
 from ..samples.context_limit import ContextLimit
 from ..samples.routes import as_responses, sources

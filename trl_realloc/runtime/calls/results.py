@@ -16,7 +16,7 @@ from ...algorithms.algorithm import Algorithm, training_inputs
 from ...algorithms.corrections import AGES, GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
 from ...algorithms.nonfinite import NonFiniteError, with_text
 from ...algorithms.rollout import Rollouts
-from ...plan.timeline import Span, is_host_work
+from ...plan.spans import Span, is_host_work
 from ..failures.alarm import JobFailed
 from .batch import Batch, CallFailure, CallsFailed
 

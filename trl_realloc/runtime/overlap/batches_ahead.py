@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from ...algorithms.prompt_batches import PromptBatch
-from ...engines.base import BackgroundEngine, EngineError, Generation, Sampling, Unfinished, Updates
+from ...engines.base import BackgroundEngine, EngineError, Generation, Updates
+from ...engines.requests import Sampling, Unfinished
+from ...plan.spans import Span
 from ...plan.staleness import calls_ahead
-from ...plan.timeline import Span
 from ..calls.batch import CallOutput
 from ..calls.call_runner import CallRunner
 from ..calls.generate_and_score import Step

@@ -14,10 +14,11 @@ import torch
 from ...algorithms.corrections import GENERATED_AT, IN_FLIGHT_S, POLICY_VERSIONS
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Ragged, Rollouts
-from ...engines.base import Completion, EngineError, GenerationRequest, Unfinished
+from ...engines.base import EngineError
+from ...engines.requests import Completion, GenerationRequest, Unfinished
 from ...plan.dataflow import Call
 from ...plan.generation_spans import GenerationSpans
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ..calls import generate_and_score as calls
 from ..calls.batch import Batch
 from ..calls.generate_and_score import CallSettings

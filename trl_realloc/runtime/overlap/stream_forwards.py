@@ -18,7 +18,7 @@ from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Rollouts
 from ...plan.dataflow import CallKind, Role
 from ...plan.execution_plan import ExecutionPlan
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ...planner.iteration.stream import Stream, stream_of
 from ...planner.iteration.stream_dispatcher import Score
 from ..calls import generate_and_score as calls

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from transformers.utils import logging
 
-from ...engines.base import Unfinished
+from ...engines.requests import Unfinished
 from ...planner.iteration.stream import Stream
 from ...planner.iteration.stream_dispatcher import Continue, Dispatcher, Order, Release, Score, Withdraw
 from ..calls.batch import CallFailure, Failures

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...engines.base import Unfinished
+from ...engines.requests import Unfinished
 from ...planner.iteration.stream_dispatcher import Release, Withdraw
 from ..calls.batch import Failures
 from .leader_link import Left

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Rollouts
-from ...engines.base import BackgroundEngine, Completion, EngineError, Generation
+from ...engines.base import BackgroundEngine, EngineError, Generation
+from ...engines.requests import Completion
 from ...plan.assignment import sleeps
 from ...plan.generation_spans import GenerationSpans
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ...planner.iteration.stream import Stream
 from ...planner.iteration.stream_dispatcher import Release, Withdraw
 from ..calls import generate_and_score as calls

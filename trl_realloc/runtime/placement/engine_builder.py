@@ -19,8 +19,8 @@ from ...engines.device import is_accelerator, release_cached_memory
 from ...engines.generation.transformers import TransformersEngine
 from ...engines.models import own_copy
 from ...engines.training.fused_training import FusedTraining
+from ...engines.training.heads import PolicyHead, RoleHead, ScoreHead, ValueHead
 from ...engines.training.megatron import MegatronEngine
-from ...engines.training.packed_forward import PolicyHead, RoleHead, ScoreHead, ValueHead
 from ...engines.training.replica_sync import copy_tensors, equalize, follow
 from ...engines.training.replicated import ReplicatedEngine
 from ...engines.training.tensor_parallel import local

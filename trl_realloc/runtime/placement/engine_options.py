@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engines.base import SamplingMask
 from ...engines.generation.vllm_support import engine_slots
+from ...engines.requests import SamplingMask
 from ...plan.assignment import CACHED_TOKENS
 from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan

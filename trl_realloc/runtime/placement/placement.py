@@ -17,7 +17,7 @@ from ...engines.child_process import die_with_launcher
 from ...engines.device import free_bytes, is_accelerator, release_cached_memory
 from ...engines.mesh_group import MeshGroup
 from ...engines.training.fused_training import FusedTraining
-from ...engines.training.packed_forward import RoleHead
+from ...engines.training.heads import RoleHead
 from ...engines.training.zero_setup import ensure_process_group
 from ...plan.assignment import sleeps
 from ...plan.dataflow import CallKind, Role

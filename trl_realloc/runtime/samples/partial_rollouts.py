@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Ragged
-from ...engines.base import Sampling
+from ...engines.requests import Sampling
 
 
 logger = logging.get_logger(__name__)

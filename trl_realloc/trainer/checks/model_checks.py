@@ -27,8 +27,8 @@ from ...engines.generation.vllm_support import why_not_served
 from ...engines.model_changes import described, forward_changes
 from ...engines.model_configs import ModelError
 from ...engines.models import adapted_policy, generated_config
+from ...engines.training.adapter_weights import why_not_merged
 from ...engines.training.packed_attention import base_of
-from ...engines.training.weight_export import why_not_merged
 from ...plan.dataflow import Role
 from .config_checks import ConfigError, by_transformers
 from .input_checks import check_stop_token

@@ -1,6 +1,6 @@
 """TRL's loss under a plan, on leaf tensors with the log-probabilities and entropies that the plan's calls compute.
 
-The gradients of the leaves, the token gradients, are what the engines train with (`algorithms.linear_loss`).
+The gradients of the leaves, the token gradients, are what the engines train with (`algorithms.trainer_loss`).
 `EngineLoss` runs for TRL's loop. `LossInEngine` is the same loss inside the engines, which then compute
 log-probabilities and gradients in one pass. `step_buffer` has the micro-batches of an optimizer step."""
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ...algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
+from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...plan.dataflow import Role

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ...algorithms.rewards import RewardModelSource, is_async
+from ...algorithms.async_functions import is_async
+from ...algorithms.rewards import RewardModelSource
 from ...plan.dataflow import Role
 from ..checks.config_checks import ConfigError
 

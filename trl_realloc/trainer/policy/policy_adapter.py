@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ...algorithms.async_functions import event_loop, is_async
 from ...algorithms.prompts import columns_of, is_made_when_read
-from ...algorithms.rewards import event_loop, is_async
 from ...engines.generation.sampling_checks import engine_only_settings
 from ...plan.dataflow import Role
 from ...runtime.call_server import CallServer

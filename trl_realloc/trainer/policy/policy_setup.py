@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 from ...algorithms.rewards import RewardModelSource, Rewards
 from ...algorithms.trainer_loss import TrainerLoss
 from ...common.notices import notice
-from ...engines.base import Sampling
 from ...engines.generation.sampling_checks import engine_only_settings, why_not_moved
 from ...engines.model_configs import most_positions, read_config
 from ...engines.models import check_trains, has_adapters
+from ...engines.requests import Sampling
 from ...engines.training.weight_source import fill
 from ...plan.algorithm_graphs import grpo_graph
 from ...plan.dataflow import DataflowGraph, Role

@@ -17,7 +17,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...algorithms.rollout import Rollouts
-from ...plan.timeline import Span, Timeline, loop_spans
+from ...plan.spans import Span, loop_spans
+from ...plan.timeline import Timeline
 from ...runtime.calls.results import observed
 from ...runtime.process_groups import all_gather_object
 from ..checks.config_checks import ConfigError

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ...algorithms.nonfinite import NonFiniteError, is_infinite, problem_of_rewards, quoted
 from ...algorithms.rollout import Ragged, Rollouts
-from ...plan.timeline import REWARD_FUNCTION
+from ...plan.spans import REWARD_FUNCTION
 from ...runtime.calls.generate_and_score import TEXTS
 from ...runtime.process_groups import all_gather_object, barrier
 from ..trl_policy_trainers import TRLGRPOTrainer, parse_response

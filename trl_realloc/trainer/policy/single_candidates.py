@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engines.base import Sampling
 from ...engines.generation.sampling_checks import engine_only_settings
+from ...engines.requests import Sampling
 
 
 SAMPLED = "sampling_per_token_logps"  # TRL's name: the engine's log-probabilities, (rows, tokens)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.algorithm import TokenLoss
-from ...algorithms.linear_loss import ENTROPY_GRADS, LOGPROB_GRADS
+from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...runtime.call_server import CallServer, KnownOutputs

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from ...engines.base import Sampling
 from ...engines.generation.sampling_checks import (
     argument_names,
     transformers_problems,
     vllm_problems,
     with_generation_kwargs,
 )
+from ...engines.requests import Sampling
 from ..checks.config_checks import ConfigError
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import Trainer
 
-from ...algorithms.rewards import awaited, is_async
-from ...plan.timeline import TOOL, Span
+from ...algorithms.async_functions import awaited, is_async
+from ...plan.spans import TOOL, Span
 from ...runtime.process_groups import all_gather_object
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from ...algorithms.ppo import PPO
 from ...algorithms.rewards import check_columns_free
-from ...engines.base import Sampling
 from ...engines.model_configs import read_config
 from ...engines.models import check_trains
+from ...engines.requests import Sampling
 from ...plan.dataflow import Role
 from ...runtime.calls.generate_and_score import CallSettings
 from ..accelerate_plugin import ReallocationPlugin

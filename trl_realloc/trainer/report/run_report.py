@@ -15,7 +15,8 @@ from rich.console import Console
 from ...plan.dataflow import CallKind
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.picture import draw_timeline
-from ...plan.timeline import LOOP, Timeline
+from ...plan.spans import LOOP
+from ...plan.timeline import Timeline
 from ...plan.waits import waits
 from ...planner.search.show import waits_table
 from .estimate_part import estimate_lines, markdown, means, means_of

@@ -14,7 +14,8 @@ from statistics import fmean, stdev
 from rich.table import Table
 
 from ...plan.picture import MOVES
-from ...plan.timeline import LOOP, REWARD_FUNCTION, TOOL, Timeline, is_host_work
+from ...plan.spans import LOOP, REWARD_FUNCTION, TOOL, is_host_work
+from ...plan.timeline import Timeline
 from .estimate_part import means, means_of
 from .logged_updates import SCORES, LogRow
 

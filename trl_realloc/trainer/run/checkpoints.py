@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ...algorithms.nonfinite import NonFiniteError
-from ...engines.training.group_settings import RATE
+from ...engines.training.optimizer_state import RATE
 from ...plan.dataflow import Role
 from ...runtime.failures.alarm import JobFailed, is_known_everywhere
 from ...runtime.process_groups import all_gather_object

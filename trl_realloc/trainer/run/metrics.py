@@ -9,7 +9,8 @@ import time
 from collections import deque
 
 from ...algorithms.rollout import Rollouts
-from ...plan.timeline import Span, Timeline, loop_spans
+from ...plan.spans import Span, loop_spans
+from ...plan.timeline import Timeline
 from ...runtime.calls.results import Iteration, observed
 
 

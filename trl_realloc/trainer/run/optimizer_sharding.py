@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from ...engines.torch_compat import has_step_hooks
-from ...engines.training.group_settings import copied
+from ...engines.training.optimizer_state import copied
 from ...engines.training.tensor_parallel import splits_adapter, stages_adapter
 from ...planner.search.space import UNKNOWN_OPTIMIZER, TrainingSplits
 from .optimizers import make_optimizer, with_groups

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 
 from ...engines.base import GROUP, Rate
-from ...engines.training.group_settings import RATE, copied, is_same
+from ...engines.training.optimizer_state import RATE, copied, is_same
 from ...plan.dataflow import Role
 from ..checks.config_checks import ConfigError
 from ..checks.fixed_settings import refuse_changed

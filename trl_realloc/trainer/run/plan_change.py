@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ...common.notices import notice
 from ...engines.base import BackgroundEngine
 from ...plan.dataflow import Role
-from ...plan.timeline import Span
+from ...plan.spans import Span
 from ...profiling.auto_plan import JobPlan, measured_plan
 from ...profiling.late_measuring import LateMeasuring
 from ...profiling.replanning import Replanner, suits

@@ -1,8 +1,5 @@
-"""Float32 master weights of 16-bit parameters: for full replicas (`MasterWeights`), and for split models, optionally
-with the optimizer state sharded over the data-parallel group (`SplitMasters`).
-
-The forward uses the 16-bit parameter. Its gradients are accumulated in float32, the optimizer steps the master weight,
-and the parameter is the rounded master weight. A float32 parameter is its own master weight.
+"""Float32 master weights of the 16-bit parameters of a split model, optionally with the optimizer state sharded over
+the data-parallel group. Full replicas use `optimizer_state.MasterWeights`.
 """
 
 from __future__ import annotations
@@ -28,68 +25,9 @@ from ..training_state import (
     room_for,
     scalars_of,
 )
-from .group_settings import GroupSettings
+from .optimizer_state import GroupSettings, in_dtype_of, is_low
 from .split_layers import clear_gradient, leaf_of
 from .tensor_parallel import box_of, is_split, largest_part, local, local_gradient
-
-
-def is_low(parameter: Tensor) -> bool:
-    """True if a parameter has fewer than 32 bits per element, so that its master weight is another tensor."""
-    return parameter.dtype.itemsize < 4
-
-
-class MasterWeights:
-    """Replaces every 16-bit parameter of an optimizer by a float32 master weight.
-
-    Args:
-        optimizer: optimizer of a replica's parameters; changed in place to step the master weights, with float32
-            state.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        for group in optimizer.param_groups:
-            group["params"] = [self._replace(parameter) for parameter in group["params"]]
-        for parameter, master in self._masters.items():
-            if state := optimizer.state.pop(parameter, None):
-                optimizer.state[master] = {key: in_dtype_of(master, value) for key, value in state.items()}
-
-    def _replace(self, parameter: nn.Parameter) -> nn.Parameter:
-        if not is_low(parameter):
-            return parameter
-        master = nn.Parameter(parameter.detach().float())
-        reference = weakref.ref(master)  # otherwise a script that holds the model would hold its master weights
-
-        def add(low: Tensor) -> None:
-            master = reference()
-            assert master is not None, "the engine that trains the parameter has its master weight"
-            assert low.grad is not None, "the hook runs after a gradient is accumulated"
-            gradient = low.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            low.grad = None
-
-        parameter.register_post_accumulate_grad_hook(add)
-        self._masters[parameter] = master
-        return master
-
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The tensor that the optimizer steps and that has the gradients: the master weight or the parameter."""
-        return self._masters.get(parameter, parameter)
-
-    def publish(self) -> None:
-        """Copy the master weights into the parameters, rounded."""
-        for parameter, master in self._masters.items():
-            parameter.data.copy_(master.data)
-
-
-def in_dtype_of(weight: Tensor, value: object) -> Any:
-    """A copy of one value of a weight's optimizer state, on the weight's device. Floating-point tensors of the weight's
-    shape get its dtype. Others, such as quantized moments and their scales, keep their dtype."""
-    if not torch.is_tensor(value) or not value.dim():
-        return value
-    if value.is_floating_point() and value.shape == weight.shape:
-        return value.to(weight.device, weight.dtype, copy=True)
-    return value.to(weight.device, copy=True)
 
 
 @dataclass

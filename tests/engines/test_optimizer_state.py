@@ -11,7 +11,7 @@ from group_optimizers import Adapting, Counting
 from torch import nn
 
 from trl_realloc.engines.base import GROUP
-from trl_realloc.engines.training.group_settings import GroupSettings, copied, is_same
+from trl_realloc.engines.training.optimizer_state import GroupSettings, copied, is_same
 
 
 def stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> None:

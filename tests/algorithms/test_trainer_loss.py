@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trl_realloc.algorithms.linear_loss import LinearLoss, without_zero_grads
 from trl_realloc.algorithms.nonfinite import problem_of
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.trainer_loss import LinearLoss, without_zero_grads
 
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=8)

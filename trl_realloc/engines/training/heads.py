@@ -1,7 +1,7 @@
-"""Forwards of ragged samples through a Transformers model: the heads that compute a role's outputs, and the loops over
-micro-batches that the training engines share.
+"""The heads that compute a role's outputs from ragged samples through a Transformers model, and the autocast in which
+engines run them. The loops over micro-batches are in `micro_batches`.
 
-The samples of a micro-batch are packed into one row without padding if `packed_attention` allows it, and right-padded
+The samples of a micro-batch are packed into one row without padding if `probe_model` allows it, and right-padded
 otherwise. Logits are computed only for response tokens.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,20 +17,37 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
-from ...plan.batching import micro_batches
-from ...plan.prefix_tree import PrefixTree
-from ..base import SamplingMask
+from ...plan.assignment import MAX_LOGITS
+from ...plan.batching import PrefixTree
 from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
 from ..model_changes import forward_changes
-from .cached_graphs import CachedGraphs
-from .nonfinite_guard import guarded
-from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, packs, shares_rows
+from ..requests import SamplingMask
+from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, shares_rows
 from .packed_row import PackedRow
-from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced, works_in_slices
+from .probe_model import packs
+from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced
+from .tensor_parallel import is_split
 from .token_logprobs import TokenLogprobs
+
+
+MAX_WHOLE_ON_CPU = 1 << 26  # `MAX_LOGITS` on a CPU: 256 MiB in float32
+
+
+def autocast(
+    device: torch.device, dtype: torch.dtype | None, *, keeps_weights: bool = False
+) -> AbstractContextManager[object]:
+    """A context that computes products in `dtype`; without effect for `None`.
+
+    Args:
+        keeps_weights: whether to keep the cast weights until the context ends, for repeated forwards, as in generation.
+            A forward and its backward use a weight once: there the casts would take the memory of all weights in 16
+            bits, even with activation checkpointing and, under ZeRO-3, those of all ranks.
+    """
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype, cache_enabled=keeps_weights)
 
 
 class RoleHead(nn.Module):
@@ -229,6 +246,22 @@ class ScoreHead(RoleHead):
         return {"scores": Ragged(scores[:, 0].float(), ones)}
 
 
+def works_in_slices(model: PreTrainedModel, tokens: int, group: MeshGroup | None = None) -> bool:
+    """True if the model's head is computed in slices for this number of tokens: their logits are more than
+    `MAX_LOGITS`, and the head is a plain linear layer. A head that an adapter changes or that has Accelerate's hooks is
+    computed whole.
+
+    Args:
+        group: group over which the head is split, if it is. All its ranks get the same answer.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or hasattr(head, "_hf_hook"):
+        return False
+    most = MAX_WHOLE_ON_CPU if head.weight.device.type == "cpu" else MAX_LOGITS
+    ranks = group.size if group is not None and is_split(head.weight) else 1
+    return tokens * -(-head.out_features // ranks) > most  # a weight that ZeRO-3 has partitioned has no rows here
+
+
 def tied_weight(model: PreTrainedModel) -> nn.Parameter | None:
     """The parameter that the input embedding and the language head share; `None` if they share none."""
     base = base_of(model)
@@ -246,141 +279,3 @@ def _response_positions(samples: Rollouts) -> Tensor:
     responses = samples.ragged("responses").lengths
     start = torch.cumsum(samples.lengths, 0) - responses
     return places(responses) + torch.repeat_interleave(start, responses)
-
-
-def cut(
-    samples: Rollouts, budget: int, group: MeshGroup, in_step: bool, tree: PrefixTree | None = None
-) -> list[list[int]]:
-    """This rank's micro-batches as indices of samples. If a forward is collective (`in_step`, for ZeRO), empty
-    micro-batches are added so that every rank of the mesh has the same number.
-
-    Args:
-        tree: prefix tree of the samples if they share tokens.
-    """
-    batches = micro_batches(samples.lengths.tolist(), budget, tree)
-    return batches + [[] for _ in range(group.max(len(batches)) - len(batches))] if in_step else batches
-
-
-def placeholder() -> Rollouts:
-    """One sample of one token, for a rank without samples that takes part in a collective forward."""
-    token = Ragged(torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
-    return Rollouts(index=torch.zeros(1, dtype=torch.long), prompts=token, responses=token)
-
-
-def row_of(tree: PrefixTree | None, batch: Sequence[int]) -> PackedRow | None:
-    """The row of a micro-batch, given the positions of its samples in the tree; `None` if they share nothing."""
-    return None if tree is None or not batch else PackedRow.of(tree.select(batch))
-
-
-def run_forward(
-    head: Callable[[Rollouts, PackedRow | None], Mapping[str, Ragged]],
-    samples: Rollouts,
-    budget: int,
-    group: MeshGroup,
-    device: torch.device,
-    *,
-    in_step: bool = False,
-    graphs: CachedGraphs | None = None,
-    tree: PrefixTree | None = None,
-) -> dict[str, Ragged]:
-    """Run this rank's samples through a head without gradients. The outputs are on the CPU, in the samples' order. They
-    are copied there after the last micro-batch, so that the host prepares a micro-batch while the device computes the
-    one before.
-
-    Args:
-        graphs: stores the graphs for `run_training`.
-        tree: prefix tree of the samples if they share tokens.
-    """
-    inputs = samples.only(("index", "prompts", "responses"))
-    batches = cut(inputs, budget, group, in_step, tree)
-    parts: list[Mapping[str, Ragged]] = []
-    with torch.no_grad():
-        for batch in batches:
-            micro = inputs.select(batch) if batch else placeholder()
-            row = row_of(tree, batch)
-            out = head(micro.to(device), row) if graphs is None else graphs.run(head, micro, row, device)
-            if batch:
-                parts.append(out)
-    return in_order(parts, batches)
-
-
-def in_order(parts: Sequence[Mapping[str, Ragged]], batches: Sequence[Sequence[int]]) -> dict[str, Ragged]:
-    """The outputs of micro-batches, copied to the CPU, in the samples' order.
-
-    Args:
-        parts: outputs of each micro-batch that has samples.
-        batches: indices of each micro-batch's samples.
-    """
-    if not parts:
-        return {}
-    order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-    return {name: Ragged.cat([part[name] for part in parts]).to("cpu").select(order) for name in parts[0]}
-
-
-def statistics_in_order(
-    parts: Sequence[Mapping[str, Tensor]], batches: Sequence[Sequence[int]], lengths: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    """The statistics of micro-batches, float32 on the CPU, in the samples' order: (n,), or (tokens,) for response
-    tokens. Copies all of them at once.
-
-    Args:
-        parts: statistics of each micro-batch that has samples.
-        batches: indices of each micro-batch's samples.
-        lengths: response lengths of each micro-batch that has samples, (its samples,) int64 on the CPU.
-    """
-    if not parts or not parts[0]:
-        return {}
-    order = torch.argsort(torch.tensor([i for batch in batches for i in batch]))
-    columns = [torch.cat([part[name] for part in parts]).float() for name in parts[0]]
-    on_host = torch.cat(columns).cpu().split([len(column) for column in columns])
-    of_tokens = torch.cat(list(lengths))
-    return {
-        name: column[order] if len(column) == len(order) else Ragged(column, of_tokens).select(order).values
-        for name, column in zip(parts[0], on_host, strict=True)
-    }
-
-
-def run_training(
-    head: Callable[[Rollouts, PackedRow | None], Mapping[str, Ragged]],
-    samples: Rollouts,
-    loss: TokenLoss,
-    budget: int,
-    group: MeshGroup,
-    device: torch.device,
-    backward: Callable[[Tensor, bool], None],
-    *,
-    in_step: bool = False,
-    graphs: CachedGraphs | None = None,
-    tree: PrefixTree | None = None,
-) -> dict[str, Tensor]:
-    """Run the forward and backward of this rank's share of one mini-batch, micro-batch by micro-batch.
-
-    Args:
-        graphs: forwards of some of the samples that a scoring call has computed.
-        backward: adds the gradients of a loss, a 0-dimensional tensor, to the accumulated ones. Its second argument is
-            True for the last micro-batch.
-        tree: prefix tree of the samples if they share tokens.
-
-    Returns:
-        The statistics of `base.TrainingEngine.train`.
-    """
-    begun = [] if graphs is None else graphs.take(samples)
-    done = {position for positions, _ in begun for position in positions}
-    rest = [position for position in range(len(samples)) if position not in done]
-    of_rest = tree.select(rest) if tree is not None and begun else tree
-    cuts = cut(samples.select(rest) if begun else samples, budget, group, in_step, of_rest)
-    batches = [positions for positions, _ in begun] + [[rest[index] for index in batch] for batch in cuts]
-    parts, lengths = list[dict[str, Tensor]](), list[Tensor]()
-    for index, batch in enumerate(batches):
-        is_last = index == len(batches) - 1
-        if batch:
-            micro = samples.select(batch).to(device)
-            value, statistics = loss(begun.pop(0)[1] if begun else head(micro, row_of(tree, batch)), micro)
-            parts.append({name: sums.detach() for name, sums in statistics.items()})
-            lengths.append(micro.ragged("responses").lengths)
-        else:  # the mesh's collectives need this rank's backward; its gradients are zero
-            out = head(placeholder().to(device), None)
-            differentiable = [column.values.sum() for column in out.values() if column.values.requires_grad]
-            value = 0.0 * torch.stack(differentiable).sum()
-        backward(guarded(value), is_last)
-    return statistics_in_order(parts, batches, lengths)

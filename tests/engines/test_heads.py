@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.training.packed_forward import PolicyHead, ScoreHead, ValueHead
+from trl_realloc.engines.training.heads import PolicyHead, ScoreHead, ValueHead
 
 
 TEMPERATURE = 0.7
