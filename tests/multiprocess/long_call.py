@@ -20,7 +20,7 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh
 from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.runtime.messages import GlooMessages, all_reduce
 from trl_realloc.runtime.process_groups import barrier, make_groups, make_reallocation_groups
-from trl_realloc.trainer.policy.planned_rewards import followed_by
+from trl_realloc.trainer.policy.rewards import followed_by
 
 
 TAG, TIMEOUT_S = 7, 1.0

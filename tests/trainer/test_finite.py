@@ -18,7 +18,7 @@ from trl_realloc.algorithms.nonfinite import NonFiniteError, problem_of
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.runtime.calls import batch
 from trl_realloc.runtime.failures.alarm import JobFailed
-from trl_realloc.trainer.policy.reward_scoring import LEFT_OUT
+from trl_realloc.trainer.policy.rewards import LEFT_OUT
 
 
 REFUSED = (NonFiniteError, JobFailed)

@@ -13,8 +13,8 @@ import trl
 
 import trl_realloc
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
-from trl_realloc.engines.requests import Sampling
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.engines.requests import Sampling
 from trl_realloc.trainer.policy.planned_generation import wrapped_turns
 from trl_realloc.trainer.policy.single_candidates import SingleCandidates
 from trl_realloc.trainer.policy.user_spans import FunctionSpans

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from trl_realloc.algorithms.async_functions import is_async
 from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.trainer.checks.config_checks import ConfigError
-from trl_realloc.trainer.policy.planned_rewards import followed
+from trl_realloc.trainer.policy.rewards import followed
 
 
 Weights = dict[str, torch.Tensor]

@@ -41,11 +41,11 @@ from .policy.accelerate_fallback import (
     config_or_model,
     follow_trl,
 )
-from .policy.planned_rewards import REWARD, planned_rewards
 from .policy.policy_adapter import PolicyAdapter
 from .policy.policy_setup import prepare_policy
 from .policy.prompt_lengths import check_tokenized
 from .policy.record import PolicyRecord, sampled_completions
+from .policy.rewards import REWARD, planned_rewards
 from .report.completions import CompletionRow
 from .run.planned_run import PlannedRun
 from .trainer_inputs import path_as_text

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
 from ...algorithms.rollout import Ragged, Rollouts, on_device
+from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...plan.dataflow import Role
 from ...runtime.call_server import CallServer

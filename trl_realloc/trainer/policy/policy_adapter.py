@@ -1,7 +1,7 @@
 """`PolicyAdapter`: adapts a trainer of one policy, such as GRPO's, whose loop is TRL's, to a planned run.
 
 It combines the calls of the loop (`runtime.call_server`), the loss (`loss`), the rewards
-(`reward_scoring`), the prompts of later generations (`ahead`) and the difference of engine and trainer (`mismatch`).
+(`rewards`), the prompts of later generations (`ahead`) and the difference of engine and trainer (`mismatch`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .ahead import PromptsAhead
 from .loss import REFERENCE, EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
 from .planned_generation import EngineGeneration, wrapped_turns
-from .reward_scoring import Scoring
+from .rewards import Scoring
 from .single_candidates import SingleCandidates
 from .taken_over import TakenOver
 from .trl_sampling import tokenizer_of

@@ -39,8 +39,8 @@ from ..run.role_models import reward_sources, role_configs
 from ..run.run_inputs import RunInputs
 from ..run.run_setup import RunSetup, plan_check, plan_run
 from ..trainer_inputs import TrainerInputs
-from .planned_rewards import reward_models
 from .prompt_lengths import check_lengths, context_length, context_limit, lengths_of
+from .rewards import reward_models
 from .trl_sampling import generation_config, sampling_of, stop_token_ids, tokenizer_of, uncorrected_loss
 
 

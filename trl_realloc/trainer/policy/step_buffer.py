@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...algorithms.algorithm import TokenLoss
-from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from ...algorithms.rollout import Ragged, Rollouts
+from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...runtime.call_server import CallServer, KnownOutputs
 from ...runtime.process_groups import all_gather_object
