@@ -55,6 +55,3 @@ class Assembly:
             return flat.view(shape)
         self._unfinished[piece.name] = flat, filled + count
         return None
-
-
-__all__ = ["Assembly", "Piece"]
