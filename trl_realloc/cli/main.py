@@ -54,7 +54,6 @@ from .recipe_planning import IterationSize, check_request, choose_for_recipe, jo
 from .training_job import training_command
 
 
-OVERLAPS = ""  # --explain without a call
 # Options of `plan` and `show` that only apply to one kind of input, by parameter name.
 OF_PRESETS = {"engine": "--engine", "zero_stage": "--zero-stage"}
 OF_RECIPES = {
@@ -183,7 +182,7 @@ def show(plan: str, devices: int | None, nodes: int | None, engine: str, zero_st
     "calls",
     multiple=True,
     is_flag=False,
-    flag_value=OVERLAPS,
+    flag_value="",
     metavar="[CALL]",
     help="Print what CALL spends its time on; with no CALL (last argument), the savings of each way to overlap calls.",
 )
@@ -235,7 +234,7 @@ def plan(
         _refuse_given(OF_SEVERAL, "--clusters, which is not set")
         output = output or _free_name()
         check_output(output, "the plan")
-        named = [call for call in calls if call != OVERLAPS]
+        named = [call for call in calls if call]  # "" is --explain without a call
         check_request(cluster, measured, devices, nodes, time_limit, named)
         recipe = read_recipe(file, prompt_tokens)
         _say_who_trains(recipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -52,6 +52,24 @@ class CallCost:
     def times(self, factor: float) -> CallCost:
         """The cost of a call that takes `factor` times as long."""
         return replace(self, parts={name: factor * seconds for name, seconds in self.parts.items()})
+
+    def slowed(self, slowdown: float, few: Sequence[float] = ()) -> CallCost:
+        """The cost on devices that share processors.
+
+        Args:
+            slowdown: factor of the seconds while all devices work.
+            few: the factor while only the first stages of a pipeline work, from one stage to all but one.
+        """
+        if slowdown == 1.0:
+            return self
+        parts = dict(self.parts)
+        waiting = parts.pop("bubble", 0.0)  # while a stage waits, other stages use its processors
+        parts = {name: seconds * slowdown for name, seconds in parts.items()}
+        if few:
+            parts["bubble"] = max(0.0, waiting / len(few) * sum(2 * factor - slowdown for factor in few))
+        else:
+            parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
+        return CallCost(parts, self.static, self.transient)
 
 
 @dataclass(frozen=True)

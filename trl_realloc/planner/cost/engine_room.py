@@ -1,10 +1,10 @@
-"""`EngineRoom`: the memory that a vLLM engine reserves on a device, and the memory that it needs."""
+"""A vLLM engine on its devices: the memory that it reserves and needs (`EngineRoom`), and the loading of weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...plan.assignment import MAX_SLOTS
+from ...plan.assignment import MAX_SLOTS, ParallelStrategy
 from ...plan.model_spec import ModelSpec
 
 
@@ -15,6 +15,11 @@ BATCHED = 16_384
 OF_FORWARD_SPLIT, OF_FORWARD_WHOLE = 14, 6
 # Bytes of captured CUDA graphs, which are outside vLLM's cache too. Assumed; vLLM logs its estimate.
 CUDA_GRAPH_BYTES = 6e8
+# Bytes/s of weights on their way to a vLLM engine on GPUs. An engine on one GPU opens the sender's memory: two copies
+# on the device, each read and written, at 70 % of an A100's 2.0e12 (by data sheet, not measured). For several GPUs they
+# are copied to pinned host memory, from where each worker copies its part: 55e9 in pieces of 268 MB, 34e9 in pieces of
+# 1 MB (an H200, docs/hardware.md). The workers' pages are not pinned, so their copies may be slower.
+ON_DEVICE, TO_HOST, FROM_HOST = 3.5e11, 5.5e10, 3.4e10
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,28 @@ def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float
     activations = tokens * (OF_FORWARD_SPLIT / tp + OF_FORWARD_WHOLE) * spec.hidden * spec.activation_bytes / 2
     of_samples = 2 * 4 * min(samples, tokens) + 4 * (1 + 1 / 32) * samples
     return activations + of_samples * spec.outputs + CUDA_GRAPH_BYTES
+
+
+def model_part(spec: ModelSpec, strategy: ParallelStrategy) -> float:
+    """Elements of the largest part of a model under tensor and pipeline parallelism."""
+    return spec.stage_elements(strategy.pp) / strategy.tp
+
+
+def cache_bytes(spec: ModelSpec, strategy: ParallelStrategy) -> float:
+    """Bytes of the keys and values of a token on a device of an engine."""
+    return spec.kv_bytes_per_token / strategy.pp / min(strategy.tp, max(spec.kv_heads, 1))
+
+
+def load_seconds(size: float, part: float, bandwidth: float, *, is_gpu: bool) -> float:
+    """Seconds to load new weights into an engine. The sending rank has the whole model on its device. An engine on one
+    GPU copies it on the device. Otherwise the weights pass through host memory, from which each worker of a
+    tensor-parallel group reads its part (`generation.weight_sender`).
+
+    Args:
+        size: bytes of the model.
+        part: bytes of a worker's part.
+        bandwidth: of copies in host memory, bytes/s.
+    """
+    if not is_gpu:
+        return size / bandwidth
+    return size / ON_DEVICE if part == size else size / min(bandwidth, TO_HOST) + part / min(bandwidth, FROM_HOST)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from ...plan.assignment import MAX_SLOTS, MEMORY_SHARE, Assignment, ParallelStrategy, sleeps
 from ...plan.cluster import Cluster
@@ -19,7 +20,7 @@ from ...realloc.memory import MOMENTS, gradient_bytes, state_bytes
 from .activation_memory import kept_casts, working_bytes
 from .call_cost import CallCost, StageSeconds, TrainingStage
 from .device_memory import DeviceMemory
-from .engine_room import EngineRoom, engine_peak
+from .engine_room import EngineRoom, cache_bytes, engine_peak, load_seconds, model_part
 from .estimate_factors import CalibrationFactors
 from .hardware import Link, Rates
 from .workload import Decoding, Workload
@@ -28,11 +29,6 @@ from .zero_costs import DataParallelGroup, backward_bucket, gathered_bytes, held
 
 ALLOCATE = 1e-3  # seconds to allocate the memory of a dropped copy; assumed, not measured
 SLEEP = 0.5  # seconds in which a vLLM engine frees its memory and allocates it again (docs/hardware.md)
-# Bytes/s of weights on their way to a vLLM engine on GPUs. An engine on one GPU opens the sender's memory: two copies
-# on the device, each read and written, at 70 % of an A100's 2.0e12 (by data sheet, not measured). For several GPUs they
-# are copied to pinned host memory, from where each worker copies its part: 55e9 in pieces of 268 MB, 34e9 in pieces of
-# 1 MB (an H200, docs/hardware.md). The workers' pages are not pinned, so their copies may be slower.
-ON_DEVICE, TO_HOST, FROM_HOST = 3.5e11, 5.5e10, 3.4e10
 # shares of a device's memory that the planner tries for a vLLM engine
 ENGINE_MEMORY_SHARES = tuple(step / 20 for step in range(3, 20))
 PREFILL_TOKENS = 8192  # largest number of tokens of one prefill forward in a generation engine
@@ -167,7 +163,7 @@ class Pricing:
         link = self.rates.inside
         if assignment.mesh.size > per_node:
             link = self.rates.across(max(1, per_node // (strategy.tp * strategy.pp)))
-        return DataParallelGroup(link, strategy.dp, self.rates.overlap, _layers(spec))
+        return DataParallelGroup(link, strategy.dp, self.rates.overlap, spec.layers or 1)
 
     # --- scoring -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +171,7 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         tokens, squared = work.tokens / strategy.dp, work.episodes * work.mean_square / strategy.dp
         parts = self.forward_of(spec, assignment, tokens, squared)
-        size = _part(spec, strategy) * spec.bytes_per_element / (strategy.dp if strategy.zero_stage == 3 else 1)
+        size = model_part(spec, strategy) * spec.bytes_per_element / (strategy.dp if strategy.zero_stage == 3 else 1)
         largest = self._largest_micro_batch(CallKind.FORWARD, tokens, strategy)
         working = self._working(spec, largest, strategy, backward=False) + gathered_bytes(spec, assignment)
         if assignment.offload or assignment.drop:
@@ -245,8 +241,8 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         micro, tokens, squared = self._training_micro_batches(assignment)
         parts, compute = self._pass(spec, assignment, tokens, squared, micro, train=True)
-        size = _part(spec, strategy) * spec.bytes_per_element
-        elements = spec.trained_share * _part(spec, strategy)
+        size = model_part(spec, strategy) * spec.bytes_per_element
+        elements = spec.trained_share * model_part(spec, strategy)
         gradients = elements * gradient_bytes(spec.bytes_per_element, assignment)
         stage, dp = strategy.zero_stage, strategy.dp
         if dp > 1:
@@ -321,18 +317,11 @@ class Pricing:
         return CallCost({name: seconds for name, seconds in parts.items() if seconds}, static, cache)
 
     def load_seconds(self, spec: ModelSpec, assignment: Assignment) -> float:
-        """Seconds to load new weights into a vLLM engine. The sending rank has the whole model on its device. An engine
-        on one GPU copies it on the device. Otherwise the weights pass through host memory, from which each worker of a
-        tensor-parallel group reads its part (`generation.weight_sender`). If the plan offloads the weights, a copy of
-        each worker's part between host memory and its device is added."""
+        """`engine_room.load_seconds`, with a copy of each worker's part between host memory and its device if the plan
+        offloads the weights."""
         size, bandwidth = spec.elements * spec.bytes_per_element, self.rates.host_bandwidth
         part = size / (assignment.strategy.tp * assignment.strategy.pp)
-        if self.memory is None or not self.memory.is_gpu:
-            load = size / bandwidth
-        elif part == size:
-            load = size / ON_DEVICE
-        else:
-            load = size / min(bandwidth, TO_HOST) + part / min(bandwidth, FROM_HOST)
+        load = load_seconds(size, part, bandwidth, is_gpu=self.memory is not None and self.memory.is_gpu)
         return load + (part / bandwidth if assignment.offload else 0.0)
 
     def decode_step(self, spec: ModelSpec, assignment: Assignment, batch: float, cached: float) -> dict[str, float]:
@@ -375,7 +364,7 @@ class Pricing:
         return parts
 
     def _stage_layers(self, spec: ModelSpec, assignment: Assignment) -> int:
-        return math.ceil(_layers(spec) / assignment.strategy.pp)
+        return math.ceil((spec.layers or 1) / assignment.strategy.pp)
 
     def engine_slots(self, spec: ModelSpec, assignment: Assignment, share: int) -> tuple[int, float]:
         """The largest number of samples that an engine with `share` samples decodes at once, and the tokens whose keys
@@ -395,8 +384,8 @@ class Pricing:
         """(largest number of samples decoded at once, tokens that the cache holds, static bytes, additional bytes while
         generating: the cache and, with Transformers, the weights that autocast keeps cast)."""
         strategy = assignment.strategy
-        weights = _part(spec, strategy) * spec.bytes_per_element
-        of_token = _cache_bytes(spec, strategy)
+        weights = model_part(spec, strategy) * spec.bytes_per_element
+        of_token = cache_bytes(spec, strategy)
         cache = self.workload.longest * of_token  # bytes of one sample
         if assignment.engine == "transformers":
             fitting = int(self.workload.forward_tokens / self.workload.longest)
@@ -421,10 +410,10 @@ class Pricing:
         if self.memory is None:
             return None
         strategy = assignment.strategy
-        weights = _part(spec, strategy) * spec.bytes_per_element
+        weights = model_part(spec, strategy) * spec.bytes_per_element
         longest = self.longest_request
         peak = engine_peak(spec, strategy.tp, share, longest) if self.memory.is_gpu else 0.0
-        request = longest * _cache_bytes(spec, strategy)
+        request = longest * cache_bytes(spec, strategy)
         return EngineRoom(self.memory.total * self.share_of(assignment), weights, peak, request)
 
     # --- memory and shared processors --------------------------------------------------------------------------------
@@ -434,10 +423,8 @@ class Pricing:
         the budget, so the first micro-batch is full and the last may be small. A sample is never divided."""
         return max(min(self.budget(kind, strategy), tokens / strategy.pp), self.workload.longest)
 
-    def _working(
-        self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
-    ) -> float:
-        return working_bytes(spec, tokens, strategy, self.rates, self.workload, backward=backward, held=held)
+    def _working(self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, **how: Any) -> float:
+        return working_bytes(spec, tokens, strategy, self.rates, self.workload, **how)
 
     def shared(self, cost: CallCost, devices: int, stages: int = 1) -> CallCost:
         """The cost of work on `devices` neighbouring devices, with their slowdown if they share processors.
@@ -446,37 +433,16 @@ class Pricing:
             stages: number of pipeline stages, which start and end one after the other; 1 if no pipeline.
         """
         sharing, per_node = self.rates.sharing, self.cluster.devices_per_node
-        slowdown = sharing.slowdown(min(devices, per_node)) if sharing else 1.0
-        if sharing is None or slowdown == 1.0:
+        if sharing is None:
             return cost
-        parts = dict(cost.parts)
-        waiting = parts.pop("bubble", 0.0)  # while a stage waits, other stages use its processors
-        parts = {name: seconds * slowdown for name, seconds in parts.items()}
-        if stages > 1:
-            active = (sharing.slowdown(min(stage * devices / stages, per_node)) for stage in range(1, stages))
-            parts["bubble"] = max(0.0, waiting / (stages - 1) * sum(2 * few - slowdown for few in active))
-        else:
-            parts["bubble"] = max(0.0, waiting - sum(parts.values()) * (1 - 1 / slowdown))
-        return CallCost(parts, cost.static, cost.transient)
+        active = [stage * devices / stages for stage in range(1, stages)]
+        slowdowns = [sharing.slowdown(min(number, per_node)) for number in (*active, devices)]
+        return cost.slowed(slowdowns[-1], slowdowns[:-1])
 
 
 def _add(parts: dict[str, float], more: Mapping[str, float], times: float = 1.0) -> None:
     for name, seconds in more.items():
         parts[name] = parts.get(name, 0.0) + times * seconds
-
-
-def _part(spec: ModelSpec, strategy: ParallelStrategy) -> float:
-    """Elements of the largest part of a model under tensor and pipeline parallelism."""
-    return spec.stage_elements(strategy.pp) / strategy.tp
-
-
-def _cache_bytes(spec: ModelSpec, strategy: ParallelStrategy) -> float:
-    """Bytes of the keys and values of a token on a device of an engine."""
-    return spec.kv_bytes_per_token / strategy.pp / min(strategy.tp, max(spec.kv_heads, 1))
-
-
-def _layers(spec: ModelSpec) -> int:
-    return spec.layers or 1
 
 
 def _micro_batches(tokens: float, budget: float, pp: int) -> int:
