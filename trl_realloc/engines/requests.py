@@ -1,5 +1,5 @@
-"""What a generation engine is asked and what it answers: settings of sampling, requests, and responses. The engines'
-protocols are in `base`.
+"""The input and output of a generation engine: settings of sampling, requests, and responses. The protocols of engines
+are in `base`.
 """
 
 from __future__ import annotations

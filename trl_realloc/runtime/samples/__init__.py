@@ -1,1 +1,1 @@
-"""Which rank gets which samples, and samples that outlive an iteration."""
+"""The division of samples among ranks, and samples that outlive an iteration."""

@@ -1,4 +1,4 @@
-"""Which rank gets which samples of a call: pure functions of the plan and of the samples' lengths.
+"""The division of a call's samples among ranks: pure functions of the plan and of the samples' lengths.
 
 The first rank of each data-parallel replica of a call sends its outputs to the leader (the first rank) of every mesh
 that reads them. The leader divides the samples among the replicas of its call, and sends each `Share` to the replica's

@@ -107,7 +107,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What the loss in an engine reads of one rank's micro-batch.
+    """The part of one rank's micro-batch that the loss in an engine reads.
 
     Args:
         inputs: TRL's tensors, with `completion_mask` in place of the token ids, which the loss does not read; empty
