@@ -219,7 +219,7 @@ class RunningGeneration:
         by_seed: whether `vllm_sampler` samples the tokens.
         keys: usable keys and values. They include those of earlier generations with the same parameters, so a further
             turn of a conversation computes only its new tokens.
-        sampling: fields of `base.Sampling`.
+        sampling: fields of `requests.Sampling`.
         version: version of the engine's parameters.
     """
 
