@@ -57,7 +57,8 @@ def test_fused_roles_train_as_whole_models_do(processes: int, cases: dict[str, A
     folder = run("fused.py", processes, {"cases": cases}, "ranks", limit_s=200)
     for name in cases:
         for what, gap in json.loads((folder / f"{name}.json").read_text()).items():
-            assert gap < (5e-2 if name in IN_16_BITS else 2e-5), (name, what, gap)
+            # in 16 bits a product rounds otherwise in rows of another size, with AMX more than with AVX-512
+            assert gap < (8e-2 if name in IN_16_BITS else 2e-5), (name, what, gap)
 
 
 FUSED = {"fused": ["actor.train", "critic.train"]}

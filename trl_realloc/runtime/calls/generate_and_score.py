@@ -8,7 +8,7 @@ The functions read a call's kind and columns from the graph, never its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ...algorithms.rollout import Ragged, Rollouts
-from ...engines.base import Generation, Rate, ScoringEngine
+from ...engines.base import BackgroundEngine, Generation, Rate, ScoringEngine
 from ...engines.model_configs import table_positions
 from ...engines.requests import Completion, GenerationRequest, Sampling, Unfinished
 from ...engines.training.replicated import ReplicatedEngine
@@ -165,7 +165,7 @@ def generate(
     """Generate responses to this rank's prompts.
 
     Args:
-        poll: called after each finished sample.
+        poll: called after each finished sample, and each second meanwhile if the engine runs in the background.
         begun: a running generation of these prompts.
 
     Returns:
@@ -174,28 +174,28 @@ def generate(
     generator = placement.generators.get(call.name)
     if generator is None:
         return Rollouts()
-    if begun is None:
-        # without prompts too: with sharded parameters, generating in place is a collective of the mesh
-        requests = requests_of(settings, call, samples, step)
-        finished = generator.generate(requests, sampling_of(settings, call, step))
-    else:
-        finished = _rest_of(begun, poll)
-    return completed(list(_polled(finished, poll)), settings.eos_token_id, call.outputs)
+    requests, sampling = requests_of(settings, call, samples, step), sampling_of(settings, call, step)
+    finished = list[Completion]()
+    if isinstance(generator, BackgroundEngine):
+        if requests:
+            finished = _to_the_end(begun or generator.start(requests, sampling), poll)
+    else:  # without prompts too: with sharded parameters, generating in place is a collective of the mesh
+        for completion in generator.generate(requests, sampling):
+            poll()
+            finished.append(completion)
+    return completed(finished, settings.eos_token_id, call.outputs)
 
 
-def _rest_of(generation: Generation, poll: Callable[[], None]) -> Iterator[Completion]:
+def _to_the_end(generation: Generation, poll: Callable[[], None]) -> list[Completion]:
+    """All completions of a generation, which is closed."""
+    finished = list[Completion]()
     try:
         while generation.unfinished:
             poll()
-            yield from generation.poll(FAILURE_POLL_S)
+            finished += generation.poll(FAILURE_POLL_S)
     finally:
         generation.close()
-
-
-def _polled(completions: Iterator[Completion], poll: Callable[[], None]) -> Iterator[Completion]:
-    for completion in completions:
-        poll()
-        yield completion
+    return finished
 
 
 def completed(
