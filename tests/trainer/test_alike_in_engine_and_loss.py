@@ -304,14 +304,8 @@ def test_ppo_with_an_engine_is_that_of_the_formulas(tmp_path: Path, temperature:
     run = made.executor.run
 
     def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        made.run.placed.start()
-        engine: Any = made.placement.generators["actor.generate"]
-        drawn: list[Any] = []
-        with mock.patch.object(engine, "generate", _kept(engine.generate, drawn)):
-            iteration = run(batch, *args, **kwargs)
-        drawn.sort(key=lambda one: one.index)
-        tokens = [torch.tensor(one.token_ids) for one in drawn]
-        told = [torch.tensor(one.logprobs) for one in drawn]
+        iteration = run(batch, *args, **kwargs)
+        tokens, told = (iteration.samples.ragged(name).rows() for name in ("responses", "logprobs"))
         rows = batch.prompts.ragged("prompts").rows()
         batches.append(Batch(rows, tokens, told, torch.tensor(REWARDS), EOS))
         return iteration
@@ -326,12 +320,3 @@ def test_ppo_with_an_engine_is_that_of_the_formulas(tmp_path: Path, temperature:
     for key, value in naive[0].named_parameters():
         assert (weights[f"policy.{key}"] - value).abs().max() < 1e-4, key
     made.close()
-
-
-def _kept(generate: Any, drawn: list[Any]) -> Any:
-    def kept(*args: Any) -> Any:
-        for completion in generate(*args):
-            drawn.append(completion)
-            yield completion
-
-    return kept
