@@ -6,8 +6,27 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+
+def on_ranks(ranks: Iterable[int], work: Callable[[int], Any], timeout_s: float = 60.0) -> list[Any]:
+    """What `work(rank)` returns, or the exception that it raises, on threads that play the ranks of a job."""
+    outcomes: dict[int, Any] = {}
+
+    def play(rank: int) -> None:
+        try:
+            outcomes[rank] = work(rank)
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = {rank: threading.Thread(target=play, args=(rank,), daemon=True) for rank in ranks}
+    for thread in threads.values():
+        thread.start()
+    for thread in threads.values():
+        thread.join(timeout_s)
+    assert not any(thread.is_alive() for thread in threads.values()), "a rank waits for ever"
+    return [outcomes[rank] for rank in threads]
 
 
 class Mailboxes:

@@ -4,7 +4,6 @@ see tests/multiprocess."""
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mailboxes import Mailbox, Mailboxes
+from mailboxes import Mailbox, Mailboxes, on_ranks
 
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
@@ -182,25 +181,6 @@ def made_by(call: Call, share: Rollouts) -> Rollouts:
     return Rollouts(index=torch.tensor(index, dtype=torch.long), **columns)
 
 
-def together(world: int, work: Any) -> list[Any]:
-    """What each rank returns or raises."""
-    outcomes: dict[int, Any] = {}
-
-    def play(rank: int) -> None:
-        try:
-            outcomes[rank] = work(rank)
-        except Exception as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
-    return [outcomes[rank] for rank in range(world)]
-
-
 lengths_of_prompts = st.lists(st.integers(1, 5), min_size=1, max_size=9)
 
 
@@ -254,7 +234,7 @@ def test_every_sample_arrives_once_at_each_reader_and_every_rank_that_waits_is_a
         batch.channels.flush()
         return seen
 
-    seen = together(world, rank_of)
+    seen = on_ranks(range(world), rank_of)
     for rank, outcome in enumerate(seen):
         assert not isinstance(outcome, Exception), f"rank {rank}: {outcome!r}"
     for name in set(plan.order) - downstream - {failing}:
@@ -288,7 +268,7 @@ def test_samples_of_each_rank_come_back_to_it_in_their_order(
                 batch.put(call.name, CallOutput(made_by(call, share.samples)))
         return batch.results(call)[0]
 
-    for rank, outcome in enumerate(together(world, rank_of)):
+    for rank, outcome in enumerate(on_ranks(range(world), rank_of)):
         if breaks:
             assert isinstance(outcome, JobFailed) and "broken" in str(outcome)
         elif sizes[rank]:
@@ -319,5 +299,5 @@ def test_numbers_that_are_not_finite_are_refused_on_every_rank_also_outside_the_
             batch.put(call.name, share.failures)
         return batch.results(call)[0]
 
-    outcomes = together(4, rank_of)
+    outcomes = on_ranks(range(4), rank_of)
     assert [(type(outcome), outcome.sample) for outcome in outcomes] == [(NonFiniteError, 3)] * 4, outcomes

@@ -4,7 +4,6 @@ is the first rank of a mesh or of the job."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from mailboxes import Mailboxes
+from mailboxes import Mailboxes, on_ranks
 
 from trl_realloc import Cluster
 from trl_realloc.algorithms.nonfinite import NonFiniteError
@@ -121,26 +120,21 @@ def run(
     """What all ranks do with their samples: the result of each, or its error. By default one update, in which each
     generates, scores and trains: the samples and the training's result."""
     plan, boxes = flatten(Cluster(1, ranks), generation_engine="transformers", graph=GRAPH), Mailboxes()
-    outcomes: list[Any] = [None] * ranks
     tokenizer = tiny.tokenizer()
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> Any:
         placement: Any = NoEngines(plan, rank)
         settings = CallSettings(Sampling(TOKENS, 1.0), 0, None, tokenizer, [], {})
         algorithm, alarm = TrainerLoss(GRAPH), Alarm()
         channels = Channels(boxes.of(rank), plan.order, rank, plan.cluster.size)
         runner = kind(placement, algorithm, settings, alarm)
-        try:
-            outcomes[rank] = drive(CallServer(Executor(placement, channels, algorithm, settings, alarm, runner)), rank)
-        except NonFiniteError as error:
-            outcomes[rank] = error
+        return drive(CallServer(Executor(placement, channels, algorithm, settings, alarm, runner)), rank)
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
+    outcomes = on_ranks(range(ranks), work, timeout_s=120)
+    # a refusal of samples is an outcome, any other exception is a defect
+    for outcome in outcomes:
+        if isinstance(outcome, Exception) and not isinstance(outcome, NonFiniteError):
+            raise outcome
     return outcomes, boxes
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from mailboxes import Mailbox, Mailboxes
+from mailboxes import Mailbox, Mailboxes, on_ranks
 
 from trl_realloc.runtime.messages import all_reduce, broadcast
 
 
 def on_every_rank(ranks: Sequence[int], work: Callable[[int, Mailbox], Any]) -> tuple[list[Any], Mailboxes]:
     """What each rank's work returned, and the messages."""
-    boxes, results = Mailboxes(), dict[int, Any]()
-    threads = [
-        threading.Thread(target=lambda rank=rank: results.__setitem__(rank, work(rank, boxes.of(rank))))
-        for rank in ranks
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in ranks], boxes
+    boxes = Mailboxes()
+    return on_ranks(ranks, lambda rank: work(rank, boxes.of(rank))), boxes
 
 
 @pytest.mark.parametrize("ranks", [range(1), range(2), range(3, 10), (5, 2, 9, 1), range(33)])

@@ -392,6 +392,13 @@ class KnownOutputs:
         keys = token_keys(samples)
         missing = list({key: index for index, key in enumerate(keys) if key not in self._row_of}.values())
         self._keep([keys[index] for index in missing], compute(samples.select(missing)))
+        return self._of(keys)
+
+    def get(self, samples: Rollouts) -> Rollouts:
+        """The outputs for these samples, in their order. All of them are cached."""
+        return self._of(token_keys(samples))
+
+    def _of(self, keys: Sequence[tuple[bytes, bytes]]) -> Rollouts:
         return self._outputs.select([self._row_of[key] for key in keys]) if keys else Rollouts()
 
     def has(self, samples: Rollouts) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.nonfinite import NonFiniteError
@@ -131,10 +130,12 @@ class Executor:
             leader.wait()
         return self._finish(batch, names, known)
 
-    def _batch(self, step: Step, samples: Rollouts, **how: Any) -> Batch:
+    def _batch(
+        self, step: Step, samples: Rollouts, *, sizes: Sequence[int] | None = None, running: Collection[str] = ()
+    ) -> Batch:
         """A new batch, after all messages of the last one have been received."""
         self.channels.flush()
-        return self.runner.batch(step, self.channels, samples, **how)
+        return self.runner.batch(step, self.channels, samples, sizes=sizes, running=running)
 
     def _run_streamed(self, batch: Batch, prompts: PromptBatch) -> StreamLeader | None:
         """Run this rank's streamed calls and publish their outputs. Returns the leader, on rank 0."""

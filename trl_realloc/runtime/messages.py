@@ -20,7 +20,8 @@ EVENTS = "events"  # what ranks tell the rank that schedules their tasks (`overl
 TASKS = "tasks"  # its answers
 ROWS = "rows"  # samples that the first rank of a replica forwards in a stream
 PARTIAL = "partial"  # samples that are under way, for a checkpoint
-_SUBJECTS = (EVENTS, TASKS, ROWS, PARTIAL, "all ranks")
+_ALL_RANKS = "all ranks"  # collectives
+_SUBJECTS = (EVENTS, TASKS, ROWS, PARTIAL, _ALL_RANKS)
 
 
 class Messages(Protocol):
@@ -145,12 +146,12 @@ class Channels:
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank. All ranks together."""
-        return broadcast(self.messages, range(self.world), self.rank, value, self._tags["all ranks"])
+        return broadcast(self.messages, range(self.world), self.rank, value, self._tags[_ALL_RANKS])
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all ranks in rank order. All ranks together."""
         ranks, local = range(self.world), {self.rank: value}
-        values = all_reduce(self.messages, ranks, self.rank, local, lambda a, b: {**a, **b}, self._tags["all ranks"])
+        values = all_reduce(self.messages, ranks, self.rank, local, lambda a, b: {**a, **b}, self._tags[_ALL_RANKS])
         return [values[rank] for rank in ranks]
 
     def flush(self) -> None:

@@ -87,8 +87,7 @@ class WeightUpdates:
             word, *arguments = self._receive()
         self._llm.finish_weight_update()  # also after an incomplete update: vLLM needs it before the next one
         complete, sent = arguments if word == "done" else (False, {})
-        answers: list[WorkerAnswer] = self._llm.collective_rpc("loaded_weights")
-        problem = next((answer.problem for answer in answers if answer.problem is not None), None)
+        answers, problem = self._loaded()
         if problem is None and not complete:
             problem = "the sender stopped before the last bucket"
         if problem is None and (lost := sorted(sent.keys() - received)):
@@ -99,6 +98,11 @@ class WeightUpdates:
             self.unproven = sorted(set.intersection(*(set(answer.unproven) for answer in answers)))
         return problem
 
+    def _loaded(self) -> tuple[list[WorkerAnswer], str | None]:
+        """The answers of all workers, and the first problem among them."""
+        answers: list[WorkerAnswer] = self._llm.collective_rpc("loaded_weights")
+        return answers, next((answer.problem for answer in answers if answer.problem is not None), None)
+
     def prove_again(self) -> None:
         """Compare the workers' weights with those sent last, after their memory was freed and taken again.
 
@@ -107,8 +111,7 @@ class WeightUpdates:
         """
         if self._sent is None:
             raise RuntimeError("the engine woke without weights, and got none")
-        answers: list[WorkerAnswer] = self._llm.collective_rpc("loaded_weights")
-        problem = next((answer.problem for answer in answers if answer.problem is not None), None)
+        answers, problem = self._loaded()
         if problem := problem or difference(self._sent, answers):
             raise RuntimeError(f"the engine woke with other weights than it slept with: {problem}")
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from ...plan.assignment import MAX_SLOTS, MEMORY_SHARE, Assignment, ParallelStrategy, sleeps
 from ...plan.cluster import Cluster
@@ -411,9 +410,8 @@ class Pricing:
             return None
         strategy = assignment.strategy
         weights = model_part(spec, strategy) * spec.bytes_per_element
-        longest = self.longest_request
-        peak = engine_peak(spec, strategy.tp, share, longest) if self.memory.is_gpu else 0.0
-        request = longest * cache_bytes(spec, strategy)
+        peak = engine_peak(spec, strategy.tp, share, self.longest_request) if self.memory.is_gpu else 0.0
+        request = self.longest_request * cache_bytes(spec, strategy)
         return EngineRoom(self.memory.total * self.share_of(assignment), weights, peak, request)
 
     # --- memory and shared processors --------------------------------------------------------------------------------
@@ -423,8 +421,10 @@ class Pricing:
         the budget, so the first micro-batch is full and the last may be small. A sample is never divided."""
         return max(min(self.budget(kind, strategy), tokens / strategy.pp), self.workload.longest)
 
-    def _working(self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, **how: Any) -> float:
-        return working_bytes(spec, tokens, strategy, self.rates, self.workload, **how)
+    def _working(
+        self, spec: ModelSpec, tokens: float, strategy: ParallelStrategy, *, backward: bool, held: int = 1
+    ) -> float:
+        return working_bytes(spec, tokens, strategy, self.rates, self.workload, backward=backward, held=held)
 
     def shared(self, cost: CallCost, devices: int, stages: int = 1) -> CallCost:
         """The cost of work on `devices` neighbouring devices, with their slowdown if they share processors.

@@ -255,8 +255,9 @@ class PolicyAdapter:
         self.calls = CallServer(executor, self.mode_kept, self._generations)
         self.loss = EngineLoss(trainer, self.calls)
         context_length = executor.placement.options.context_length
-        eos_token_id = tokenizer_of(trainer.processing_class).eos_token_id
-        trainer.vllm_generation = EngineGeneration(*(self.calls, context_length, self.ahead, self.forced, eos_token_id))
+        trainer.vllm_generation = EngineGeneration(
+            self.calls, context_length, self.ahead, self.forced, tokenizer_of(trainer.processing_class).eos_token_id
+        )
         # TRL's loop then begins with a generation, like a new trainer's
         trainer._step, trainer._buffered_inputs = 0, None
 
