@@ -14,8 +14,9 @@ from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.presets import flatten
 from trl_realloc.plan.streams import Streams
-from trl_realloc.runtime.call_server import CallServer, KnownOutputs
+from trl_realloc.runtime.call_server import CallServer
 from trl_realloc.runtime.calls.generate_and_score import TEXTS
+from trl_realloc.runtime.samples.known_outputs import KnownOutputs
 
 
 WHOLE = flatten(Cluster(1, 1), generation_engine="transformers", graph=GRAPH)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,12 +50,18 @@ _LOOP_LOCK = threading.Lock()
 @functools.cache
 def _started_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
+    threading.Thread(target=for_new_thread(loop.run_forever), daemon=True, name="async-functions").start()
+    return loop
+
+
+def for_new_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function, for a new thread, with the context variables and the current device of this one."""
+    context = contextvars.copy_context()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
 
-    def run() -> None:
+    def run() -> Any:
         if device:  # the current device belongs to a thread, and is 0 in a new one
             torch.accelerator.set_device_index(device)
-        loop.run_forever()
+        return context.run(function)
 
-    threading.Thread(target=run, daemon=True, name="async-functions").start()
-    return loop
+    return run

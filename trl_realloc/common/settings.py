@@ -159,6 +159,8 @@ SETTINGS: Mapping[str, Setting] = {
     "num_iterations": _whole(1),
     "steps_per_generation": _whole(1, optional=True),
     "generation_batch_size": _whole(1, optional=True),
+    "tool_workers": _whole(0, 1024),
+    "tool_timeout": _number(above=0, most=86400, optional=True),
     # Adapters
     "lora_r": _whole(1, 1 << 16),
     # Loading

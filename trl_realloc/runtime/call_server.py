@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -20,17 +20,20 @@ import torch
 from ..algorithms.algorithm import TokenLoss
 from ..algorithms.prompt_batches import PromptBatch
 from ..algorithms.rewards import whole_texts
-from ..algorithms.rollout import Ragged, Rollouts, token_keys
+from ..algorithms.rollout import Ragged, Rollouts
 from ..engines.base import Rate
 from ..engines.requests import Sampling
 from ..plan.dataflow import CallKind, Role
 from ..plan.spans import Span
 from .calls.generate_and_score import EVALUATION_STEP, TEXTS, TOKENS_READ, Step
+from .calls.local_turns import LocalTurns
 from .calls.results import ages, with_ages
 from .executor import Executor
 from .overlap.ahead_server import AheadServer
 from .process_groups import all_gather_object
+from .samples.known_outputs import KnownOutputs
 from .samples.partial_rollouts import PartialRollouts
+from .samples.routes import FIRST_INDEX
 
 
 class CallServer:
@@ -50,7 +53,10 @@ class CallServer:
     ) -> None:
         self.executor, self.around, self.generation = executor, around, generation
         self._update, self._evaluates = 0, False
-        self._rounds = {False: 0, True: 0}  # generations of this update so far: {training, evaluation}
+        self._draws = {False: 0, True: 0}  # generations of this update so far: {training, evaluation}
+        # of the latest generation: number of turns so far, and samples of each rank in the first
+        self._turns: int | None = None
+        self._first_sizes: list[int] = []
         plan = executor.plan
         self.ahead = (
             AheadServer(executor.placement, executor.alarm, executor.runner, executor.channels)
@@ -74,12 +80,18 @@ class CallServer:
             evaluates: the calls belong to an evaluation.
         """
         if update != self._update:
-            self._update, self._rounds = update, {False: 0, True: 0}
+            self._update, self._draws = update, {False: 0, True: 0}
         self._evaluates = evaluates
 
     def begin_evaluation(self) -> None:
         """Reset the seed counter of evaluations, so that each evaluation of an update draws the same tokens."""
-        self._rounds[True] = 0
+        self._draws[True] = 0
+
+    def begin_generation(self) -> None:
+        """The next calls of `generate` are the turns of one generation. Without this, each is a generation by itself.
+        All ranks together."""
+        self._draws[self._evaluates] += 1
+        self._turns = 0
 
     def announce(self, prompts: Sequence[Sequence[Sequence[int]]]) -> None:
         """Announce the prompts of later generations, so that they can be generated ahead.
@@ -102,6 +114,7 @@ class CallServer:
         texts: Sequence[bytes] | None = None,
         sampling: Sampling | None = None,
         *,
+        of: Sequence[int] | None = None,
         finished: bool = False,
     ) -> Rollouts:
         """Responses to this rank's prompts.
@@ -109,6 +122,8 @@ class CallServer:
         Args:
             texts: input of `CallSettings.reward_tokens` for each prompt, if `reads_texts`.
             sampling: replaces the run's sampling, except where batches are generated ahead.
+            of: the position of each prompt's sample among this rank's prompts of the generation's first turn. The
+                sampling then does not depend on which other samples take this turn.
             finished: this rank has no more prompts (`finish_turns`).
 
         Returns:
@@ -122,7 +137,11 @@ class CallServer:
         if texts is not None and self.reads_texts:
             rows = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
             samples = samples.plus(**{TEXTS: Ragged.of(rows, torch.uint8)})
-        self._rounds[self._evaluates] += 1  # also on a rank without prompts: it may draw for the others
+        if self._turns is None:
+            self._draws[self._evaluates] += 1
+        if of is not None:
+            first = sum(self._first_sizes[: self.executor.rank])
+            samples = samples.plus(**{FIRST_INDEX: torch.tensor(of, dtype=torch.long) + first})
         if self.ahead is not None and not self._evaluates:
             return self._generate_ahead(self.ahead, samples)
         if self.ahead is not None:
@@ -130,6 +149,52 @@ class CallServer:
         self.generation += not self._evaluates
         (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
         return self._perform(name, samples, finished=finished, sampling=sampling)
+
+    @property
+    def draws_by_itself(self) -> bool:
+        """True if each rank has an engine of its own, which can draw the turns of its samples in the background
+        (`drawing`)."""
+        plan = self.executor.plan
+        (name,) = plan.graph.calls_of(CallKind.GENERATE)
+        assignment = plan[name]
+        is_whole = assignment.engine == "vllm" and assignment.strategy.dp == plan.cluster.size
+        return is_whole and not plan.streamed and not plan.staleness.versions
+
+    @contextlib.contextmanager
+    def drawing(self, count: int) -> Iterator[LocalTurns]:
+        """Context of a generation in which this rank's engine draws each turn of this rank's samples as soon as it is
+        asked for. Only if `draws_by_itself`. All ranks together; they do not wait for each other inside the context.
+
+        Args:
+            count: number of this rank's samples.
+
+        Raises:
+            JobFailed: the engine did not get its parameters, or another rank failed.
+        """
+        (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
+        if self._turns is None:
+            self._draws[self._evaluates] += 1
+        self.generation += not self._evaluates
+        sizes = [size for size, _ in self._of_ranks(name, count)]
+        step = Step(self._number, draw=self._draws[self._evaluates])
+        with self.around(), self.executor.runner.drawing(name, step, sum(sizes[: self.executor.rank])) as turns:
+            yield turns
+        spans = self.executor.channels.all_gather(turns.spans)
+        if not self.executor.rank:
+            self._spans += [replace(span, step=self._update) for rank_spans in spans for span in rank_spans]
+
+    @property
+    def _number(self) -> int:
+        return self._update + (EVALUATION_STEP if self._evaluates else 0)
+
+    def _take_turn(self, sizes: Sequence[int]) -> int:
+        """The number of turns of the generation before the next one."""
+        if self._turns is None:
+            return 0
+        if not self._turns:
+            self._first_sizes = list(sizes)
+        self._turns += 1
+        return self._turns - 1
 
     def finish_turns(self) -> None:
         """Take part in the generations of other ranks until all ranks have called this. Where ranks generate different
@@ -295,19 +360,19 @@ class CallServer:
     ) -> Rollouts:
         """The outputs for this rank's samples, or the statistics of a training."""
         generates, executor = self.executor.plan.graph.call(name).kind is CallKind.GENERATE, self.executor
-        executor.alarm.set_activity(f"{name} of update {self._update + 1} (the samples of all ranks)")
         if self.ahead is not None:
             self.ahead.check()
-        ranks = executor.channels.all_gather((len(samples), finished))
+        ranks = self._of_ranks(name, len(samples), finished)
         sizes = [size for size, _ in ranks]
         self._all_finished = all(rank_finished for _, rank_finished in ranks)
         if not any(sizes):
             return Rollouts()
         step = Step(
-            self._update + (EVALUATION_STEP if self._evaluates else 0),
+            self._number,
             learning_rates=rates or {},
             sampling=sampling,
-            draw=self._rounds[self._evaluates],
+            draw=self._draws[self._evaluates],
+            turn=self._take_turn(sizes) if generates else 0,
             model=model,
             loss=loss,
             continues=continues,
@@ -322,6 +387,10 @@ class CallServer:
                 outputs = executor.perform(step, name, samples, sizes)
         self._spans += [replace(span, step=self._update) for span in executor.take_spans()]
         return outputs
+
+    def _of_ranks(self, name: str, count: int, finished: bool = False) -> list[tuple[int, bool]]:
+        self.executor.alarm.set_activity(f"{name} of update {self._update + 1} (the samples of all ranks)")
+        return self.executor.channels.all_gather((count, finished))
 
     def _run_streamed(self, step: Step, name: str, local_prompts: Rollouts) -> Rollouts:
         # every rank gets the prompts of all ranks, because it may score any of them
@@ -358,53 +427,3 @@ class CallServer:
         first = sum(size for size, _ in rank_parts[: self.executor.rank])
         samples = Rollouts.cat([Rollouts.from_bytes(part) for size, part in rank_parts if size] or [Rollouts()])
         return samples.plus(index=torch.arange(len(samples))) if len(samples) else samples, first
-
-
-class KnownOutputs:
-    """Cache of one scoring call's outputs. The keys are the token ids of the samples."""
-
-    def __init__(self) -> None:
-        self._outputs = Rollouts()
-        self._row_of: dict[tuple[bytes, bytes], int] = {}
-
-    def add(self, samples: Rollouts, outputs: Rollouts) -> None:
-        """Cache the outputs for these samples.
-
-        Args:
-            samples: columns `prompts` and `responses`.
-            outputs: outputs for the same samples in the same order.
-        """
-        self._keep(token_keys(samples), outputs)
-
-    def _keep(self, keys: Sequence[tuple[bytes, bytes]], outputs: Rollouts) -> None:
-        if keys:
-            first = len(self._outputs)
-            self._outputs = Rollouts.cat([self._outputs, outputs])
-            self._row_of |= {key: first + index for index, key in enumerate(keys)}
-
-    def complete(self, samples: Rollouts, compute: Callable[[Rollouts], Rollouts]) -> Rollouts:
-        """The outputs for these samples, in their order.
-
-        Args:
-            compute: computes the outputs that are not cached; equal samples once. It is also called with no samples,
-                because all ranks run a call together.
-        """
-        keys = token_keys(samples)
-        missing = list({key: index for index, key in enumerate(keys) if key not in self._row_of}.values())
-        self._keep([keys[index] for index in missing], compute(samples.select(missing)))
-        return self._of(keys)
-
-    def get(self, samples: Rollouts) -> Rollouts:
-        """The outputs for these samples, in their order. All of them are cached."""
-        return self._of(token_keys(samples))
-
-    def _of(self, keys: Sequence[tuple[bytes, bytes]]) -> Rollouts:
-        return self._outputs.select([self._row_of[key] for key in keys]) if keys else Rollouts()
-
-    def has(self, samples: Rollouts) -> bool:
-        """True if the outputs for all of these samples are cached."""
-        return all(key in self._row_of for key in token_keys(samples))
-
-    def forget(self) -> None:
-        """Empty the cache, because the parameters have changed."""
-        self._outputs, self._row_of = Rollouts(), {}

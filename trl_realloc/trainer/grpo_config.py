@@ -99,7 +99,20 @@ class GRPOConfig(GenerationSettings, TRLGRPOConfig):
     r"""
     Configuration of [`GRPOTrainer`]: the settings of TRL's `GRPOConfig` and those of plans and engines, which
     `PlanSettings` and `GenerationSettings` list. On a machine without an accelerator `bf16` is False by default.
+
+    Parameters:
+        tool_workers (`int`, *optional*, defaults to `1`):
+            Maximum number of functions in `tools` that each process runs at once. `1`: one after the other in the main
+            thread, as in TRL. With more, the functions must allow calls from several threads. Async tools and methods
+            of environments, of which each completion has an instance, run at once in any case, unless this is `0`: then
+            the methods run in the main thread too. No effect if Accelerate trains.
+        tool_timeout (`float`, *optional*):
+            Timeout in seconds of a tool call. The model then reads an error, as if the tool had raised it; a function
+            that is no coroutine goes on in a thread. Default: no timeout.
     """
+
+    tool_workers: int = setting(1, "Maximum number of tools (functions) that each process runs at once.")
+    tool_timeout: float | None = setting(None, "Timeout in seconds of a tool call. Default: none.")
 
     _VALID_DICT_FIELDS = [*getattr(TRLGRPOConfig, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
 

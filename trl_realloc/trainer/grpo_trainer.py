@@ -279,6 +279,7 @@ class PlannedPolicyTrainer(Trainer):
         if self.run is None:
             super().save_model(output_dir, _internal_call)
         else:
+            self._adapter.turns.refuse_use()
             self.run.save_model(output_dir, pushes=not _internal_call)
 
     @under_plan

@@ -6,12 +6,13 @@ The computations are in `generate_and_score` and `training_calls`, the loop over
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ...algorithms.algorithm import Algorithm
 from ...algorithms.rollout import Rollouts
-from ...engines.base import EngineError
+from ...engines.base import BackgroundEngine, EngineError
 from ...plan.dataflow import Call, CallKind
 from ...plan.spans import Span
 from ..failures.alarm import Alarm, JobFailed
@@ -23,6 +24,7 @@ from . import generate_and_score as calls
 from . import training_calls
 from .batch import Batch, CallOutput, CallsFailed, Failures
 from .generate_and_score import CallSettings, Step
+from .local_turns import LocalTurns
 from .prefetched_generation import PrefetchedGeneration
 
 
@@ -180,6 +182,30 @@ class CallRunner:
             case CallKind.TRAIN:
                 loss = self.algorithm.loss(call.name).of_tokens
                 return training_calls.train(placement, settings, loss, call, share.mini_batches(), step)
+
+    @contextlib.contextmanager
+    def drawing(self, name: str, step: Step, first: int) -> Iterator[LocalTurns]:
+        """Context of a generation by this rank's engine, with the parameters that the call needs. All ranks together.
+
+        Args:
+            first: `index` of this rank's first sample in the global batch.
+        """
+        self.alarm.set_activity(f"{name} of {step.name} (its parameters)")
+        moved = self._refresh(name)
+        self.placement.check_fresh(name)
+        self.alarm.set_activity(f"{name} of {step.name}")
+        call, rank = self.placement.plan.graph.call(name), self.placement.rank
+        engine = self.placement.generators[name]
+        assert isinstance(engine, BackgroundEngine), "the engine generates in the background"
+        with self.placement.resident(name):
+            generation = engine.start([], calls.sampling_of(self.settings, call, step))
+            turns = LocalTurns(generation, self.settings, call, step, first, rank)
+            if moved:
+                turns.spans.append(Span(moved.name, rank, moved.start, moved.end, step.number, bytes=moved.bytes))
+            try:
+                yield turns
+            finally:
+                generation.close()
 
     def _wait_for_mesh(self, name: str, what: str) -> None:
         """Wait for the other ranks of a call's mesh before its first collective. They may still be in another call,

@@ -29,7 +29,7 @@ from ...plan.dataflow import Call, Role
 from ...plan.spans import REWARD_FUNCTION, Span
 from ..placement.placement import Placement
 from ..samples.context_limit import ContextLimit
-from ..samples.routes import as_responses, sources
+from ..samples.routes import FIRST_INDEX, as_responses, sources
 
 
 logger = logging.get_logger(__name__)
@@ -80,6 +80,7 @@ class Step:
         rows: the data set's rows of the global batch, for reward functions that read other columns.
         sampling: replaces the run's sampling in this iteration.
         draw: index of this generation among the iteration's generations by the same call.
+        turn: number of the samples' turns before this one in the same generation.
         model: the only reward model that is run; empty for all.
         first: position of the batch's first sample in the data set of an evaluation, which seeds its sampling.
         loss: a call that trains adds the gradients of this loss, and takes no optimizer step.
@@ -92,6 +93,7 @@ class Step:
     learning_rates: Mapping[Role, Rate] = field(default_factory=dict)
     sampling: Sampling | None = None
     draw: int = 0
+    turn: int = 0
     model: str = ""
     first: int = 0
     loss: TokenLoss | None = None
@@ -108,10 +110,11 @@ class Step:
         return f"update {self.number + 1}" if self.number < EVALUATION_STEP else "an evaluation"
 
 
-def sample_seed(seed: int, step: int, index: int, label: str = "", draw: int = 0) -> int:
+def sample_seed(seed: int, step: int, index: int, label: str = "", draw: int = 0, turn: int = 0) -> int:
     """Sampling seed of one sample, the same under any plan. Derived from the run's seed, the step, the sample's index
-    in the batch (in an evaluation: in the data set), the call's label, and the index of the generation in the step."""
-    further = (draw,) if draw else ()
+    in the batch (in an evaluation: in the data set), the call's label, the index of the generation in the step, and the
+    turn in the generation."""
+    further = (draw, turn) if turn else (draw,) if draw else ()
     # SeedSequence splits integers of 2**32 and more, which could collide with another sample's entropy
     apart = (1,) if step >= EVALUATION_STEP else ()
     entropy = (seed, step, index, *label.encode(), *further)
@@ -128,7 +131,7 @@ def requests_of(
     """The requests of a call that generates.
 
     Args:
-        samples: columns `index` and the call's first input.
+        samples: columns `index`, the call's first input and, in a further turn, `FIRST_INDEX`.
         begun: partial responses from another engine, by sample index.
 
     Raises:
@@ -136,15 +139,18 @@ def requests_of(
     """
     begun = begun or {}
     most = sampling_of(settings, call, step).max_tokens
+    first_index = samples.tensor(FIRST_INDEX if FIRST_INDEX in samples else "index").tolist()
     return [
         GenerationRequest(
             index,
             tuple(row.tolist()),
-            sample_seed(settings.seed, step.number, step.first + index, call.label, step.draw),
+            sample_seed(settings.seed, step.number, step.first + first, call.label, step.draw, step.turn),
             begun.get(index),
             None if settings.context is None else settings.context.response(len(row), most),
         )
-        for index, row in zip(samples.tensor("index").tolist(), samples.ragged(call.inputs[0]).rows(), strict=True)
+        for index, first, row in zip(
+            samples.tensor("index").tolist(), first_index, samples.ragged(call.inputs[0]).rows(), strict=True
+        )
     ]
 
 

@@ -26,6 +26,9 @@ from ...plan.dataflow import Call, CallKind
 from ...plan.execution_plan import ExecutionPlan
 
 
+FIRST_INDEX = (
+    "first_index"  # column: the `index` of a further turn's sample in the first turn, which seeds its sampling
+)
 RESULTS = 0  # the rank that receives the outputs of every call, for metrics, logs and the timeline
 
 
@@ -135,7 +138,7 @@ def shares_of_samples(
         answered: prefix affinity of a call that generates. The prompts are added to it.
     """
     dp = plan[call.name].strategy.dp
-    read = samples.only(name for name in ("index", *call.inputs) if name in samples)
+    read = samples.only(name for name in ("index", FIRST_INDEX, *call.inputs) if name in samples)
     if call.kind is CallKind.GENERATE:
         prompts = samples.ragged(call.inputs[0])
         positions = deal(prompts, dp, [] if answered is None else answered.homes(prompts))

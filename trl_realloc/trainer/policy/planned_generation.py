@@ -1,12 +1,11 @@
 """`EngineGeneration`: replaces TRL's `VLLMGeneration` under a plan, and generates through `runtime.call_server`.
-`wrapped_turns`: completions that take several calls of the engine."""
+Completions that take several calls of the engine are in `turns`."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +15,12 @@ from ...algorithms.corrections import AGES
 from ...algorithms.rollout import Rollouts
 from ...engines.model_configs import ModelError
 from ...runtime.call_server import CallServer
-from ..checks.trainable import users_method
 from .ahead import PromptsAhead
 from .single_candidates import SingleCandidates
-from .user_spans import FunctionSpans
 
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from .turns import Turns
 
 
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
@@ -87,6 +84,7 @@ class EngineGeneration:
         calls: runs the generation.
         max_model_len: maximum tokens of a prompt with its completion, which TRL's loop over tool calls reads.
         ahead: announces the prompts of later generations.
+        turns: draws completions that do not wait for each other.
         forced: gets the log-probabilities of each generation.
         eos_token_id: eos token of the policy's tokenizer.
 
@@ -97,7 +95,7 @@ class EngineGeneration:
         ages: age in generations of the policy that sampled each token of these responses; `None` if all are current.
     """
 
-    __slots__ = ("_prompts", "ages", "ahead", "calls", "eos_token_id", "forced", "llm", "logprobs")
+    __slots__ = ("_prompts", "ages", "ahead", "calls", "eos_token_id", "forced", "llm", "logprobs", "turns")
 
     def __init__(
         self,
@@ -105,11 +103,12 @@ class EngineGeneration:
         max_model_len: int,
         ahead: PromptsAhead,
         forced: SingleCandidates,
+        turns: Turns,
         eos_token_id: int | None = None,
     ) -> None:
-        self.calls, self.ahead, self.forced = calls, ahead, forced
+        self.calls, self.ahead, self.forced, self.turns = calls, ahead, forced, turns
         self.llm, self.eos_token_id = length_limits(max_model_len), eos_token_id
-        self.begin(None)
+        self._forget(None)
 
     def begin(self, prompts: Sequence[Any] | None) -> None:
         """A generation begins. If a user's subclass makes its completions, there are no engine log-probabilities.
@@ -117,6 +116,10 @@ class EngineGeneration:
         Args:
             prompts: this rank's prompts, as in the data set.
         """
+        self.calls.begin_generation()
+        self._forget(prompts)
+
+    def _forget(self, prompts: Sequence[Any] | None) -> None:
         self._prompts = prompts  # until the first call, because later ones are further turns
         self.logprobs: list[torch.Tensor] = []
         self.ages: list[torch.Tensor] | None = None
@@ -141,6 +144,7 @@ class EngineGeneration:
         images: Sequence[Any] | None = None,
         num_generations: int = 1,
         profiler: contextlib.AbstractContextManager[Any] | None = None,
+        of: Sequence[int] | None = None,
     ) -> Generated:
         """Responses to this rank's prompts. All ranks together; a rank may have none.
 
@@ -148,6 +152,7 @@ class EngineGeneration:
             prompts: token ids; a prompt with several responses is repeated.
             num_generations: not used, because prompts are repeated.
             profiler: a context around the generation.
+            of: see `CallServer.generate`.
 
         Returns:
             (prompts, responses, log-probabilities, token ids) in the form of `for_trl`.
@@ -164,7 +169,12 @@ class EngineGeneration:
         given, self._prompts = self._prompts, None
         announcing = contextlib.nullcontext() if given is None else self.ahead.announcing()
         with announcing, profiler or contextlib.nullcontext():
-            outputs = self.calls.generate(prompts, _texts(given, len(prompts)) if self.calls.reads_texts else None)
+            if of is None:
+                self.turns.refuse_use()
+            outputs = None if given is None else self.turns.first_turns(prompts)
+            if outputs is None:
+                texts = _texts(given, len(prompts)) if self.calls.reads_texts else None
+                outputs = self.calls.generate(prompts, texts, of=of)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
         if given is not None:
@@ -177,49 +187,3 @@ def _texts(prompts: Sequence[Any] | None, count: int) -> list[bytes]:
     differs from `count`, because a subclass generates in its own way."""
     texts = prompts if prompts is not None and len(prompts) == count else [None] * count
     return [pickle.dumps(text) for text in texts]
-
-
-# --- turns -----------------------------------------------------------------------------------------------------------
-
-
-def wrapped_turns(
-    trainer: Trainer, finish: Callable[[], None], spans: FunctionSpans, forced: SingleCandidates
-) -> dict[str, Callable[..., Any]]:
-    """The methods of TRL's trainer, and the user's `rollout_func`, in which completions take several calls of the
-    engine, wrapped, by name; empty if each completion takes one.
-
-    - `_tool_call_loop` and `rollout_func`: ranks may generate different numbers of times, so each then takes part in
-      the generations of the others.
-    - `_generate`: tools are timed, and `forced` gets the log-probabilities, which TRL or a user's subclass has joined.
-
-    Args:
-        finish: takes part in the generations of the other ranks.
-        spans: times the tools.
-        forced: gets the log-probabilities.
-    """
-    has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
-    takes_turns = has_tools or getattr(trainer, "rollout_func", None) is not None
-    turns = {name: getattr(trainer, name, None) for name in ("_tool_call_loop", "rollout_func") if takes_turns}
-    wrapped = {name: _around(method, after=lambda _: finish()) for name, method in turns.items() if method is not None}
-
-    def join(outputs: Any) -> None:
-        # GRPO returns log-probabilities, joined over turns
-        joined = outputs[4] if len(outputs) > 4 else trainer.vllm_generation.drawn([len(ids) for ids in outputs[1]])
-        forced.begin_generation(() if joined is None else joined)
-
-    if takes_turns or users_method(type(trainer), ("_generate", "_generate_single_turn")) is not None:
-        wrapped["_generate"] = _around(trainer._generate, before=spans.time_tools, after=join)
-    return wrapped
-
-
-def _around(
-    method: Callable[..., Any], after: Callable[[Any], None], before: Callable[[], None] = lambda: None
-) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        before()
-        result = method(*args, **kwargs)
-        after(result)
-        return result
-
-    return around

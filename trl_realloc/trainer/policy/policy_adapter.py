@@ -37,11 +37,12 @@ from ..run.optimizers import check_own_optimizer
 from .ahead import PromptsAhead
 from .loss import REFERENCE, EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
-from .planned_generation import EngineGeneration, wrapped_turns
+from .planned_generation import EngineGeneration
 from .rewards import Scoring
 from .single_candidates import SingleCandidates
 from .taken_over import TakenOver
 from .trl_sampling import tokenizer_of
+from .turns import Turns
 from .user_spans import FunctionSpans
 
 
@@ -71,6 +72,7 @@ class PolicyAdapter:
     loss: EngineLoss
     mismatch: EngineMismatch
     forced: SingleCandidates
+    turns: Turns
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -93,6 +95,8 @@ class PolicyAdapter:
                 f"log-probabilities are of. Their mismatch is not measured{_NOT_CORRECTED * corrects}."
             )
         self.forced = SingleCandidates(sampling, full_vocabulary=full, by_vllm=by_vllm)
+        # a plan change replaces `self.calls`
+        self.turns = Turns(trainer, lambda: self.calls, self.spans, self.forced)
         policy = run.placed.setup.models_before_start[Role.ACTOR]
         has_reference = REFERENCE in run.placed.plan.graph.order
         has_async = any(map(is_async, [*trainer.reward_funcs, *(getattr(trainer, "tools", None) or ())]))
@@ -103,8 +107,7 @@ class PolicyAdapter:
             beta=args.beta,
             vllm_importance_sampling_correction=corrects and not engine_only,
             async_loop=event_loop() if has_async else getattr(trainer, "async_loop", None),
-            # a plan change replaces `self.calls` and `self.loss`
-            turns=wrapped_turns(trainer, lambda: self.calls.finish_turns(), self.spans, self.forced),
+            turns=self.turns.methods(),
             _compute_loss=self._in_loss(trainer._compute_loss),
             backward=lambda loss, **_: self.loss.backward(loss),
             _wrap_model=lambda *_, **__: ModelInEngine(trainer),
@@ -133,6 +136,7 @@ class PolicyAdapter:
         Args:
             resume: the argument of `PlannedPolicyTrainer.train`.
         """
+        self.turns.refuse_use()
         trainer, run = self.trainer, self.trainer.run
         check_rows(trainer.args, trainer.train_dataset, trainer.accelerator.num_processes)
         placed, rates = run.placed, run.placed.setup.rates
@@ -182,6 +186,7 @@ class PolicyAdapter:
         self.ahead.advance()
 
     def _begin_calls(self, *, evaluates: bool) -> None:
+        self.turns.refuse_use()
         refuse_changed(self._fixed, fixed_attributes(self.trainer))
         self.calls.at(self.trainer.state.global_step, evaluates=evaluates)
 
@@ -226,6 +231,7 @@ class PolicyAdapter:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context of an evaluation."""
+        self.turns.refuse_use()
         run = self.trainer.run
         with run.failing_together():
             run.placed.start()
@@ -256,7 +262,12 @@ class PolicyAdapter:
         self.loss = EngineLoss(trainer, self.calls)
         context_length = executor.placement.options.context_length
         trainer.vllm_generation = EngineGeneration(
-            self.calls, context_length, self.ahead, self.forced, tokenizer_of(trainer.processing_class).eos_token_id
+            self.calls,
+            context_length,
+            self.ahead,
+            self.forced,
+            self.turns,
+            tokenizer_of(trainer.processing_class).eos_token_id,
         )
         # TRL's loop then begins with a generation, like a new trainer's
         trainer._step, trainer._buffered_inputs = 0, None

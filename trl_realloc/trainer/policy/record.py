@@ -195,6 +195,7 @@ def _completions_of(trainer: Trainer, rows: list[dict[str, Any]]) -> list[Comple
     prompts = [row["prompt"] for row in rows]
     near_greedy = replace(trainer.executor.runner.settings.sampling, temperature=NEAR_GREEDY)
     texts_of = [pickle.dumps(prompt) for prompt in prompts]
+    trainer.calls.begin_generation()
     outputs = trainer.calls.generate(trainer._tokenize_prompts(prompts)[0], texts_of, sampling=near_greedy)
     ids = [row.tolist() for row in outputs.ragged("responses").rows()]
     tokenizer: PreTrainedTokenizerBase = tokenizer_of(trainer.processing_class)

@@ -16,8 +16,9 @@ from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
 from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
-from ...runtime.call_server import CallServer, KnownOutputs
+from ...runtime.call_server import CallServer
 from ...runtime.process_groups import all_gather_object
+from ...runtime.samples.known_outputs import KnownOutputs
 
 
 FORWARD = "actor.forward"

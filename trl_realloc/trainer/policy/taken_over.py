@@ -32,7 +32,7 @@ class TakenOver:
         is_deepspeed_enabled: False: the engines do what the launcher asked of Accelerate.
         is_fsdp_enabled: the same.
         async_loop: loop of async functions. Not every release of TRL has one for async objects.
-        turns: the methods that `wrapped_turns` has wrapped, by name.
+        turns: the methods that take several turns, wrapped, by name (`turns.Turns.methods`).
         _compute_loss: the same method with what the engine drew in its context (`PolicyAdapter`).
         backward: replaces Accelerate's backward: collects the token gradients of a loss.
         clip_grad_norm_: replaces Accelerate's, which would read the gradients of a module: does nothing.

@@ -1,0 +1,176 @@
+"""`OneCompletion`: the trainer as TRL's loop over tool calls sees it in the thread of one completion."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import MethodType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ...algorithms.async_functions import for_new_thread
+from ..checks.config_checks import ConfigError
+from .completion_threads import CompletionThreads, outcome_of
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+# words in the errors of signal, asyncio and tkinter about a function that runs in another thread
+_NEEDS_MAIN_THREAD = ("main thread", "no current event loop in thread")
+
+
+class _LoopEnded(Exception):
+    """Ends TRL's `_generate` of one completion after its loop over tool calls, before it gathers metrics."""
+
+
+class OneCompletion:
+    """The trainer in the thread of one completion: TRL's methods see a batch of this completion alone, and an engine
+    whose responses come from the trainer's thread. Attributes that they set stay here.
+
+    Args:
+        tokenizing: held while the tokenizer is used, because tokenizers are not thread-safe.
+        slots: held while a tool runs that is not a method of an environment.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        position: int,
+        threads: CompletionThreads,
+        tokenizing: threading.Lock,
+        slots: threading.Semaphore,
+    ) -> None:
+        self._real_trainer, self._position, self._threads, self._slots = trainer, position, threads, slots
+        self._limit: float | None = trainer.args.tool_timeout
+        self._environment = trainer.environments[position] if trainer.environments else None
+        sync, asynchronous = trainer._sync_tool_dicts[position], trainer._async_tool_dicts[position]
+        self._sync_tool_dicts = [{name: self._tool(name, tool) for name, tool in sync.items()}]
+        self._async_tool_dicts = [{name: self._async_tool(name, tool) for name, tool in asynchronous.items()}]
+        self._batch_environments = getattr(trainer, "_batch_environments", [])[position : position + 1]
+        self.processing_class = _OneAtATime(trainer.processing_class, tokenizing)
+        self._tokenizer = _OneAtATime(trainer._tokenizer, tokenizing)
+        self.vllm_generation = SimpleNamespace(
+            llm=trainer.vllm_generation.llm, generate=self._response, sync_weights=lambda: None
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real_trainer, name)
+        is_own = isinstance(value, MethodType) and value.__self__ is self._real_trainer
+        return MethodType(value.__func__, self) if is_own else value
+
+    def _response(self, prompts: Sequence[list[int]], **_: Any) -> Any:
+        return self._threads.ask(self._position, "turn", prompts[0]).result()
+
+    def loop(self, *arguments: Any) -> tuple[Any, ...]:
+        """Run TRL's loop over tool calls."""
+        results: tuple[Any, ...] = type(self._real_trainer)._tool_call_loop(self, *arguments)
+        return results
+
+    def whole(self, prompt: Any, prompt_ids: list[int]) -> tuple[Any, ...]:
+        """Generate the first turn, and run TRL's loop over tool calls. Returns what the loop returns."""
+
+        def loop_only(*arguments: Any) -> None:
+            raise _LoopEnded(self.loop(*arguments))
+
+        self._tokenize_prompts: Callable[[Any], Any] = lambda _: ([prompt_ids], None, {})
+        self._tool_call_loop = loop_only
+        try:
+            type(self._real_trainer)._generate(self, [prompt])
+        except _LoopEnded as ended:
+            results: tuple[Any, ...] = ended.args[0]
+            return results
+        raise AssertionError("TRL's _generate runs the loop over tool calls")
+
+    # --- tools ------------------------------------------------------------------------------------------------------
+
+    def _tool(self, name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
+        is_shared, workers = not _is_method_of(tool, self._environment), self._real_trainer.args.tool_workers
+
+        @functools.wraps(tool, updated=())
+        def call(**arguments: Any) -> Any:
+            function = functools.partial(self._checked, name, functools.partial(tool, **arguments))
+            if workers <= is_shared:
+                return self._threads.ask(self._position, "tool", function).result()
+            with self._slots if is_shared else contextlib.nullcontext():
+                return function()
+
+        return call
+
+    def _checked(self, name: str, function: Callable[[], Any]) -> Any:
+        """The function's result. Fails the run if the function needs the main thread and does not run there."""
+        try:
+            return self._limited(name, function)
+        except Exception as error:
+            if any(words in str(error) for words in _NEEDS_MAIN_THREAD):
+                self._threads.fail(
+                    ConfigError(
+                        f"tool {name!r} needs the main thread ({error}); set tool_workers to 0, so that all tools run "
+                        f"there, one after the other, and leave tool_timeout out."
+                    )
+                )
+            raise
+
+    def _limited(self, name: str, function: Callable[[], Any]) -> Any:
+        """The function's result. With a time limit it runs in a thread, which goes on after the limit."""
+        if self._limit is None:
+            return function()
+        ended = Future[Future[Any]]()
+        run = for_new_thread(lambda: ended.set_result(outcome_of(function)))
+        threading.Thread(target=run, daemon=True, name=f"tool {name}").start()
+        try:
+            outcome = ended.result(self._limit)
+        except TimeoutError:
+            raise TimeoutError(self._took_too_long(name)) from None
+        return outcome.result()
+
+    def _async_tool(self, name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(tool, updated=())
+        async def call(**arguments: Any) -> Any:
+            self._threads.ask(self._position, "tools called")  # TRL awaits async tools after the others
+            try:
+                async with asyncio.timeout(self._limit) as limit:
+                    return await tool(**arguments)
+            except TimeoutError:
+                if limit.expired():
+                    raise TimeoutError(self._took_too_long(name)) from None
+                raise
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the thread of the event loop
+                self._threads.fail(error)
+                raise RuntimeError(f"tool {name!r} ended the run") from error
+
+        return call
+
+    def _took_too_long(self, name: str) -> str:
+        return f"{name} took longer than tool_timeout, {self._limit:g} s"
+
+
+class _OneAtATime:
+    """An object whose methods run one at a time."""
+
+    def __init__(self, target: Any, lock: threading.Lock) -> None:
+        self._target, self._lock = target, lock
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        return self._locked(value) if callable(value) else value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._locked(self._target)(*args, **kwargs)
+
+    def _locked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                return method(*args, **kwargs)
+
+        return call
+
+
+def _is_method_of(tool: Any, environment: Any) -> bool:
+    method = inspect.unwrap(tool, stop=inspect.ismethod)  # `FunctionSpans` wraps it
+    return environment is not None and getattr(method, "__self__", None) is environment
