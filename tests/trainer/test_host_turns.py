@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ import trl_realloc
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.requests import Sampling
-from trl_realloc.trainer.policy.planned_generation import wrapped_turns
 from trl_realloc.trainer.policy.single_candidates import SingleCandidates
+from trl_realloc.trainer.policy.turns import Turns
 from trl_realloc.trainer.policy.user_spans import FunctionSpans
 
 
-def responses(prompts: Any, *_: Any) -> Rollouts:
+def responses(prompts: Any, *_: Any, **__: Any) -> Rollouts:
     """Responses without an engine, as the calls of a plan give them."""
     ids, logprobs = recorded_rollouts.responses(0, prompts)
     rows = [[math.nan if value is None else value for value in row] for row in logprobs]
@@ -71,7 +72,8 @@ class OwnTurns(trl.GRPOTrainer):  # type: ignore[misc]
 def turns_of(kind: type, forced: SingleCandidates, finish: Any = None, **attributes: Any) -> Any:
     made: Any = object.__new__(kind)
     vars(made).update({"tools": None, "rollout_func": None, **attributes})
-    return wrapped_turns(made, finish, FunctionSpans(made), forced)
+    calls: Any = SimpleNamespace(finish_turns=finish)
+    return Turns(made, lambda: calls, FunctionSpans(made), forced).methods()
 
 
 def test_log_probabilities_are_those_of_all_turns_and_a_single_turn_stays_as_it_is() -> None:
@@ -87,4 +89,4 @@ def test_a_rank_whose_turns_are_over_generates_for_the_others() -> None:
     forced = SingleCandidates(Sampling(8, 1.0), full_vocabulary=False)
     turns = turns_of(trl.GRPOTrainer, forced, lambda: ended.append("end"), rollout_func=lambda prompts, _: prompts)
     assert turns["rollout_func"](["w2"], None) == ["w2"] and ended == ["end"]
-    assert {*turns} == {"rollout_func", "_tool_call_loop", "_generate"}
+    assert {*turns} == {"rollout_func", "_generate"}

@@ -1,4 +1,4 @@
-"""A trainer whose tiny policy calls tools: which ones depends on the tokens that it draws. A real vLLM engine draws them."""
+"""A trainer whose tiny policy calls tools, by the tokens that a real vLLM engine draws."""
 
 from __future__ import annotations
 

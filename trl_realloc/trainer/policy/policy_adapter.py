@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ...algorithms.async_functions import event_loop, is_async
 from ...algorithms.prompts import columns_of, is_made_when_read
+from ...common.notices import notice
 from ...engines.generation.sampling_checks import engine_only_settings
 from ...plan.dataflow import Role
 from ...runtime.call_server import CallServer
@@ -147,6 +148,9 @@ class PolicyAdapter:
             run.start()
             check_first_weights(placed.placement, "they were given")
             trainer.record.begin_training()
+            reason = self.turns.why_in_rounds
+            if reason is not None and trainer.accelerator.is_main_process:
+                notice(f"completions that call tools take their turns together, in rounds: {reason}")
             yield None if self._resumed is None else str(self._resumed.folder)
             if trainer.accelerator.is_main_process:
                 trainer.record.save()

@@ -91,9 +91,10 @@ class Turns:
             self.spans.time_tools()
             self._prompts, self._loops = prompts, None
             outputs = generate(prompts, *args, **kwargs)
-            # GRPO returns log-probabilities, joined over turns
-            drawn = self.trainer.vllm_generation.drawn
-            joined = outputs[4] if len(outputs) > 4 else drawn([len(ids) for ids in outputs[1]])
+            if len(outputs) > 4:  # GRPO returns log-probabilities, joined over turns
+                joined = outputs[4]
+            else:
+                joined = self.trainer.vllm_generation.drawn([len(ids) for ids in outputs[1]])
             self.forced.begin_generation(() if joined is None else joined)
             return outputs
 
