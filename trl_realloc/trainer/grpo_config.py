@@ -55,7 +55,9 @@ class GenerationSettings(PlanSettings):
             devices during training, by a policy that lacks the training on up to this many generations. The loss must
             be corrected for it (`vllm_importance_sampling_correction`). See docs/old_rollouts.md
         score_groups_early (`bool`, *optional*, defaults to `False`):
-            No effect. It will be removed.
+            Async reward functions are called for each group of completions of GRPO when its last one has ended, while
+            other completions go on. For functions that score a completion by itself or within its group, and where
+            completions call tools.
         full_vocabulary_logprobs (`bool`, *optional*, defaults to `False`):
             Log-probabilities and entropies of policy and reference over the whole vocabulary even if `top_p`, `top_k`
             or `min_p` exclude tokens, as in TRL. By default they are over the tokens that these settings keep, like the
@@ -78,7 +80,7 @@ class GenerationSettings(PlanSettings):
 
     max_staleness: int = setting(0, "Maximum number of generations that completions may be generated ahead.")
 
-    score_groups_early: bool = setting(False, "No effect. It will be removed.")
+    score_groups_early: bool = setting(False, "Async reward functions are called for each group as it ends.")
 
     if TYPE_CHECKING:  # defined by TRL
         bf16: bool | None = None

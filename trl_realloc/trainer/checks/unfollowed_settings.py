@@ -77,7 +77,6 @@ UNFOLLOWED: tuple[Row, ...] = (
     _no_effect("ddp_broadcast_buffers", _NO_DDP),
     _no_effect("ddp_static_graph", _NO_DDP),
     _no_effect("save_on_each_node", "each host writes files of a checkpoint where the hosts have separate disks"),
-    _no_effect("score_groups_early", "reward functions are called on the whole batch", GRPO_AND_RLOO),
     _no_effect("cache_implementation", "the engines keep keys and values in their own way", GRPO_AND_RLOO),
     _no_effect(
         "auto_find_batch_size",

@@ -72,11 +72,14 @@ class CompletionThreads:
         outcome.set_exception(error)
         self._inbox.put(Asked(-1, "end", outcome, Future()))
 
-    def results(self, functions: Sequence[Callable[[], Any]], draw: Draw) -> list[Any]:
+    def results(
+        self, functions: Sequence[Callable[[], Any]], draw: Draw, ended: Callable[[dict[int, Any]], None]
+    ) -> list[Any]:
         """The results of all functions.
 
         Args:
             draw: draws turns. Called again and again.
+            ended: called with the results so far, by position, when a completion has ended.
         """
         for position, function in enumerate(functions):
             run = for_new_thread(functools.partial(self._run, position, function))
@@ -93,6 +96,7 @@ class CompletionThreads:
                     position, what, value, _ = question
                     if what == "end":
                         results[position] = value.result()
+                        ended(results)
                     elif what == "tools called":
                         called.add(position)
                     else:

@@ -97,7 +97,7 @@ class PolicyAdapter:
             )
         self.forced = SingleCandidates(sampling, full_vocabulary=full, by_vllm=by_vllm)
         # a plan change replaces `self.calls`
-        self.turns = Turns(trainer, lambda: self.calls, self.spans, self.forced)
+        self.turns = Turns(trainer, lambda: self.calls, self.spans, self.forced, self.scoring.groups)
         policy = run.placed.setup.models_before_start[Role.ACTOR]
         has_reference = REFERENCE in run.placed.plan.graph.order
         has_async = any(map(is_async, [*trainer.reward_funcs, *(getattr(trainer, "tools", None) or ())]))
@@ -200,6 +200,7 @@ class PolicyAdapter:
         trains = self.trainer.model.training
         self._begin_calls(evaluates=not trains)
         self.trainer.vllm_generation.begin([row.get("prompt") for row in rows])
+        self.scoring.groups.begin_generation(rows)
         self.mismatch.begin_generation()
         with self.trainer.run.checkpoints.saving_good_state() if trains else contextlib.nullcontext():
             yield

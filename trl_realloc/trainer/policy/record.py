@@ -167,6 +167,7 @@ class _Times:
 
 def sampled_completions(trainer: Trainer) -> list[CompletionRow]:
     """`generate_completions` of a `PlannedPolicyTrainer` whose run has a plan."""
+    trainer.run.adapter.turns.refuse_use()
     data = next(iter(trainer.eval_dataset.values())) if isinstance(trainer.eval_dataset, dict) else trainer.eval_dataset
     rows = [] if data is None else list(data)
     if not rows:

@@ -30,6 +30,7 @@ from ...runtime.calls.generate_and_score import TEXTS
 from ...runtime.process_groups import all_gather_object, barrier
 from ..checks.config_checks import ConfigError
 from ..trl_policy_trainers import TRLGRPOTrainer, parse_response
+from .group_rewards import GroupRewards
 from .trl_sampling import tokenizer_of
 from .user_spans import FunctionSpans
 
@@ -215,6 +216,7 @@ class Scoring:
 
     def __init__(self, trainer: Trainer, spans: FunctionSpans) -> None:
         self.trainer, self.spans = trainer, spans
+        self.groups = GroupRewards(trainer, spans)
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -224,7 +226,7 @@ class Scoring:
         timed = [
             reward
             if isinstance(reward, PlannedRewardModel | nn.Module)
-            else self.spans.timed(f"{REWARD_FUNCTION}{name}", reward)
+            else self.groups.of(name) or self.spans.timed(f"{REWARD_FUNCTION}{name}", reward)
             for reward, name in zip(reward_funcs, trainer.reward_func_names, strict=True)
         ]
         update, alarm = f"update {trainer.state.global_step + 1}", trainer.executor.alarm

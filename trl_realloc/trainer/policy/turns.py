@@ -20,6 +20,7 @@ from ...runtime.calls.generate_and_score import FAILURE_POLL_S
 from ..checks.config_checks import ConfigError
 from ..checks.trainable import users_method
 from .completion_threads import CompletionThreads, Draw
+from .group_rewards import GroupRewards
 from .one_completion import OneCompletion
 from .planned_generation import for_trl
 from .single_candidates import SingleCandidates
@@ -41,12 +42,18 @@ class Turns:
         calls: returns the server of its calls, which a change of the plan replaces.
         spans: times the tools.
         forced: gets the log-probabilities, joined over turns.
+        groups: scores completions group by group.
     """
 
     def __init__(
-        self, trainer: Trainer, calls: Callable[[], CallServer], spans: FunctionSpans, forced: SingleCandidates
+        self,
+        trainer: Trainer,
+        calls: Callable[[], CallServer],
+        spans: FunctionSpans,
+        forced: SingleCandidates,
+        groups: GroupRewards,
     ) -> None:
-        self.trainer, self.calls, self.spans, self.forced = trainer, calls, spans, forced
+        self.trainer, self.calls, self.spans, self.forced, self.groups = trainer, calls, spans, forced, groups
         self._prompts: Sequence[Any] = ()  # of the generation, with what environments have added
         self._loops: list[tuple[Any, ...]] | None = None  # results of TRL's loop for each completion, not yet returned
         self._threads: CompletionThreads | None = None  # while completions run in them
@@ -187,9 +194,22 @@ class Turns:
                 functools.partial(function, OneCompletion(self.trainer, i, threads, tokenizing, slots), i)
                 for i in range(count)
             ]
-            return threads.results(functions, draw)
+            return threads.results(functions, draw, self._score_groups(self.groups.groups(count)))
         finally:
             self._threads = None
+
+    def _score_groups(self, groups: Sequence[range]) -> Callable[[dict[int, Any]], None]:
+        """A function that begins the scoring of each group whose last completion has just ended."""
+        unscored = list(groups)
+
+        def ended(results: dict[int, Any]) -> None:
+            for group in [group for group in unscored if all(position in results for position in group)]:
+                unscored.remove(group)
+                _, completions, completion_ids, *_ = zip(*(results[position] for position in group), strict=True)
+                rows = [[row for (row,) in column] for column in (completions, completion_ids)]
+                self.groups.begin_group(group, [self._prompts[position] for position in group], *rows)
+
+        return ended
 
     def refuse_use(self) -> None:
         """Refuse a use of the trainer by a tool, which would run calls of the plan on this rank alone.
