@@ -115,7 +115,7 @@ class TRLLoop(GRPOTrainer):  # type: ignore[misc]
     """A user's subclass, which keeps TRL's loop over tool calls. Its turns have the seeds of the other modes."""
 
     def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, *others: Any) -> Any:
-        engine: Any = self.vllm_generation
+        engine: Any = self.vllm_generation  # type: ignore[has-type]
 
         def generate(prompts: Sequence[Sequence[int]], **given: Any) -> Any:
             begun = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
