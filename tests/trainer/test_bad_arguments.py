@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import tiny_groups
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import T5Config
@@ -99,6 +100,29 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"plan": 7}, "plan must be auto, a preset, .* not 7"),
     ({"plan": ["flatten"]}, r"plan must be auto, a preset, .* not \['flatten'\]"),
 ]
+
+
+OF_GRPO: list[tuple[dict[str, Any], str]] = [
+    ({"tool_workers": -1}, "tool_workers must be a whole number from 0 to 1024, not -1"),
+    ({"tool_workers": 1025}, "tool_workers .* not 1025"),
+    ({"tool_workers": 1.5}, "tool_workers .* not 1.5"),
+    ({"tool_workers": "8"}, "tool_workers .* not '8'"),
+    ({"tool_workers": None}, "tool_workers .* not None"),
+    ({"tool_workers": True}, "tool_workers .* not True"),
+    ({"tool_timeout": 0}, r"tool_timeout must be a finite number above 0 to 86400 \(or None\), not 0"),
+    ({"tool_timeout": -5}, "tool_timeout .* not -5"),
+    ({"tool_timeout": NAN}, "tool_timeout .* not nan"),
+    ({"tool_timeout": INF}, "tool_timeout .* not inf"),
+    ({"tool_timeout": "5 s"}, "tool_timeout .* not '5 s'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), OF_GRPO, ids=[str(changes) for changes, _ in OF_GRPO])
+def test_an_impossible_setting_of_grpo_is_refused_by_name_and_value(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tiny_groups.settings(tmp_path, **changes)
 
 
 @pytest.mark.parametrize(("changes", "told"), SETTINGS, ids=[str(changes) for changes, _ in SETTINGS])

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from trl_realloc import GRPOTrainer, RLOOTrainer
 from trl_realloc.plan.timeline import Timeline
+from trl_realloc.trainer.policy.user_spans import threaded_seconds
 from trl_realloc.trainer.report.callbacks import MetricsWriter
 from trl_realloc.trainer.report.logged_updates import load_metrics
 from trl_realloc.trainer.report.run_report import report_run
@@ -191,3 +192,30 @@ def test_tools_have_spans_by_name_one_for_calls_that_follow_each_other(tmp_path:
     assert [span.call for span in taken] == ["tool: add", "tool: search", "tool: search"]
     assert taken[1].seconds >= 0.04 and taken[2].seconds >= 0.02 and spans.take() == ()
     made.close()
+
+
+def test_the_first_span_of_a_serial_tool_has_the_estimate_for_all_of_its_calls(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    spans = made.run.adapter.spans
+    for completion, gap in ((0, 0.0), (1, 0.01), (1, 0.0)):
+        spans.timed("tool: search", lambda: time.sleep(0.02), completion)()
+        time.sleep(gap)
+    spans.timed("tool: at_once", lambda: None)()
+    spans.collect()
+    at_once, first, second = spans.take()
+    assert 0.04 <= first.threaded_s < first.seconds + second.seconds and second.threaded_s == at_once.threaded_s == 0
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("calls", "workers", "seconds"),
+    [
+        ([], 8, 0.0),
+        ([(0, 1.0), (1, 1.0), (2, 1.0)], 8, 1.0),
+        ([(0, 1.0), (1, 1.0), (2, 1.0)], 2, 2.0),
+        ([(0, 1.0), (0, 2.0), (1, 1.0)], 8, 3.0),  # those of a completion in their order
+        ([(0, 4.0), (1, 1.0), (2, 1.0), (1, 1.0)], 2, 4.0),
+    ],
+)
+def test_the_seconds_of_calls_in_threads(calls: list[tuple[int, float]], workers: int, seconds: float) -> None:
+    assert threaded_seconds(calls, workers) == seconds

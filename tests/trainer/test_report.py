@@ -32,7 +32,7 @@ from trl_realloc.trainer.report.callbacks import MetricsWriter
 from trl_realloc.trainer.report.logged_updates import load_metrics, logged_updates
 from trl_realloc.trainer.report.run_files import RunFiles
 from trl_realloc.trainer.report.run_record import save_record
-from trl_realloc.trainer.report.run_report import report_run, two_updates
+from trl_realloc.trainer.report.run_report import print_summary, report_run, two_updates
 from trl_realloc.trainer.report.run_tables import call_times, reward_summary
 
 
@@ -128,6 +128,22 @@ def test_the_report_says_how_many_tokens_were_not_computed_again(tmp_path: Path)
     shared = {"shared_tokens/actor.train": 41_000.0}
     text = report_run(RunFiles(tmp_path, [{**row, **shared} for row in rows([0.1] * 10)])).read_text()
     assert "| actor.train | 2.000 | 50% | 41,000 |" in text and "| actor.generate | 1.000 | 25% |  |" in text
+
+
+def test_the_report_says_what_threads_would_bring_to_tools_that_run_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans = [Span(LOOP, 0, 10.0 * step, 10.0 * step + 10, step) for step in range(3)]
+    for step in range(3):
+        for name, seconds, threaded in (("search", 3.1, 0.5), ("ask", 2.0, 1.5), ("add", 0.5, 0.1), ("wait", 4.0, 0.0)):
+            spans.append(Span(f"tool: {name}", 0, 10.0 * step, 10.0 * step + seconds / 2, step, threaded_s=threaded))
+            spans.append(Span(f"tool: {name}", 0, 10.0 * step + 5, 10.0 * step + 5 + seconds / 2, step))
+    run = RunFiles(tmp_path, [], Timeline(spans))
+    text = report_run(run).read_text()
+    line = "tool search: its calls one after the other took 31% of an update; tool_workers 8 would take about 5%"
+    assert f"\n{line}.\n" in text and text.count("one after the other") == 1
+    print_summary(run)
+    assert line in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_runs_report_is_made_again_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

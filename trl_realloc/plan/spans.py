@@ -15,6 +15,7 @@ from .cluster import MAX_DEVICES
 Seconds = Annotated[float, Ge(-1e12), Le(1e12)]  # finite; 30,000 years, more than any clock shows
 Count = Annotated[int, Ge(0), Lt(2**63)]
 REWARD_FUNCTION, TOOL = "reward: ", "tool: "  # prefixes of span names of functions on the host
+TOOL_WORKERS = 8  # number of threads for which `Span.threaded_s` is estimated
 LOOP = "training loop"  # name of spans in which no device runs a call or a function
 
 
@@ -32,6 +33,8 @@ class Span:
         bytes: bytes sent by all devices, for a reallocation.
         samples: number of samples that this device generated or scored until `end`; 0 if not counted.
         shared_tokens: number of tokens of common prefixes that this device did not score or train on again.
+        threaded_s: estimated seconds of a tool's calls in `TOOL_WORKERS` threads, if they ran one after the other; 0
+            if not estimated. The first span of a tool in a step has the estimate for all of them.
 
     Raises:
         ValueError: the span ends before it starts.
@@ -48,6 +51,7 @@ class Span:
     bytes: Count = 0
     samples: Count = 0
     shared_tokens: Count = 0
+    threaded_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if not self.end >= self.start:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,8 +12,10 @@ from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...algorithms.async_functions import for_new_thread
+from ...plan.spans import TOOL
 from ..checks.config_checks import ConfigError
 from .completion_threads import CompletionThreads, outcome_of
+from .user_spans import FunctionSpans
 
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class OneCompletion:
     Args:
         tokenizing: held while the tokenizer is used, because tokenizers are not thread-safe.
         slots: held while a tool runs that is not a method of an environment.
+        spans: times the tools, without their wait for the trainer's thread or a slot.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class OneCompletion:
         threads: CompletionThreads,
         tokenizing: threading.Lock,
         slots: threading.Semaphore,
+        spans: FunctionSpans,
     ) -> None:
-        self._real_trainer, self._position, self._threads, self._slots = trainer, position, threads, slots
+        self._real_trainer, self._position, self._threads = trainer, position, threads
+        self._slots, self._spans = slots, spans
         self._limit: float | None = trainer.args.tool_timeout
         self._environment = trainer.environments[position] if trainer.environments else None
         sync, asynchronous = trainer._sync_tool_dicts[position], trainer._async_tool_dicts[position]
@@ -90,22 +94,25 @@ class OneCompletion:
     # --- tools ------------------------------------------------------------------------------------------------------
 
     def _tool(self, name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
-        is_shared, workers = not _is_method_of(tool, self._environment), self._real_trainer.args.tool_workers
+        is_shared = self._environment is None or getattr(tool, "__self__", None) is not self._environment
+        is_serial = self._real_trainer.args.tool_workers <= is_shared
+        checked = functools.partial(self._checked, name, tool)
+        timed = self._spans.timed(f"{TOOL}{name}", checked, self._position if is_serial else None)
 
         @functools.wraps(tool, updated=())
         def call(**arguments: Any) -> Any:
-            function = functools.partial(self._checked, name, functools.partial(tool, **arguments))
-            if workers <= is_shared:
+            function = functools.partial(timed, **arguments)
+            if is_serial:
                 return self._threads.ask(self._position, "tool", function).result()
             with self._slots if is_shared else contextlib.nullcontext():
                 return function()
 
         return call
 
-    def _checked(self, name: str, function: Callable[[], Any]) -> Any:
-        """The function's result. Fails the run if the function needs the main thread and does not run there."""
+    def _checked(self, name: str, tool: Callable[..., Any], **arguments: Any) -> Any:
+        """The tool's result. Fails the run if the tool needs the main thread and does not run there."""
         try:
-            return self._limited(name, function)
+            return self._limited(name, functools.partial(tool, **arguments))
         except Exception as error:
             if any(words in str(error) for words in _NEEDS_MAIN_THREAD):
                 self._threads.fail(
@@ -144,7 +151,7 @@ class OneCompletion:
                 self._threads.fail(error)
                 raise RuntimeError(f"tool {name!r} ended the run") from error
 
-        return call
+        return self._spans.timed(f"{TOOL}{name}", call)
 
     def _took_too_long(self, name: str) -> str:
         return f"{name} took longer than tool_timeout, {self._limit:g} s"
@@ -169,8 +176,3 @@ class _OneAtATime:
                 return method(*args, **kwargs)
 
         return call
-
-
-def _is_method_of(tool: Any, environment: Any) -> bool:
-    method = inspect.unwrap(tool, stop=inspect.ismethod)  # `FunctionSpans` wraps it
-    return environment is not None and getattr(method, "__self__", None) is environment

@@ -90,12 +90,13 @@ class Turns:
         return finishing
 
     def _around(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """TRL's `_generate`. Its tools are timed, and `forced` gets the log-probabilities, which TRL or a user's
-        subclass has joined."""
+        """TRL's `_generate`. Tools of a user's loop are timed, and `forced` gets the log-probabilities, which TRL or a
+        user's subclass has joined."""
 
         @functools.wraps(generate)
         def around(prompts: Any, *args: Any, **kwargs: Any) -> Any:
-            self.spans.time_tools()
+            if not self._has_threads:
+                self.spans.time_tools()
             self._prompts, self._loops = prompts, None
             outputs = generate(prompts, *args, **kwargs)
             if len(outputs) > 4:  # GRPO returns log-probabilities, joined over turns
@@ -191,7 +192,7 @@ class Turns:
         self._threads = threads = CompletionThreads(self.calls().executor.alarm.check)
         try:
             functions = [
-                functools.partial(function, OneCompletion(self.trainer, i, threads, tokenizing, slots), i)
+                functools.partial(function, OneCompletion(self.trainer, i, threads, tokenizing, slots, self.spans), i)
                 for i in range(count)
             ]
             return threads.results(functions, draw, self._score_groups(self.groups.groups(count)))

@@ -6,15 +6,18 @@ PPO's run inside the plan's `reward.forward`, and are timed in `algorithms/rewar
 from __future__ import annotations
 
 import functools
+import heapq
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from transformers import Trainer
 
 from ...algorithms.async_functions import awaited, is_async
-from ...plan.spans import TOOL, Span
+from ...plan.spans import TOOL, TOOL_WORKERS, Span
 from ...runtime.process_groups import all_gather_object
 
 
@@ -31,14 +34,17 @@ class FunctionSpans:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._own: list[Span] = []
+        # (span name, step) -> (completion, seconds) of each call with a completion
+        self._serial: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
         self._all_spans: list[Span] = []
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, name: str, function: Callable[..., Any], completion: int | None = None) -> Callable[..., Any]:
         """Wrap a function so that each call has a span. The wrapper of an async function (`is_async`) is async. Any
         other wrapper returns the result, and awaits it first if it is awaitable.
 
         Args:
             name: name of the spans.
+            completion: position of the completion that calls a tool. What threads would bring is then estimated.
         """
         if is_async(function):
 
@@ -52,20 +58,22 @@ class FunctionSpans:
 
         @functools.wraps(function, updated=())
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._timing(name):
+            with self._timing(name, completion):
                 return awaited(function(*args, **kwargs))
 
         timed.__name__ = _name(function)
         return timed
 
     @contextmanager
-    def _timing(self, name: str) -> Iterator[None]:
+    def _timing(self, name: str, completion: int | None = None) -> Iterator[None]:
         start, step = time.time(), self.trainer.state.global_step
         try:
             yield
         finally:
-            rank = self.trainer.accelerator.process_index
-            self._own.append(Span(name, rank, start, max(start, time.time()), step))
+            span = Span(name, self.trainer.accelerator.process_index, start, max(start, time.time()), step)
+            self._own.append(span)
+            if completion is not None:
+                self._serial[name, step].append((completion, span.seconds))
 
     def time_tools(self) -> None:
         """Time the tools of a generation, which TRL calls by name. TRL looks them up anew for each generation."""
@@ -77,7 +85,10 @@ class FunctionSpans:
 
     def collect(self) -> None:
         """Send this rank's spans to rank 0. All ranks call this together, after the rewards of a generation."""
-        local_spans, self._own = _merged(self._own), []
+        estimates = {key: threaded_seconds(calls, TOOL_WORKERS) for key, calls in self._serial.items()}
+        merged, self._own = _merged(self._own), []
+        self._serial.clear()
+        local_spans = [replace(span, threaded_s=estimates.pop((span.call, span.step), 0.0)) for span in merged]
         per_rank = all_gather_object(local_spans, self.trainer.placement.control)
         if self.trainer.accelerator.is_main_process:
             self._all_spans += [span for rank_values in per_rank for span in rank_values]
@@ -86,6 +97,20 @@ class FunctionSpans:
         """The spans of all ranks since the last call, on rank 0; empty on the others."""
         taken, self._all_spans = tuple(self._all_spans), []
         return taken
+
+
+def threaded_seconds(calls: Iterable[tuple[int, float]], workers: int) -> float:
+    """Seconds that calls take in a number of threads, each completion's calls one after the other.
+
+    Args:
+        calls: (completion, seconds) of each call.
+    """
+    threads = [0.0] * workers  # until when each is busy
+    ends: dict[int, float] = defaultdict(float)  # of each completion's latest call
+    for completion, seconds in calls:
+        ends[completion] = max(threads[0], ends[completion]) + seconds
+        heapq.heapreplace(threads, ends[completion])
+    return max(threads)
 
 
 def _name(function: Any) -> str:

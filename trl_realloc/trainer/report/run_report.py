@@ -29,6 +29,7 @@ from .run_tables import (
     realloc_table,
     reward_table,
     time_table,
+    tool_lines,
     unit,
 )
 
@@ -50,6 +51,8 @@ def print_summary(run: RunFiles) -> None:
         console.print(NO_LOGS)
     if run.timeline is not None or has_times(run.rows):
         console.print(time_table(run.rows, run.timeline))
+    for line in tool_lines(run.timeline) if run.timeline is not None else ():
+        console.print(line)
     if run.timeline is not None and (moved := realloc_table(run.timeline)) is not None:
         console.print(moved)
 
@@ -133,6 +136,7 @@ def _time_lines(run: RunFiles) -> list[str]:
         "",
         *markdown(time_table(run.rows, run.timeline)),
         "",
+        *((line for tool in tool_lines(run.timeline) for line in (tool + ".", "")) if run.timeline is not None else ()),
     ]
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from rich.table import Table
 
 from ...plan.picture import MOVES
-from ...plan.spans import LOOP, REWARD_FUNCTION, TOOL, is_host_work
+from ...plan.spans import LOOP, REWARD_FUNCTION, TOOL, TOOL_WORKERS, is_host_work
 from ...plan.timeline import Timeline
 from .estimate_part import means, means_of
 from .logged_updates import SCORES, LogRow
 
 
 WINDOW = 5  # number of logs to compare at each end of a run
+COSTLY = 0.1  # minimum share of an update that a tool has if it is reported to cost much
 SHARED = "shared_tokens/"  # prefix of a metric: tokens of a call that samples shared
 CLEARLY = 3.0  # minimum of a clear rise, in standard errors of the difference
 ENDS = {  # in the head of the report: name -> metrics of PPO, and of GRPO and RLOO
@@ -164,6 +165,20 @@ def time_table(rows: Sequence[LogRow], timeline: Timeline | None = None) -> Tabl
     if timeline is not None and (between := timeline.warm.seconds_between_updates):
         table.add_row("between updates: logging, evaluation, saving", f"{between:.3f}", "")
     return table
+
+
+def tool_lines(timeline: Timeline) -> list[str]:
+    """A line for each tool whose calls, one after the other, took at least a tenth of an update, and would take at most
+    half of that in threads."""
+    warm = timeline.warm
+    whole, seconds = warm.seconds_per_update, warm.seconds_by_call()
+    threaded = Timeline(replace(span, start=0.0, end=span.threaded_s) for span in warm.spans).seconds_by_call()
+    return [
+        f"{call.replace(': ', ' ')}: its calls one after the other took {seconds[call] / whole:.0%} of an update; "
+        f"tool_workers {TOOL_WORKERS} would take about {threaded[call] / whole:.0%}"
+        for call in sorted(threaded, key=lambda call: -seconds[call])
+        if threaded[call] and seconds[call] >= max(COSTLY * whole, 2 * threaded[call])
+    ]
 
 
 def realloc_table(timeline: Timeline) -> Table | None:
