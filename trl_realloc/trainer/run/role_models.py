@@ -28,7 +28,6 @@ from ...engines.models import (
     shell,
     with_adapters,
 )
-from ...plan.assignment import in_place
 from ...plan.dataflow import DataflowGraph, Role
 from ...plan.execution_plan import ExecutionPlan
 from ...runtime.placement.engine_builder import has_part
@@ -162,14 +161,16 @@ def _reference_loader(
     """
     if inputs.ref_model is not None:
         return partial(_load_seeded, seed, load_policy, inputs.ref_model, trained=False)
-    if adapted and in_place(plan["actor.train"], plan["reference.forward"]):
+    if adapted and plan.base_holder("reference.forward") is not None:
         return None
     if isinstance(inputs.model, str):
         return partial(_load_seeded, seed, load, inputs.model, trained=False)
     if not adapted:
         return lambda: without_dropout(frozen_copy(policy))  # copied when the role is loaded
     if ref_adapter is not None:
-        raise ConfigError("ref_adapter_name needs reference.forward in actor.train's layout, e.g. plan: flatten.")
+        raise ConfigError(
+            "ref_adapter_name needs reference.forward where the plan has the policy, e.g. plan: flatten or separate."
+        )
     base = frozen_copy(policy)  # copied now, because adapters are added to the policy in place
     return lambda: without_dropout(base)
 

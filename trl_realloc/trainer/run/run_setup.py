@@ -16,7 +16,6 @@ from torch import nn
 
 from ...common.errors import PlanError
 from ...engines.models import adapter_configs
-from ...plan.assignment import in_place
 from ...plan.dataflow import Role
 from ...plan.execution_plan import ExecutionPlan
 from ...profiling.auto_plan import JobPlan, known_estimate, plan_job
@@ -118,10 +117,11 @@ class PlanCheck:
         Raises:
             PlanError, ValueError: names what is not allowed.
         """
-        if self.copies_adapter and not in_place(plan["actor.train"], plan["reference.forward"]):
+        if self.copies_adapter and plan.base_holder("reference.forward") is None:
             raise PlanError(
                 "the reference of a policy with an adapter is a copy of the adapter beside it, so reference.forward "
-                "runs on the mesh and in the layout of actor.train, as in plan: flatten."
+                "runs where the plan has the policy, in the same layout: with actor.train, as in plan: flatten, or with "
+                "actor.generate under tp: 1, as in plan: separate."
             )
         for name, assignment in plan.assignments.items():
             role = plan.graph.call(name).role
