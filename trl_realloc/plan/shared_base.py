@@ -6,7 +6,7 @@ that the plan has anyway. The functions are about one plan's assignments, and lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from .assignment import Assignment, in_place, whole_everywhere
 from .dataflow import CallKind, DataflowGraph, Role
@@ -38,10 +38,13 @@ def base_holder(graph: DataflowGraph, assignments: Mapping[str, Assignment], sco
     return None
 
 
-def merging_copies(graph: DataflowGraph, assignments: Mapping[str, Assignment]) -> Iterator[str]:
-    """The calls that generate by vLLM where the adapters are not trained. Beside each of their engines is a copy of the
-    policy, in the training's dtype, in which the adapters are merged for the engine."""
-    home = graph.train_call(Role.ACTOR)
-    for name in graph.uses_of(Role.ACTOR) if home is not None else ():
-        if assignments[name].engine == "vllm" and not in_place(assignments[home], assignments[name]):
-            yield name
+def has_merging_copy(home: Assignment, generation: Assignment, device: int) -> bool:
+    """True if a device has a copy of a policy with adapters beside the weights of its vLLM engine: in the training's
+    dtype, on the first device of each engine, to merge the adapters for the engine.
+
+    Args:
+        home, generation: assignments of the policy's training and of a call that generates with it.
+    """
+    if generation.engine != "vllm" or in_place(home, generation) or device not in generation.mesh:
+        return False
+    return generation.mesh.index(device) % generation.strategy.tp == 0

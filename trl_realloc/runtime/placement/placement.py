@@ -191,8 +191,8 @@ class Placement:
 
     @contextlib.contextmanager
     def scoring(self, call: str) -> Iterator[list[ScoringEngine]]:
-        """The engines that run a call of the kind forward. For a role without a model: an engine of another role, in the
-        context `RoleModels.inside`."""
+        """The engines that run a call of the kind forward. For a role without a model: an engine of another role, in
+        the context `RoleModels.inside`."""
         models = self.roles[self.role_of(call)]
         if models.inside is None:
             yield self.engines.get(call, [])

@@ -120,8 +120,8 @@ class PlanCheck:
         if self.copies_adapter and plan.base_holder("reference.forward") is None:
             raise PlanError(
                 "the reference of a policy with an adapter is a copy of the adapter beside it, so reference.forward "
-                "runs where the plan has the policy, in the same layout: with actor.train, as in plan: flatten, or with "
-                "actor.generate under tp: 1, as in plan: separate."
+                "runs where the plan has the policy in the same layout: with actor.train, as in plan: flatten, or with "
+                "actor.generate and tp: 1, as in plan: separate."
             )
         for name, assignment in plan.assignments.items():
             role = plan.graph.call(name).role
