@@ -76,11 +76,13 @@ def call_bytes(
                     size += _training_bytes(size.held // spec.bytes_per_element, assignment, spec.bytes_per_element)
                 device_sizes = sizes.setdefault(device, {})
                 device_sizes[name] = device_sizes.get(name, CallBytes()) + size
-        for spec in specs.get(home, ()) if home is not None and call.role in adapted else ():
-            for device in assignment.mesh.devices:
-                if has_merging_copy(plan[home], assignment, device):
-                    device_sizes = sizes.setdefault(device, {})
-                    device_sizes[name] = device_sizes.get(name, CallBytes()) + CallBytes(kept=spec.bytes)
+        if home is None or call.role not in adapted:
+            continue
+        copied = CallBytes(kept=sum(spec.bytes for spec in specs.get(home, ())))
+        for device in assignment.mesh.devices:
+            if has_merging_copy(plan[home], assignment, device):
+                device_sizes = sizes.setdefault(device, {})
+                device_sizes[name] = device_sizes.get(name, CallBytes()) + copied
     return sizes
 
 

@@ -100,7 +100,7 @@ def build_roles(run: RunInputs, plan: ExecutionPlan) -> tuple[Any, Roles]:
         models[Role.REFERENCE] = RoleModels(
             "policy",
             [] if reference is None else [reference],
-            copy_of=None if run.own_reference else Role.ACTOR,
+            copy_of=Role.ACTOR if inputs.ref_model is None else None,
             inside=adapters_off(ref_adapter, adapter) if reference is None else None,
         )
     if Role.CRITIC in plan.graph.roles:
@@ -135,8 +135,10 @@ def _policy_and_reference(
         is_used = has_policy or not isinstance(model, str)
         policy = load(model, trained=True, dtype=config.dtype or torch.float32) if is_used else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
-    has_reference = Role.REFERENCE in plan.graph.roles
-    reference = _reference_loader(plan, inputs, policy, adapted, load, seed, ref_adapter) if has_reference else None
+    reference = None
+    if Role.REFERENCE in plan.graph.roles:
+        shares = adapted and not run.own_reference and plan.base_holder("reference.forward") is not None
+        reference = None if shares else _reference_loader(inputs, policy, adapted, load, seed, ref_adapter)
     if has_policy:
         with seeded(seed):
             policy = without_dropout(with_adapters(policy, peft_config, adapter))
@@ -145,24 +147,20 @@ def _policy_and_reference(
 
 
 def _reference_loader(
-    plan: ExecutionPlan,
     inputs: TrainerInputs,
     policy: Any,
     adapted: bool,
     load: Callable[..., Any],
     seed: int,
     ref_adapter: str | None,
-) -> Callable[[], Any] | None:
-    """The function that loads the reference; `None` if the reference is the policy without its adapters. Called before
-    the policy gets its adapters.
+) -> Callable[[], Any]:
+    """The function that loads a reference with its own parameters. Called before the policy gets its adapters.
 
     Args:
         load: loader of the policy; the reference must match it.
     """
     if inputs.ref_model is not None:
         return partial(_load_seeded, seed, load_policy, inputs.ref_model, trained=False)
-    if adapted and plan.base_holder("reference.forward") is not None:
-        return None
     if isinstance(inputs.model, str):
         return partial(_load_seeded, seed, load, inputs.model, trained=False)
     if not adapted:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...algorithms.rewards import Rewards
 from ...engines.model_changes import described, model_changes
+from ...engines.models import adapted_policy
+from ...engines.training.adapter_weights import trains_base
 from ...plan.dataflow import DataflowGraph, Role
 from ...profiling.job_models import JobModels
 from ..accelerate_plugin import ReallocationPlugin
@@ -48,17 +51,23 @@ class RunInputs:
     adapter_names: tuple[str | None, str | None] = (None, None)
     copies_adapter: bool = False
 
-    @property
+    @cached_property
     def own_reference(self) -> bool:
-        """True if the user passed a reference model."""
-        return self.given.ref_model is not None
+        """True if the reference needs its own parameters even where the policy trains adapters: the user passed a
+        reference model, or the training also changes parameters of the base. First read before the policy gets its
+        adapters."""
+        inputs, (_, ref_adapter) = self.given, self.adapter_names
+        if inputs.ref_model is not None or self.copies_adapter or ref_adapter is not None:
+            return inputs.ref_model is not None
+        policy = adapted_policy(inputs.model, self.configs[Role.ACTOR][0], inputs.peft_config)
+        return policy is not None and trains_base(policy)
 
     def changes(self) -> dict[Role, str]:
         """The user's changes to a role's model objects (`model_changes`), in words; without roles that have none."""
         inputs = self.given
         models: dict[Role, Sequence[object]] = {
             Role.ACTOR: [inputs.model],
-            Role.REFERENCE: [inputs.ref_model if self.own_reference else inputs.model],
+            Role.REFERENCE: [inputs.model if inputs.ref_model is None else inputs.ref_model],
             Role.CRITIC: [inputs.value_model],
             Role.REWARD: inputs.reward_models,
         }
