@@ -1,5 +1,5 @@
-"""The reference of a policy with adapters is the base as it was given, whatever the adapters train, though it computes in
-the policy's own module. Where they train parameters of the base itself, it is a model of its own."""
+"""The reference of a policy with adapters is the base as it was given, whatever the adapters train, though it computes
+in the policy's own module. Where they train parameters of the base itself, it is a model of its own."""
 
 from __future__ import annotations
 

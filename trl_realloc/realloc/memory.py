@@ -71,7 +71,7 @@ def call_bytes(
             else:
                 layout = layout_of(assignment, spec, is_reversed=plan.is_reversed(name))
             for device in layout.devices:
-                size = CallBytes(layout.bytes(device))
+                size = CallBytes(spec.bytes if spec.quantization is not None else layout.bytes(device))
                 if call.trains and call.role not in adapted:
                     size += _training_bytes(size.held // spec.bytes_per_element, assignment, spec.bytes_per_element)
                 device_sizes = sizes.setdefault(device, {})

@@ -117,12 +117,13 @@ class Problem:
         return self._moves[key][2]
 
     def _sent(self, source: int, target: int) -> Sequence[ModelSpec]:
-        """The parameters that a reallocation sends: the source's, in the target's dtype if that is narrower."""
+        """The parameters that a reallocation sends: the source's, in the target's dtype if that is narrower. Of a
+        quantized model only the adapters are sent, which are not quantized."""
         if (source, target) not in self._sent_specs:
             specs = self.space.specs
             pairs = zip(specs.get(self.names[source], ()), specs.get(self.names[target], ()), strict=False)
             self._sent_specs[source, target] = [
-                replace(sent, bytes_per_element=min(sent.bytes_per_element, taken.bytes_per_element))
+                replace(sent, bytes_per_element=min(sent.bytes_per_element, taken.bytes_per_element), quantization=None)
                 for sent, taken in pairs
             ]
         return self._sent_specs[source, target]
