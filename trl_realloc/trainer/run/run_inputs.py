@@ -12,6 +12,7 @@ from ...engines.model_changes import described, model_changes
 from ...engines.models import adapted_policy
 from ...engines.training.adapter_weights import trains_base
 from ...plan.dataflow import DataflowGraph, Role
+from ...plan.quantization import Quantization
 from ...profiling.job_models import JobModels
 from ..accelerate_plugin import ReallocationPlugin
 from ..trainer_inputs import TrainerInputs
@@ -62,6 +63,13 @@ class RunInputs:
         policy = adapted_policy(inputs.model, self.configs[Role.ACTOR][0], inputs.peft_config)
         return policy is not None and trains_base(policy)
 
+    @property
+    def quantization(self) -> Quantization | None:
+        """The format of the policy's quantized weights; `None` if they are not quantized."""
+        model = self.given.model
+        config = self.request.policy_config if isinstance(model, str) else getattr(model, "config", None)
+        return Quantization.of(getattr(config, "quantization_config", None))
+
     def changes(self) -> dict[Role, str]:
         """The user's changes to a role's model objects (`model_changes`), in words; without roles that have none."""
         inputs = self.given
@@ -85,4 +93,5 @@ class RunInputs:
             mixed=compute_dtype(self.args),
             generation_engine=self.request.engine,
             own_reference=self.own_reference,
+            quantization=self.quantization,
         )
