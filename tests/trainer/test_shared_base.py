@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from peft import IA3Config, LoraConfig, VeraConfig
+from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification
+
+from trl_realloc.runtime.placement import shared_parameters
 
 
 KINDS: dict[str, Any] = {
@@ -50,3 +53,31 @@ def test_the_reference_is_the_base_that_was_given(tmp_path: Path, kind: str, by_
         assert not torch.allclose(trained.head.model(tokens).logits, expected, atol=1e-2)
         assert (engine is trained) == ("biases" not in kind)
     made.close()
+
+
+def held_bytes(made: Any) -> int:
+    """Bytes of this rank's parameters, each memory once."""
+    models = [engine.head.model for engines in made.placement.engines.values() for engine in engines]
+    storages = [p.untyped_storage() for model in models for p in model.parameters()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_adapters_of_actor_and_critic_share_the_memory_of_their_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.policy(hidden_size=128, intermediate_size=256).save_pretrained(tmp_path / "base")
+    logs, held = [], []
+    for least_bytes in (shared_parameters.LEAST_BYTES, 1 << 40):
+        monkeypatch.setattr(shared_parameters, "LEAST_BYTES", least_bytes)
+        torch.manual_seed(0)  # of the critic's head and adapters
+        critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+        base = sum(p.nbytes for p in critic.parameters() if p.nbytes >= 1 << 16)
+        lora = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False}
+        value_model = get_peft_model(critic, LoraConfig(task_type="SEQ_CLS", **lora))
+        given = {"model": str(tmp_path / "base"), "peft_config": LoraConfig(**lora), "value_model": value_model}
+        made = tiny.trained(tmp_path, given=given, max_steps=2)
+        logs.append([{k: v for k, v in row.items() if not k.startswith("time")} for row in tiny.updates(made)])
+        held.append(held_bytes(made))
+        made.close()
+    assert logs[0] == logs[1] and logs[0]
+    assert held[1] - held[0] == base > held[0] / 3
