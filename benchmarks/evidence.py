@@ -10,6 +10,9 @@ again. The arms differ in the trainer alone: TRL's generates by Transformers on 
 `colocate`; this project's runs under the plan `auto`. TRL's PPO is that of TRL 1.12, which is the last that has it; it
 trains in the environment of the oldest releases (`trl_runs.trl_ppo_python`).
 
+The rows lora and qlora train adapters of all linear layers, at ten times the learning rate. QLoRA's base has 4 bits;
+for counting it is dequantized, as for generation.
+
 At fixed updates the policy is saved, and after the training one function counts for both arms how many held-out rows
 the saved policies answer rightly: at temperature 1, as they are trained, and the first and the last by greedy decoding
 too. Neither saving nor counting is in the seconds.
@@ -48,6 +51,7 @@ UPDATES = {"cpu": 40, "cuda": 200}
 ANSWERS = 2  # drawn of each held-out row
 POINTS = 4  # evaluations of a training, after that of the policy it starts from
 ALGORITHMS, LEARNING_RATE, VALUE_LEARNING_RATE = ("grpo", "rloo", "ppo"), 1e-5, 1e-4
+ADAPTERS, ADAPTERS_LEARNING_RATE = ("lora", "qlora"), 1e-4
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Row:
         arm: trl or ours.
         device: cpu or cuda.
         seed: of the trainer.
+        adapters: lora or qlora; empty if all weights are trained.
     """
 
     algorithm: str
@@ -67,10 +72,12 @@ class Row:
     arm: str
     device: str = "cpu"
     seed: int = 1
+    adapters: str = ""
 
     @property
     def name(self) -> str:
-        return "-".join((self.algorithm, self.task, self.arm, self.device, str(self.seed)))
+        kind = (self.algorithm, self.adapters) if self.adapters else (self.algorithm,)
+        return "-".join((*kind, self.task, self.arm, self.device, str(self.seed)))
 
 
 def rows_of(device: str) -> list[Row]:
@@ -80,6 +87,7 @@ def rows_of(device: str) -> list[Row]:
             *(Row("grpo", "sums", arm, seed=seed) for seed in (1, 2, 3) for arm in ("trl", "ours")),
             *(Row(algorithm, "sums", arm) for algorithm in ("rloo", "ppo") for arm in ("trl", "ours")),
             Row("grpo", "products", "ours"),
+            *(Row("grpo", "sums", "ours", adapters=adapters) for adapters in ADAPTERS),
         ]
     kinds = itertools.product((1, 2, 3), ("sums", "products"), ALGORITHMS, ("trl", "ours"))
     # TRL's PPO has no vLLM, and newer releases than 1.12 have no PPO
@@ -157,7 +165,7 @@ def settings(row: Row, updates: int, folder: Path) -> dict[str, Any]:
         "max_steps": updates,
         "per_device_train_batch_size": EPISODES,
         "temperature": 1.0,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": ADAPTERS_LEARNING_RATE if row.adapters else LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
         "gradient_checkpointing": False,
@@ -178,6 +186,23 @@ def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(START, padding_side="left")
+
+
+def quantization(row: Row) -> Any:
+    """The format of the policy's weights; `None` if they are not quantized."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if row.adapters == "qlora" else None
+
+
+def adapters(row: Row) -> dict[str, Any]:
+    """The arguments of a policy's trainer for adapters, those of recipes/smollm2/grpo-lora.yaml and grpo-qlora.yaml."""
+    if not row.adapters:
+        return {}
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return {"peft_config": lora, "quantization_config": quantization(row)}
 
 
 def policy_trainer(row: Row, updates: int, folder: Path) -> Any:
@@ -206,6 +231,7 @@ def policy_trainer(row: Row, updates: int, folder: Path) -> Any:
         args=args,
         train_dataset=data(row, updates),
         processing_class=tokenizer(),
+        **adapters(row),
     )
 
 
@@ -346,7 +372,21 @@ def points_of(updates: int) -> list[int]:
     return [round(at * updates / count) for at in range(count + 1)]
 
 
-def share_right(folder: Path, task: str, device: str, answers: int, batch: int = 100) -> tuple[float, float]:
+def saved_policy(folder: Path, row: Row) -> Any:
+    """A policy that a training started from or has saved, in float32 and with its adapters merged."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if not row.adapters:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32, quantization_config=quantization(row))
+    base = base.dequantize() if row.adapters == "qlora" else base
+    return base if folder == START else PeftModel.from_pretrained(base, folder).merge_and_unload()
+
+
+def share_right(folder: Path, row: Row, answers: int, batch: int = 100) -> tuple[float, float]:
     """The share of right answers of a saved policy to the held-out rows, and its standard error.
 
     Args:
@@ -354,23 +394,22 @@ def share_right(folder: Path, task: str, device: str, answers: int, batch: int =
     """
     import torch
     from tasks import held_out_rows, right_answer
-    from transformers import AutoModelForCausalLM
 
-    words, rows = tokenizer(), held_out_rows(task)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    words, rows = tokenizer(), held_out_rows(row.task)
+    model = saved_policy(folder, row).to(row.device).eval()
     drawing = {"do_sample": True, "top_k": 0, "num_return_sequences": answers} if answers else {"do_sample": False}
     torch.manual_seed(0)
     of_rows: list[float] = []
     for at in range(0, len(rows), batch):
         part = rows[at : at + batch]
-        prompts = words([row["prompt"] for row in part], return_tensors="pt", padding=True).to(device)
+        prompts = words([one["prompt"] for one in part], return_tensors="pt", padding=True).to(row.device)
         with torch.no_grad():
             ids = model.generate(**prompts, max_new_tokens=NEW_TOKENS, **drawing)
         texts, each = (
             words.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True),
             answers or 1,
         )
-        right = right_answer([], texts, [row["answer"] for row in part for _ in range(each)])
+        right = right_answer([], texts, [one["answer"] for one in part for _ in range(each)])
         of_rows += [statistics.fmean(right[first : first + each]) for first in range(0, len(right), each)]
     return statistics.fmean(of_rows), statistics.stdev(of_rows) / math.sqrt(len(of_rows))
 
@@ -378,8 +417,8 @@ def share_right(folder: Path, task: str, device: str, answers: int, batch: int =
 def evaluate(row: Row, updates: int, folder: Path) -> None:
     """Write the accuracies of the saved policies, with their standard errors, to `accuracies.json`."""
     saved = [START, *(folder / str(update) for update in points_of(updates)[1:])]
-    drawn = [share_right(each, row.task, row.device, ANSWERS) for each in saved]
-    greedy = [share_right(each, row.task, row.device, 0) for each in (saved[0], saved[-1])]
+    drawn = [share_right(each, row, ANSWERS) for each in saved]
+    greedy = [share_right(each, row, 0) for each in (saved[0], saved[-1])]
     (folder / "accuracies.json").write_text(json.dumps({"drawn": drawn, "greedy": greedy}))
 
 
@@ -411,6 +450,7 @@ def make_row(row: Row, updates: int, folder: Path) -> dict[str, Any]:
         "arm": row.arm,
         "device": row.device,
         "seed": row.seed,
+        "adapters": row.adapters,
         "updates": updates,
         "before": drawn[0][0],
         "after": drawn[-1][0],
@@ -452,9 +492,8 @@ def with_seconds_to(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     and the seconds of the row's first point that has it. `None` where there is nothing to compare with."""
     made = []
     for row in rows:
-        pair = [
-            other for other in rows if all(other[key] == row[key] for key in ("algorithm", "task", "device", "seed"))
-        ]
+        same = ("algorithm", "adapters", "task", "device", "seed")
+        pair = [other for other in rows if all(other.get(key, "") == row.get(key, "") for key in same)]
         target = min(max(share for _, _, share in other["curve"]) for other in pair)
         seconds = next(seconds for _, seconds, share in row["curve"] if share >= target)
         made.append({**row, "seconds_to": {"accuracy": target, "seconds": seconds} if len(pair) > 1 else None})

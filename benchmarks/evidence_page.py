@@ -44,7 +44,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def label(row: Row) -> str:
     trainer = "TRL" if row["arm"] == "trl" else "trl_realloc"
-    return f"{row['algorithm'].upper()}, {trainer}, {row['device']}, seed {row['seed']}"
+    adapters = {"": "", "lora": " of LoRA", "qlora": " of QLoRA"}[row.get("adapters", "")]
+    return f"{row['algorithm'].upper()}{adapters}, {trainer}, {row['device']}, seed {row['seed']}"
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> list[str]:
@@ -85,7 +86,8 @@ def several_seeds(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows that differ in the seed alone, where there are several."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(str(row[key]) for key in ("algorithm", "task", "arm", "device")), []).append(row)
+        key = tuple(str(row.get(key, "")) for key in ("algorithm", "adapters", "task", "arm", "device"))
+        groups.setdefault(key, []).append(row)
     return [group for group in groups.values() if len(group) > 1]
 
 

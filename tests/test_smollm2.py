@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from run_trl_tests import make_tokenizer
+from trl import ModelConfig, get_peft_config
 
 from trl_realloc import GRPOConfig, PPOConfig
 from trl_realloc.cli.recipe_parser import parse_recipe
@@ -60,15 +61,23 @@ class Script:
     """What the scripts read of their recipes besides the trainer's configuration."""
 
     task: str
-    model_name_or_path: str = ""
     value_model_path: str = ""
 
 
-@pytest.mark.parametrize(("name", "config"), [("grpo", GRPOConfig), ("ppo", PPOConfig)])
-def test_the_recipes_are_read(name: str, config: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["grpo", "grpo-lora", "grpo-qlora", "ppo"])
+def test_the_recipes_are_read(evidence: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    own, args = parse_recipe((Script, config), ["--config", f"recipes/smollm2/{name}.yaml"])
+    config: type[Any] = PPOConfig if name == "ppo" else GRPOConfig
+    own, args, model = parse_recipe((Script, config, ModelConfig), ["--config", f"recipes/smollm2/{name}.yaml"])
     assert (own.task, args.plan, args.per_device_train_batch_size) == ("sums", "auto", 64)
+    row = evidence.Row("grpo", "sums", "ours", adapters=name.removeprefix("grpo").removeprefix("-"))
+    given, lora = evidence.adapters(row) if name.startswith("grpo-") else {}, get_peft_config(model)
+    assert {key: getattr(lora, key, None) for key in ("r", "lora_alpha", "target_modules")} == {
+        key: getattr(given.get("peft_config"), key, None) for key in ("r", "lora_alpha", "target_modules")
+    }
+    assert model.load_in_4bit == (given.get("quantization_config") is not None) == (name == "grpo-qlora")
+    expected = evidence.ADAPTERS_LEARNING_RATE if given else evidence.LEARNING_RATE
+    assert args.learning_rate == expected
 
 
 def made(row: Any, curve: list[tuple[int, float, float]]) -> dict[str, Any]:

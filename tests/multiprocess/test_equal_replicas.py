@@ -54,7 +54,10 @@ def test_each_rank_and_copy_begins_with_the_first_ranks_parameters(run: Callable
     assert results.keys() == CASES.keys()
     for name, roles in results.items():
         assert roles == dict.fromkeys(roles, 0.0), name
-    assert {"critic.forward", "actor.generate", "reference"} <= results["copies on the other rank"].keys()
+    assert results["copies on the other rank"].keys() == {"actor", "critic", "critic.forward", "actor.generate"}, (
+        "the reference scores in the copy that generates"
+    )
+    assert "reference" in results["adapters that need the weights, by path, and the reference on the other rank"]
     changed = [name for name, case in CASES.items() if "parts_on" in case]  # one number on rank 1, after the start
     assert {path.name for path in folder.glob("*-[01].txt")} == {f"{n}-{rank}.txt" for n in changed for rank in (0, 1)}
     for path in folder.glob("*-[01].txt"):

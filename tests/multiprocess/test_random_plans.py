@@ -21,11 +21,13 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeo
 # a critic under stage 2 on four ranks, of which two have a reference under stage 3 too: DeepSpeed added up gradients of
 # different parameters
 STAGES_2_AND_3 = 74
+# adapters under stage 3 on two ranks, and a reference on others, in the copies that the adapters are merged in for vLLM
+SHARED_BASE = 926
 
 
 def test_random_plans_learn_what_one_process_learns(start: Callable[..., Any], servers: RankServers) -> None:
     drawn = islice((seed for seed in count() if case_of(seed)["devices"] == 4), 5)
-    seeds = [*drawn, STAGES_2_AND_3]
+    seeds = [*drawn, STAGES_2_AND_3, SHARED_BASE]
     flow = Counter[str]()
     found = check(seeds, 250, partial(start, servers=servers), flow)
     failures = {seed: failed for seed in seeds if (failed := too_far(found[seed]))}

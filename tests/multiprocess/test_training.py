@@ -227,7 +227,8 @@ def test_a_tensor_and_pipeline_run_resumes_as_if_never_stopped(run: Callable[...
 
 @pytest.mark.vllm
 def test_of_an_adapted_policy_only_the_adapters_move_to_engines_elsewhere(run: Callable[..., Path]) -> None:
-    apart = plan(2, actor="0", critic="0", reference="0", reward="1")
+    """The reference scores beside the engine, by the base that the adapters are merged in."""
+    apart = plan(2, actor="0", critic="0", reference="1", reward="1")
     apart["calls"]["actor.generate"] = {"mesh": "1", "engine": "vllm", "drop": True}
     options = options_for_vllm(plan=apart, num_ppo_epochs=1, lora=True, max_steps=3)
     two = run("train.py", 2, options, "two")
@@ -235,3 +236,7 @@ def test_of_an_adapted_policy_only_the_adapters_move_to_engines_elsewhere(run: C
     assert abs(log(two)[-1]["objective/kl"]) > 1e-4
     adapters = sum(t.numel() for n, t in load_file(two / "weights.safetensors").items() if "lora_" in n)
     assert all(row["realloc/bytes/actor.generate"] == 4 * adapters for row in log(two))
+    told = json.loads((two / "rank-1.json").read_text())
+    assert told["here"] == {"actor": False, "critic": False, "reference": False, "generator": True, "reward": True}
+    once = sum(p.numel() for model in (tiny.policy(), tiny.classifier()) for p in model.parameters())
+    assert 4 * once <= told["held"] <= 4 * (once + adapters), "one base and the reward model"

@@ -44,6 +44,9 @@ def main() -> None:
     calls |= {"reward": "reward.forward"}
     here = {name: bool(made.placement.engines.get(call)) for name, call in calls.items()}
     here["generator"] = "actor.generate" in made.placement.generators
+    models = [engine.head.model for engines in made.placement.engines.values() for engine in engines]
+    storages = [parameter.untyped_storage() for model in models for parameter in model.parameters()]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     engine = getattr(made.placement.engine("actor.train"), "engine", None)
     settings = {}
     if engine is not None:
@@ -53,7 +56,7 @@ def main() -> None:
             "offload": str(getattr(engine.zero_offload_optimizer(), "device", None)),
             "bf16": engine.bfloat16_enabled(),
         }
-    (folder / f"rank-{rank}.json").write_text(json.dumps({"here": here, "deepspeed": settings}))
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"here": here, "deepspeed": settings, "held": held}))
     if rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
         (folder / "log.json").write_text(json.dumps(tiny.updates(made)))

@@ -17,10 +17,13 @@ from trl_realloc.plan.assignment import ParallelStrategy
 from trl_realloc.plan.cluster import Cluster
 from trl_realloc.plan.dataflow import Role
 from trl_realloc.plan.model_spec import ModelSpec
-from trl_realloc.plan.presets import flatten
+from trl_realloc.plan.presets import flatten, separate
 from trl_realloc.planner.cost.device_memory import gpu_memory
+from trl_realloc.planner.iteration.simulate import Overlap
 from trl_realloc.planner.recipe.recipe import ADAPTER_DEFAULTS, read_recipe, trained_share
-from trl_realloc.planner.search.problem import estimate_plan
+from trl_realloc.planner.search.plan_memory import PlanMemory
+from trl_realloc.planner.search.problem import Problem, estimate_plan
+from trl_realloc.planner.search.space import Space
 from trl_realloc.profiling import job_models
 
 
@@ -130,3 +133,23 @@ def test_the_reference_of_a_policy_with_adapters_has_no_parameters_of_its_own_wh
 def test_the_policy_is_priced_in_the_dtype_that_the_recipe_loads_it_in(tmp_path: Path, lines: str, size: int) -> None:
     specs = read_recipe(recipe(tmp_path, lines)).specs()
     assert specs["actor.train"][0].bytes_per_element == size
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_base_that_adapters_are_merged_in_for_an_engine_is_counted_and_is_the_references_too(
+    tmp_path: Path, tp: int
+) -> None:
+    """Under `separate` on two of four devices: the engine's weights, of 8 bytes a tensor group, beside one whole base.
+    Where an engine has two devices, the second has no base, and the reference needs its own."""
+    plan = separate(Cluster(1, 4), graph=grpo_graph(reference=True))
+    generate = replace(plan["actor.generate"], strategy=ParallelStrategy(2 // tp, tp))
+    plan = replace(plan, assignments={**plan.assignments, "actor.generate": generate})
+    specs = read_recipe(recipe(tmp_path, "beta: 0.1\nuse_peft: true\nbf16: false\n", num_key_value_heads=2)).specs()
+    problem = Problem(Space(plan.cluster, plan.graph, specs, pricing(1, 4)), {}, Overlap.of(plan))
+    memory, state = PlanMemory(problem.space), problem.state_of(plan.assignments)
+    (spec,) = specs["actor.train"]
+    for device in (2, 3):
+        holds = memory.holds(state, memory.stays(state), device)
+        base = spec.bytes if tp == 1 or device == 2 else 0
+        assert holds["actor.generate"] - problem.priced("actor.generate", generate).cost.static == base
+        assert ("reference.forward" in holds) == (tp == 2)

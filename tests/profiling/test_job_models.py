@@ -10,10 +10,12 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 
 from trl_realloc.engines.models import adapts_head, with_adapters
+from trl_realloc.plan.algorithm_graphs import grpo_graph
 from trl_realloc.plan.dataflow import Role
+from trl_realloc.plan.quantization import Quantization
 from trl_realloc.profiling.job_models import JobModels, spec_of, specs_of, trained_share
 from trl_realloc.profiling.short_runs import Runs, _saved_bytes
 
@@ -150,3 +152,30 @@ def test_activations_of_16_bits_are_measured_without_the_cast_weights(tmp_path: 
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) * 2
     short, long = (_saved_bytes(model, n, replace(options, compute_dtype=torch.bfloat16)) for n in (10, 20))
     assert abs(2 * short - long) < 0.1 * matrices
+
+
+@pytest.mark.parametrize("kind", [{"load_in_4bit": True}, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}])
+def test_a_policy_in_4_bits_is_priced_by_what_it_stores(tmp_path: Path, kind: dict[str, bool]) -> None:
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    tiny.policy().save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(**kind)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, dtype=torch.float32)
+    stored = 0
+    for parameter in loaded.parameters():
+        state = getattr(parameter, "quant_state", None)
+        scales = 0 if state is None else state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+        stored += parameter.nbytes + scales
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    how = {"peft_config": None, "processing_class": None, "mixed": None, "generation_engine": "vllm"}
+    quantization = Quantization.of(loaded.config.quantization_config)
+    adapted = peft.get_peft_model(loaded, lora)
+    configs = {role: [tiny.config()] for role in (Role.ACTOR, Role.REFERENCE)}
+    graph = grpo_graph(reference=True)
+    job = JobModels.of_run(configs, graph, adapted, quantization=quantization, **how)
+    for specs in (job.specs, job.shallow(1 << 30, graph).specs):
+        assert {name: of_call[0].bytes for name, of_call in specs.items() if of_call} == {
+            "actor.generate": 4 * specs["actor.generate"][0].elements,
+            **dict.fromkeys(("actor.forward", "reference.forward", "actor.train"), stored),
+        }
+    assert job.trained_share == pytest.approx(trained_share("a name", tiny.config(), lora))

@@ -97,5 +97,24 @@ def test_two_calls_that_train_together_have_their_gradients_at_the_same_time() -
 def test_a_reference_that_is_the_policy_without_adapters_takes_nothing_in_the_policys_layout() -> None:
     specs = {**SPECS, "reference.forward": [replace(SPEC, is_base=True)]}
     assert "reference.forward" not in call_bytes(plan(), specs)[0]
-    elsewhere = plan(actor__train={"mesh": "0", "dp": 1}, reference__forward={"mesh": "1", "dp": 1})
+    alone = {"mesh": "0", "dp": 1}
+    elsewhere = plan(actor__train=alone, actor__generate=alone, reference__forward={"mesh": "1", "dp": 1})
     assert call_bytes(elsewhere, specs)[1]["reference.forward"].held == 4e6
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_where_a_policy_with_adapters_generates_apart_from_its_training_its_base_is_counted_once(engine: str) -> None:
+    """Of vLLM: the engine's weights and the copy that the adapters are merged in, which stays while the engine sleeps.
+    The reference computes in that copy. Where tp 2 leaves a rank without the copy, the reference is one of its own."""
+    specs = {**SPECS, "reference.forward": [replace(SPEC, is_base=True)]}
+    apart = {"actor__train": {"mesh": "0", "dp": 1}, "reference__forward": {"mesh": "1", "dp": 1}}
+    generates = {"mesh": "1", "dp": 1, "engine": engine, "drop": engine == "vllm"}
+    sizes = call_bytes(plan(actor__generate=generates, **apart), specs, [Role.ACTOR])[1]
+    kept = 4e6 if engine == "vllm" else 0
+    assert "reference.forward" not in sizes
+    assert (sizes["actor.generate"].held, sizes["actor.generate"].kept) == (4e6, kept)
+    if engine == "vllm":
+        divided = plan(actor__generate={"engine": "vllm", "dp": 1, "tp": 2}, **apart)
+        first, second = (call_bytes(divided, specs, [Role.ACTOR])[device] for device in (0, 1))
+        assert first["actor.generate"].kept == 4e6 and "actor.generate" not in second
+        assert second["reference.forward"].held == 4e6

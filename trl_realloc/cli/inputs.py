@@ -22,8 +22,6 @@ from ..trainer.checks.unfollowed_settings import Then, unfollowed_by_recipe
 
 
 QUANTIZED = ("load_in_4bit", "load_in_8bit")
-# Settings of a GRPO or RLOO recipe that make Accelerate train, besides those of `unfollowed_settings`.
-TRAINS_BY_ACCELERATE = ("fsdp", *QUANTIZED)
 
 
 def plan_file(path: str) -> ExecutionPlan:
@@ -72,7 +70,9 @@ def accelerate_trains(recipe: Recipe) -> str | None:
         PlanError: a run of the recipe would refuse a setting.
     """
     settings = read_recipe_settings(recipe.path)
-    by_accelerate = [name for name in TRAINS_BY_ACCELERATE if settings.get(name)]
+    # besides those of `unfollowed_settings`; adapters over quantized weights are trained by the engines
+    quantized = QUANTIZED if recipe.algorithm == "ppo" or not settings.get("use_peft") else ()
+    by_accelerate = [name for name in ("fsdp", *quantized) if settings.get(name)]
     refused = [f"PPO is not trained under {name}; leave it out." for name in by_accelerate if recipe.algorithm == "ppo"]
     reasons = [*unfollowed_by_recipe(settings, recipe.algorithm, Then.ACCELERATE)]
     reasons += [f"{name} is set" for name in by_accelerate]

@@ -301,20 +301,25 @@ def adapter_configs(model: PreTrainedModel | str, peft_config: PeftConfig | None
 
 
 def adapters_off(ref_adapter: str | None, trained: str | None) -> Callable[[nn.Module], Any]:
-    """The context in which the policy's module computes the reference: with its adapters disabled, or with the adapter
-    `ref_adapter` active."""
+    """The context in which the policy's module, or a copy of it, computes the reference: with its adapters disabled, or
+    with the adapter `ref_adapter` active. Afterwards the same parameters are trainable as before; PEFT makes those of
+    the active adapter trainable, also in a copy that does not train."""
 
     @contextlib.contextmanager
     def context(model: PeftModel) -> Iterator[None]:
-        if ref_adapter is None:
-            with model.disable_adapter():
-                yield
-            return
-        model.set_adapter(ref_adapter)
+        trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         try:
-            yield
+            if ref_adapter is None:
+                with model.disable_adapter():
+                    yield
+            else:
+                model.set_adapter(ref_adapter)
+                yield
         finally:
-            model.set_adapter(trained or "default")
+            if ref_adapter is not None:
+                model.set_adapter(trained or "default")
+            for parameter, is_trainable in trainable:
+                parameter.requires_grad_(is_trainable)
 
     return context
 

@@ -22,6 +22,7 @@ from .assignment import ENGINES, RELEASE_FLAGS, Assignment, ParallelStrategy, as
 from .cluster import Cluster, DeviceMesh
 from .dataflow import CallKind, DataflowGraph, ParameterEdge
 from .fused import Fused, fused_problems, is_reversed, read_fused, together
+from .shared_base import base_holder
 from .staleness import Staleness, staleness_problems
 from .streams import Streams, stream_problems, streamed_calls
 
@@ -109,6 +110,10 @@ class ExecutionPlan:
     def reallocations(self) -> tuple[ParameterEdge, ...]:
         """The parameter edges between calls with different layouts, on which each new version must be moved."""
         return tuple(edge for edge in self.graph.parameter_edges if not in_place(self[edge.source], self[edge.target]))
+
+    def base_holder(self, scoring: str) -> str | None:
+        """`shared_base.base_holder` of this plan."""
+        return base_holder(self.graph, self.assignments, scoring)
 
     @cached_property
     def streamed(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..common.errors import PlanError, Problems, shown
+from .quantization import Quantization
 
 
 Head = Literal["lm", "score"]
@@ -69,6 +70,8 @@ class ModelSpec:
             needs no separate parameters.
         whole_logits: all logits of a forward are in memory together, because the model changes them after its head or
             an adapter changes the head. Other models compute many logits in slices.
+        quantization: format of the linear layers' weights; `None` if they have `bytes_per_element`. Such a model is
+            whole on each device, and only adapters train.
     """
 
     family: str
@@ -86,6 +89,7 @@ class ModelSpec:
     whole_logits: bool = False
     trained_share: float = 1.0
     is_base: bool = False
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         if not self.activation_bytes:
@@ -173,9 +177,31 @@ class ModelSpec:
         """Bytes of a token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.activation_bytes
 
+    @cached_property
+    def quantized(self) -> tuple[ParameterSpec, ...]:
+        """The parameters that are stored quantized: the matrices of numbered layers."""
+        if self.quantization is None:
+            return ()
+        numbered = [p for p in self.parameters if any(part.isdigit() for part in p.name.split("."))]
+        return tuple(parameter for parameter in numbered if len(parameter.shape) == 2)
+
+    @cached_property
+    def quantized_elements(self) -> int:
+        return sum(parameter.elements for parameter in self.quantized)
+
+    @cached_property
+    def quantized_bytes(self) -> int:
+        """Bytes of `quantized`, as stored."""
+        return sum(self.quantization.bytes(p.shape) for p in self.quantized) if self.quantization is not None else 0
+
     @property
     def bytes(self) -> int:
-        return self.elements * self.bytes_per_element
+        return (self.elements - self.quantized_elements) * self.bytes_per_element + self.quantized_bytes
+
+    @property
+    def stored_bytes(self) -> float:
+        """Mean bytes of an element as it is stored."""
+        return self.bytes_per_element if self.quantization is None else self.bytes / self.elements
 
     def stages_of(self, parameter: ParameterSpec, pp: int) -> tuple[int, ...]:
         """The pipeline stages that hold a parameter: one, or the first and the last for a tied embedding."""
@@ -204,7 +230,9 @@ class ModelSpec:
     def check_strategy(self, tp: int, pp: int) -> None:
         """Raise `PlanError` if the model cannot be split by this tp and pp."""
         problems = Problems()
-        if (tp > 1 or pp > 1) and not self.layers:
+        if (tp > 1 or pp > 1) and self.quantization is not None:
+            problems.append("a quantized model is not split by tensor or pipeline; use engine zero with zero_stage 0.")
+        elif (tp > 1 or pp > 1) and not self.layers:
             problems.append("a model known by its shapes alone cannot be split by tensor or pipeline; use engine zero.")
         elif tp > 1 and self.kv_heads % tp:
             fits = [n for n in range(1, self.kv_heads + 1) if self.kv_heads % n == 0]

@@ -16,6 +16,7 @@ from ..engines.transformers_compat import attention_name
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, ModelSpec
+from ..plan.quantization import Quantization
 
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class JobModels:
         generation_engine: "vllm" or "transformers".
         own_head: whether the actor has an untied head in a generation engine although its config ties it
             (`engines.models.generated_config`).
+        quantization: format of the actor's weights under its adapters, and of the reference's if it has no own model;
+            `None` if they are not quantized. A vLLM engine has dequantized weights.
 
     Attributes:
         attentions: attention implementations of the models, without duplicates.
@@ -57,6 +60,7 @@ class JobModels:
     trained_share: float = 1.0
     own_reference: bool = False
     own_head: bool = False
+    quantization: Quantization | None = None
     attentions: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,17 +79,18 @@ class JobModels:
         mixed: torch.dtype | None,
         generation_engine: str,
         own_reference: bool = False,
+        quantization: Quantization | None = None,
     ) -> JobModels:
         """The models of a run, before they are loaded.
 
         Args:
             policy: the user's model, with or without adapters, or its name.
             peft_config: PEFT config of the adapter that is added to it, if any.
-            own_reference: whether the user gave a reference model.
+            own_reference, quantization: fields of `JobModels`.
         """
         config = configs[Role.ACTOR][0]
         in_head = adapts_head(policy, config, peft_config)
-        share = trained_share(policy, config, peft_config)
+        share = trained_share(policy, config, peft_config, quantization)
         own_head = generated_config(config, adapted_policy(policy, config, peft_config)) is not config
         specs = specs_of(
             configs,
@@ -96,12 +101,23 @@ class JobModels:
             own_reference=own_reference,
             generation_engine=generation_engine,
             own_head=own_head,
+            quantization=quantization,
         )
         if has_adapters(policy):
             peft_config = policy.peft_config[policy.active_adapters[0]]
         like = None if peft_config is None else _as_new(peft_config)
         return JobModels(
-            configs, specs, like, processing_class, mixed, in_head, generation_engine, share, own_reference, own_head
+            configs,
+            specs,
+            like,
+            processing_class,
+            mixed,
+            in_head,
+            generation_engine,
+            share,
+            own_reference,
+            own_head,
+            quantization,
         )
 
     def attention_at(self, graph: DataflowGraph) -> dict[Role, float]:
@@ -127,6 +143,7 @@ class JobModels:
             own_reference=self.own_reference,
             generation_engine=self.generation_engine,
             own_head=self.own_head,
+            quantization=self.quantization,
         )
         return replace(self, configs=configs, specs=specs)
 
@@ -141,6 +158,7 @@ def specs_of(
     own_reference: bool = False,
     generation_engine: str = "vllm",
     own_head: bool = False,
+    quantization: Quantization | None = None,
 ) -> dict[str, list[ModelSpec]]:
     """The parameter specs of the models that each call runs, by the call's name. A vLLM engine holds its weights in the
     dtype of mixed precision. The other arguments are the fields of `JobModels`; `graph` defaults to PPO's."""
@@ -153,6 +171,9 @@ def specs_of(
     if adapts_head:
         for role in of_role.keys() & set(POLICIES):
             of_role[role] = [replace(spec, whole_logits=True) for spec in of_role[role]]
+    if quantization is not None:
+        for role in of_role.keys() & {Role.ACTOR, *(() if own_reference else (Role.REFERENCE,))}:
+            of_role[role] = [replace(spec, quantization=quantization) for spec in of_role[role]]
     specs = {call.name: of_role[call.role] for call in graph.calls}
     if (train := graph.train_call(Role.ACTOR)) is not None and trained_share != 1.0:
         specs[train] = [replace(spec, trained_share=trained_share) for spec in specs[train]]
@@ -160,6 +181,7 @@ def specs_of(
             if scoring.role is Role.REFERENCE and not own_reference:
                 specs[scoring.name] = [replace(spec, is_base=True) for spec in specs[scoring.name]]
     for call in graph.calls_of(CallKind.GENERATE) if generation_engine == "vllm" else ():
+        specs[call] = [replace(spec, quantization=None) for spec in specs[call]]
         if own_head:
             with_head = [spec_of(untied(config), True) for config in configs[graph.call(call).role]]
             specs[call] = [
@@ -171,14 +193,23 @@ def specs_of(
     return specs
 
 
-def trained_share(model: PreTrainedModel | str, config: PretrainedConfig, peft_config: PeftConfig | None) -> float:
+def trained_share(
+    model: PreTrainedModel | str,
+    config: PretrainedConfig,
+    peft_config: PeftConfig | None,
+    quantization: Quantization | None = None,
+) -> float:
     """The share of a policy's elements that are trained: 1 without adapters.
 
     Args:
         model: the user's policy, with or without adapters, or its name.
         config: Transformers config of the policy.
         peft_config: PEFT config of the adapter that is added to it, if any.
+        quantization: format of its weights.
     """
+    if has_adapters(model) and quantization is not None:  # packed weights have fewer elements than they stand for
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return trained / (trained + spec_of(config, True).elements)
     if has_adapters(model):
         adapted = model
     elif peft_config is None:

@@ -13,6 +13,7 @@ from ..plan.assignment import Assignment, in_place
 from ..plan.dataflow import Role
 from ..plan.execution_plan import ExecutionPlan
 from ..plan.model_spec import ModelSpec
+from ..plan.shared_base import has_merging_copy
 from .layout import layout_of, vllm_layout
 
 
@@ -27,39 +28,41 @@ class CallBytes:
     Args:
         held: bytes of parameters and optimizer state.
         gradients: bytes of gradients, from the call's first backward to its step.
+        kept: bytes that stay when the plan releases the call's memory between its uses: the base of a policy with
+            adapters that are merged for a vLLM engine (`shared_base.has_merging_copy`).
     """
 
     held: int = 0
     gradients: int = 0
+    kept: int = 0
 
     @property
     def most(self) -> int:
         """Bytes while the call runs."""
-        return self.held + self.gradients
+        return self.held + self.gradients + self.kept
 
     def __add__(self, other: CallBytes) -> CallBytes:
-        return CallBytes(self.held + other.held, self.gradients + other.gradients)
+        return CallBytes(self.held + other.held, self.gradients + other.gradients, self.kept + other.kept)
 
 
 def call_bytes(
     plan: ExecutionPlan, specs: Mapping[str, Sequence[ModelSpec]], adapted: Collection[Role] = ()
 ) -> dict[int, dict[str, CallBytes]]:
     """Bytes of parameters, optimizer state and gradients, by device and call. Calls that use another call's parameters
-    in place are left out.
+    in place are left out, and so is a reference that computes in a copy of the policy with adapters.
 
     Args:
         specs: models of each call. The reward role may have several.
         adapted: roles that train only adapters. Their gradients and optimizer state are left out.
     """
     sizes: dict[int, dict[str, CallBytes]] = {}
-    policy = plan.graph.train_call(Role.ACTOR)
     for name, assignment in plan.assignments.items():
         call = plan.graph.call(name)
         home = plan.graph.train_call(call.role)
         if home is not None and home != name and in_place(plan[home], assignment) and assignment.engine != "vllm":
             continue
         for spec in specs.get(name, ()):
-            if spec.is_base and policy is not None and in_place(plan[policy], assignment):
+            if spec.is_base and plan.base_holder(name) is not None:
                 continue
             # vLLM's slices of a model that is described only by shapes (no layers) are unknown
             vllm = assignment.engine == "vllm" and spec.layers > 0
@@ -68,11 +71,18 @@ def call_bytes(
             else:
                 layout = layout_of(assignment, spec, is_reversed=plan.is_reversed(name))
             for device in layout.devices:
-                size = CallBytes(layout.bytes(device))
+                size = CallBytes(spec.bytes if spec.quantization is not None else layout.bytes(device))
                 if call.trains and call.role not in adapted:
                     size += _training_bytes(size.held // spec.bytes_per_element, assignment, spec.bytes_per_element)
                 device_sizes = sizes.setdefault(device, {})
                 device_sizes[name] = device_sizes.get(name, CallBytes()) + size
+        if home is None or call.role not in adapted:
+            continue
+        copied = CallBytes(kept=sum(spec.bytes for spec in specs.get(home, ())))
+        for device in assignment.mesh.devices:
+            if has_merging_copy(plan[home], assignment, device):
+                device_sizes = sizes.setdefault(device, {})
+                device_sizes[name] = device_sizes.get(name, CallBytes()) + copied
     return sizes
 
 
@@ -129,6 +139,6 @@ def _most_at_once(plan: ExecutionPlan, sizes: Mapping[str, CallBytes]) -> int:
         adds.append(0)
         for name in names:
             size, leaves = sizes[name], plan[name].offload or plan[name].drop
-            held += 0 if leaves else size.held
+            held += size.kept + (0 if leaves else size.held)
             adds[-1] += size.gradients + (size.held if leaves else 0)
     return held + max(adds)

@@ -37,6 +37,18 @@ def why_not_merged(model: PreTrainedModel) -> str | None:
     return None
 
 
+def trains_base(model: PreTrainedModel) -> bool:
+    """True if training a model with adapters changes parameters that it has without them, such as biases (`bias` of
+    PEFT's LoRA). Modules and tokens that PEFT trains in a copy do not count.
+
+    Args:
+        model: model with adapters; may be on the meta device.
+    """
+    adapters = Adapters(model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." not in name]
+    return any(adapters.checkpoint_name(name) is not None for name in trained)
+
+
 class Adapters:
     """The modules of PEFT in a model: which parameters they adapt, and which they replace."""
 

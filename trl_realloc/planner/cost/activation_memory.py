@@ -58,7 +58,14 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
 
 def kept_casts(spec: ModelSpec) -> float:
     """Bytes of the cast weights that a Transformers generation under autocast keeps until it ends."""
-    return spec.elements * spec.activation_bytes if spec.activation_bytes < spec.bytes_per_element else 0.0
+    elements = spec.elements - spec.quantized_elements
+    return elements * spec.activation_bytes if spec.activation_bytes < spec.bytes_per_element else 0.0
+
+
+def dequantized_weight(spec: ModelSpec) -> float:
+    """Bytes of the largest quantized weight in the dtype of its product. bitsandbytes keeps one at a time: it
+    dequantizes each again in the backward."""
+    return max((parameter.elements for parameter in spec.quantized), default=0) * spec.activation_bytes
 
 
 def working_bytes(
@@ -77,8 +84,8 @@ def working_bytes(
     The bytes of a layer are measured, or else from `layer_activations`. Tensor parallelism splits the same share in
     both cases. If activations are recomputed, only the input of a layer is kept, in the parameters' dtype if
     that is wider. Under autocast each layer's weights are cast to 16 bits, and without recomputation kept for the
-    backward. Logits take two float32 copies; many are computed in slices if the model supports it
-    (`ModelSpec.whole_logits`).
+    backward. A quantized weight is dequantized while it computes. Logits take two float32 copies; many are computed in
+    slices if the model supports it (`ModelSpec.whole_logits`).
 
     Args:
         held: number of micro-batches whose activations a stage holds at the same time.
@@ -91,7 +98,8 @@ def working_bytes(
         one_layer = measured * (of_token.of(strategy.tp) / of_token.of(1) if spec.layers else 1.0)
     cast = 0.0
     if spec.activation_bytes < spec.bytes_per_element:
-        cast = spec.activation_bytes * spec.layer_elements / strategy.tp
+        uncast = spec.quantized_elements / max(spec.layers, 1)
+        cast = spec.activation_bytes * (spec.layer_elements - uncast) / strategy.tp
     # the residual stream has the parameters' dtype if it is wider: autocast does not change it
     layer_input = tokens * spec.hidden * max(spec.activation_bytes, spec.bytes_per_element)
     saved = layer_input * layers if workload.recompute else (one_layer + cast) * (layers - 1)
@@ -102,9 +110,10 @@ def working_bytes(
         # with the sum of the gradients of the head's weights
         of_slice = slice_bytes(spec.activation_bytes, backward=backward) * LOGITS_SLICE
         logits = of_slice + 6 * spec.head_elements / strategy.tp if backward else 2 * of_slice
+    weight = dequantized_weight(spec)
     if not backward:
-        return one_layer / 2 + cast + logits / 2
-    return held * saved + one_layer + cast + logits
+        return one_layer / 2 + cast + weight + logits / 2
+    return held * saved + one_layer + cast + weight + logits
 
 
 def in_slices(spec: ModelSpec, logits: float) -> bool:

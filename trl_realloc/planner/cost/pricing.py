@@ -170,7 +170,7 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         tokens, squared = work.tokens / strategy.dp, work.episodes * work.mean_square / strategy.dp
         parts = self.forward_of(spec, assignment, tokens, squared)
-        size = model_part(spec, strategy) * spec.bytes_per_element / (strategy.dp if strategy.zero_stage == 3 else 1)
+        size = model_part(spec, strategy) * spec.stored_bytes / (strategy.dp if strategy.zero_stage == 3 else 1)
         largest = self._largest_micro_batch(CallKind.FORWARD, tokens, strategy)
         working = self._working(spec, largest, strategy, backward=False) + gathered_bytes(spec, assignment)
         if assignment.offload or assignment.drop:
@@ -240,7 +240,7 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         micro, tokens, squared = self._training_micro_batches(assignment)
         parts, compute = self._pass(spec, assignment, tokens, squared, micro, train=True)
-        size = model_part(spec, strategy) * spec.bytes_per_element
+        size = model_part(spec, strategy) * spec.stored_bytes
         elements = spec.trained_share * model_part(spec, strategy)
         gradients = elements * gradient_bytes(spec.bytes_per_element, assignment)
         stage, dp = strategy.zero_stage, strategy.dp
@@ -383,7 +383,7 @@ class Pricing:
         """(largest number of samples decoded at once, tokens that the cache holds, static bytes, additional bytes while
         generating: the cache and, with Transformers, the weights that autocast keeps cast)."""
         strategy = assignment.strategy
-        weights = model_part(spec, strategy) * spec.bytes_per_element
+        weights = model_part(spec, strategy) * spec.stored_bytes
         of_token = cache_bytes(spec, strategy)
         cache = self.workload.longest * of_token  # bytes of one sample
         if assignment.engine == "transformers":

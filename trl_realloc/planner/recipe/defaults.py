@@ -12,6 +12,7 @@ from typing import Any
 from ...common.errors import PlanError, shown, suggest
 from ...common.settings import DTYPES
 from ...plan.cluster import Cluster
+from ...plan.quantization import Quantization
 from ..cost.device_memory import HEADROOM
 from ..cost.workload import Workload
 from ..search.space import UNKNOWN_OPTIMIZER, TrainingSplits
@@ -62,8 +63,13 @@ DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "rloo": {**_GROUPS, "num_generations": 2, "beta": 0.05, "vllm_importance_sampling_correction": None},
 }
 
-# default of TRL's `ModelConfig`, for scripts that load models
-LOADING: Mapping[str, Any] = {"dtype": "float32"}
+# defaults of TRL's `ModelConfig`, for scripts that load models
+LOADING: Mapping[str, Any] = {
+    "dtype": "float32",
+    "load_in_4bit": False,
+    "load_in_8bit": False,
+    "use_bnb_nested_quant": False,
+}
 
 # settings that are booleans
 BOOLEANS = (
@@ -79,6 +85,9 @@ BOOLEANS = (
     "fused_training",
     "vllm_importance_sampling_correction",
     "use_peft",
+    "load_in_4bit",
+    "load_in_8bit",
+    "use_bnb_nested_quant",
 )
 # algorithms that have no trainer here, with the alternative
 _ELSEWHERE = {
@@ -156,6 +165,22 @@ def trained_dtype(settings: Mapping[str, Any]) -> str | None:
     if name not in DTYPES:
         raise PlanError(f"model_init_kwargs: there is no dtype {shown(name)}; {suggest(name, DTYPES)}")
     return None if name == "auto" else name
+
+
+def quantization_of(settings: Mapping[str, Any]) -> Quantization | None:
+    """The format in which a recipe quantizes its policy: by TRL's settings, or by `model_init_kwargs`.
+
+    Raises:
+        PlanError: the settings exclude each other.
+    """
+    settings = {**LOADING, **settings}
+    chosen = [name for name in ("load_in_4bit", "load_in_8bit") if settings[name]]
+    given = init_kwargs(settings.get("model_init_kwargs")).get("quantization_config")
+    if len(chosen) + (given is not None) > 1:
+        others = ["quantization_config"] if given is not None else []
+        raise PlanError(f"{' and '.join([*chosen, *others])} are both set; keep one of them.")
+    nested = {"bnb_4bit_use_double_quant": settings["use_bnb_nested_quant"]}
+    return Quantization.of(given if given is not None else {**nested, **dict.fromkeys(chosen, True)})
 
 
 def init_kwargs(setting: object) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from .defaults import (
     LOADING,
     algorithm_of,
     group_workload,
+    quantization_of,
     read_booleans,
     recomputes,
     trained_dtype,
@@ -131,7 +132,8 @@ class Recipe:
     def specs(self, graph: DataflowGraph | None = None) -> dict[str, Sequence[ModelSpec]]:
         """The parameter specs of each call's models, by the call's name, in the dtypes of a run: trained models in
         float32 or the recipe's dtype, frozen models in their checkpoint's, vLLM's in that of mixed precision. With
-        `use_peft` a part of the actor is trained, and the reference is the actor with the adapters disabled.
+        `use_peft` a part of the actor is trained, and the reference is the actor with the adapters disabled. Both are
+        quantized if the recipe says so; a vLLM engine has dequantized weights.
 
         Args:
             graph: *optional*, defaults to the run's graph.
@@ -142,6 +144,7 @@ class Recipe:
         """
         bf16, fp16 = self.settings["bf16"], self.settings["fp16"]
         mixed = 2 if bf16 is None or bf16 or fp16 else 0  # `bf16: null` is TRL's default, true unless fp16 is
+        quantization = quantization_of(self.settings)
         specs: dict[str, Sequence[ModelSpec]] = {}
         for call in (graph or self.graph).calls:
             path = self.folders[call.role] / "config.json"
@@ -159,12 +162,15 @@ class Recipe:
             size = config_bytes(config)
             if call.role in (Role.ACTOR, Role.CRITIC):
                 size = dtype_bytes(trained_dtype(self.settings), size)
-            if call.kind is CallKind.GENERATE and self.engine == "vllm":
+            by_vllm = call.kind is CallKind.GENERATE and self.engine == "vllm"
+            if by_vllm:
                 size = mixed or size
                 config = {**config, "tie_word_embeddings": False} if unties(self.settings) else config
             try:
                 spec = ModelSpec.from_config(config, head, bytes_per_element=size)
                 spec = replace(spec, activation_bytes=mixed or size)
+                if head == "lm" and not by_vllm:
+                    spec = replace(spec, quantization=quantization)
                 if call.role is Role.ACTOR and call.trains:
                     spec = replace(spec, trained_share=trained_share(self.settings, spec))
                 if call.role is Role.REFERENCE and self.settings.get("use_peft"):
@@ -260,6 +266,7 @@ def read_recipe(recipe: str | Path, prompt_tokens: float | None = None) -> Recip
     try:
         check_adapters(planned)
         trained_dtype(planned)
+        quantization_of(planned)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
     corrects = planned["vllm_importance_sampling_correction"]

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from ...plan.assignment import in_place
 from ...plan.dataflow import Role
 from ...plan.fused import Fused, joined
+from ...plan.shared_base import base_holder, has_merging_copy
 from .space import Space, State
 
 
@@ -30,6 +31,8 @@ class PlanMemory:
         policy = space.graph.train_call(Role.ACTOR)
         self._policy = None if policy is None else place[policy]  # the call that trains it
         self._bases = {n for n, name in enumerate(self.names) if any(s.is_base for s in space.specs.get(name, ()))}
+        trained = space.specs.get(self.names[self._policy], ()) if self._policy is not None else ()
+        self._merged_copy = sum(spec.bytes for spec in trained if spec.trained_share < 1)
 
     def stays(self, state: State) -> set[int]:
         """The indices of the calls that run in their role's training layout."""
@@ -39,12 +42,13 @@ class PlanMemory:
         """Bytes of the fullest device, and its number. The bytes are the static bytes of all its calls and the largest
         transient bytes of a call."""
         most, fullest = 0.0, 0
+        without = self._without_parameters(state, stays)
         for device in {candidate.assignment.mesh.first for candidate in state}:
             static = sum(self._overhead(state, stays, device).values())
             transient = fused_transient if self._fuses_on(state, device) else 0.0
             for call, candidate in enumerate(state):
                 if device in candidate.assignment.mesh:
-                    static += 0.0 if self._shares(state, call, stays) else candidate.cost.static
+                    static += self._static(state, call, device, without)
                     transient = max(transient, self._transient(state, call, stays))
             if static + transient > most:
                 most, fullest = static + transient, device
@@ -62,13 +66,27 @@ class PlanMemory:
             return candidate.cost.transient + sum(spec.bytes for spec in self.space.specs.get(self.names[call], ()))
         return candidate.cost.transient
 
-    def _shares(self, state: State, call: int, stays: Collection[int]) -> bool:
-        """True if a call needs no copy of its parameters, because it uses the model of its role's training, or the
+    def _without_parameters(self, state: State, stays: Collection[int]) -> set[int]:
+        """The calls that need no copy of their parameters, because they use the model of their role's training, or a
         policy with the adapters disabled."""
-        assignment = state[call].assignment
-        if call in self._bases and self._policy is not None:
-            return in_place(state[self._policy].assignment, assignment)
-        return call in stays and assignment.engine != "vllm"
+        without = {call for call in stays if state[call].assignment.engine != "vllm"}
+        if self._bases:
+            assigned = {name: candidate.assignment for name, candidate in zip(self.names, state, strict=True)}
+            shared = {c for c in self._bases if base_holder(self.space.graph, assigned, self.names[c]) is not None}
+            without = without - self._bases | shared
+        return without
+
+    def _static(self, state: State, call: int, device: int, without: Collection[int]) -> float:
+        """Bytes of a call's parameters and state on a device of its mesh during the whole iteration.
+
+        Args:
+            without: the calls of `_without_parameters`.
+        """
+        static = 0.0 if call in without else state[call].cost.static
+        if self._merged_copy and self._home.get(call) == self._policy is not None:
+            home = state[self._policy].assignment
+            static += self._merged_copy * has_merging_copy(home, state[call].assignment, device)
+        return static
 
     def _overhead(self, state: State, stays: Collection[int], device: int) -> dict[str, float]:
         memory, sizes = self.space.pricing.memory, dict[str, float]()
@@ -87,7 +105,8 @@ class PlanMemory:
     ) -> dict[str, float]:
         """The parts of a device's memory, in bytes (`Estimate.holds`)."""
         on_device = [(call, c) for call, c in enumerate(state) if device in c.assignment.mesh]
-        holds = {self.names[call]: c.cost.static for call, c in on_device if not self._shares(state, call, stays)}
+        without = self._without_parameters(state, stays)
+        holds = {self.names[call]: self._static(state, call, device, without) for call, _ in on_device}
         adds = {self.names[call]: self._transient(state, call, stays) for call, _ in on_device}
         if self._fuses_on(state, device):
             adds[joined(self.fused)] = fused_transient

@@ -117,12 +117,13 @@ class Problem:
         return self._moves[key][2]
 
     def _sent(self, source: int, target: int) -> Sequence[ModelSpec]:
-        """The parameters that a reallocation sends: the source's, in the target's dtype if that is narrower."""
+        """The parameters that a reallocation sends: the source's, in the target's dtype if that is narrower. Of a
+        quantized model only the adapters are sent, which are not quantized."""
         if (source, target) not in self._sent_specs:
             specs = self.space.specs
             pairs = zip(specs.get(self.names[source], ()), specs.get(self.names[target], ()), strict=False)
             self._sent_specs[source, target] = [
-                replace(sent, bytes_per_element=min(sent.bytes_per_element, taken.bytes_per_element))
+                replace(sent, bytes_per_element=min(sent.bytes_per_element, taken.bytes_per_element), quantization=None)
                 for sent, taken in pairs
             ]
         return self._sent_specs[source, target]
@@ -130,7 +131,8 @@ class Problem:
     def _priced_move(
         self, home: Candidate, other: Candidate, specs: Iterable[ModelSpec], exact: bool, is_reversed: bool
     ) -> float:
-        """Seconds of a reallocation; with `is_reversed`, the source's pipeline stages are in reverse order."""
+        """Seconds of a reallocation, which sends the trained share of the parameters. With `is_reversed`, the source's
+        pipeline stages are in reverse order."""
         pricing = self.space.pricing
         seconds = 0.0
         for spec in specs:
@@ -138,9 +140,10 @@ class Problem:
                 source = layout_of(home.assignment, spec, is_reversed=is_reversed)
                 layouts = source, layout_of(other.assignment, spec)
                 if schedule_seconds(*layouts) <= MAX_SCHEDULE_S:
-                    seconds += move_seconds(make_schedule(self.space.cluster, *layouts), pricing.rates)
+                    schedule = make_schedule(self.space.cluster, *layouts)
+                    seconds += spec.trained_share * move_seconds(schedule, pricing.rates)
                     continue
-            seconds += quick_move_seconds(spec, home.assignment, other.assignment, pricing)
+            seconds += spec.trained_share * quick_move_seconds(spec, home.assignment, other.assignment, pricing)
         return seconds
 
     def _tasks(self, state: State, moves: Mapping[int, float]) -> list[IterationTask]:

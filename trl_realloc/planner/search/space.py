@@ -154,7 +154,9 @@ class Space:
 
     @property
     def training_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that a training call of the engine `zero` may have."""
+        """The ZeRO stages that every training call of the engine `zero` may have."""
+        if any(call.trains and self._is_quantized(call) for call in self.graph.calls):
+            return (0,)
         return tuple(stage for stage in self.zero_stages if self.splits.allow("zero", zero_stage=stage))
 
     def candidates(self) -> dict[str, list[Candidate]]:
@@ -230,7 +232,7 @@ class Space:
             deep = self.deep_generation and call.kind is CallKind.GENERATE
             degrees = (*ability.degrees, *(("pp",) if deep else ()))
             for dp, tp, pp in self._degrees(call, engine, mesh.size, degrees):
-                if engine == "megatron" and tp == pp == 1 and "zero" in self.engines:
+                if engine == "megatron" and tp == pp == 1 and ("zero" in self.engines or self._is_quantized(call)):
                     continue  # the `zero` engine has the same layout
                 for stage in self._stages(call, engine, dp):
                     for tokens in self._micro_batches(call, dp, pp):
@@ -272,12 +274,15 @@ class Space:
     def _stages(self, call: Call, engine: str, dp: int) -> Iterator[int]:
         for stage in ENGINE_ABILITIES[engine].zero_stages:
             if stage in self.zero_stages or stage == 0:
-                if stage and dp == 1:
+                if stage and (dp == 1 or self._is_quantized(call)):
                     continue
                 if call.trains and not self.splits.allow(engine, zero_stage=stage):
                     continue
                 if call.trains or stage in (0, 3):
                     yield stage
+
+    def _is_quantized(self, call: Call) -> bool:
+        return any(spec.quantization is not None for spec in self.specs.get(call.name, ()))
 
     def _micro_batches(self, call: Call, dp: int, pp: int) -> Iterator[int | None]:
         """The micro-batch sizes to try, in tokens. `None` is the default size.
@@ -407,6 +412,8 @@ def _most_of(call: Call, cost: CallCost) -> str:
 
 
 def _splits(spec: ModelSpec, call: Call, tp: int, pp: int) -> bool:
+    if spec.quantization is not None and tp * pp > 1:
+        return False
     if pp > max(spec.layers, 1) or (tp > 1 and not spec.layers):
         return False
     if call.kind is CallKind.GENERATE:

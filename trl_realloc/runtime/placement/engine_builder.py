@@ -6,18 +6,18 @@ The plan chooses each call's engine. The engines' use is in `placement`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...engines.base import EngineError, InPlaceEngine, ScoringEngine, TrainingEngine
 from ...engines.device import is_accelerator, release_cached_memory
 from ...engines.generation.transformers import TransformersEngine
-from ...engines.models import own_copy
+from ...engines.models import has_adapters, own_copy
 from ...engines.training.fused_training import FusedTraining
 from ...engines.training.heads import PolicyHead, RoleHead, ScoreHead, ValueHead
 from ...engines.training.megatron import MegatronEngine
@@ -37,6 +37,7 @@ from ..parameters.cpu_offload import CPUOffload, DroppedCopy, Versioned
 from ..parameters.parameter_sinks import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Sink
 from ..parameters.reallocation import Reallocation
 from ..process_groups import ReallocationGroups, all_gather_object
+from .shared_parameters import share_frozen
 from .vllm_start import start_vllm
 
 
@@ -72,6 +73,7 @@ class EngineBuilder:
                 self.placement.reallocations[call] = self._reallocation(call, groups)
             if self.plan[call].drop and call in self.placement.copies:
                 self._drop(call)
+        self._share_bases()
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -314,6 +316,17 @@ class EngineBuilder:
             sink=sink,
             options=self.options.transfer,
         )
+
+    def _share_bases(self) -> None:
+        """Let the models of this rank share frozen parameters, if one of them has adapters. Models whose parameters the
+        plan keeps in host memory or the run fills later have their own."""
+        engines: dict[int, tuple[nn.Module, Collection[str]]] = {}
+        for call, of_call in self.engines.items():
+            moved = self.placement.reallocations[call].names if call in self.placement.copies else ()
+            if call not in self.placement.residents:
+                engines |= {id(engine): (engine.head.model, moved) for engine in of_call}
+        if not self.roles.filled_later and any(has_adapters(model) for model, _ in engines.values()):
+            share_frozen(engines.values())
 
     def _drop(self, call: str) -> None:
         (copied,) = self.engines[call]

@@ -154,7 +154,7 @@ class Placement:
     def _heads(self, call: str) -> list[RoleHead]:
         models, engines = self.roles.models.get(self.role_of(call)), self.engines.get(call, [])
         if models is not None and models.inside is not None and models.copy_of is not None:
-            engines = [engine for engine in (self.trained(models.copy_of),) if engine is not None]
+            engines = [engine for engine in (self._base_engine(call),) if engine is not None]
         return [engine.head for engine in engines]
 
     def shares_tokens(self, call: str) -> bool:
@@ -169,6 +169,12 @@ class Placement:
         for head in self._heads(call):
             total, head.shared_tokens = total + head.shared_tokens, 0
         return total
+
+    def _base_engine(self, call: str) -> ScoringEngine | None:
+        """The engine that has the model of a call whose role has none."""
+        holder = self.plan.base_holder(call)
+        assert holder is not None, "a role without a model is only in plans in which another call has it"
+        return self.engine(holder)
 
     def home_engines(self) -> Iterator[tuple[str, int, ScoringEngine]]:
         """(call, number of the role's model, engine) for each of this rank's engines except copies of trained roles, in
@@ -185,14 +191,13 @@ class Placement:
 
     @contextlib.contextmanager
     def scoring(self, call: str) -> Iterator[list[ScoringEngine]]:
-        """The engines that run a call of the kind forward. For a role without a model: the engine of another role's
-        training, in the context `RoleModels.inside`."""
+        """The engines that run a call of the kind forward. For a role without a model: an engine of another role, in
+        the context `RoleModels.inside`."""
         models = self.roles[self.role_of(call)]
         if models.inside is None:
             yield self.engines.get(call, [])
             return
-        assert models.copy_of is not None, "a role without a model uses another role's"
-        engine = self.trained(models.copy_of)
+        engine = self._base_engine(call)
         assert engine is not None, "this rank has no part of the model that the role uses"
         with models.inside(engine.head.model):
             yield [engine]

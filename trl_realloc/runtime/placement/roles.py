@@ -33,7 +33,8 @@ class RoleModels:
         shell: makes the model's structure without weights and adapters.
         adapted: the role trains only adapters.
         copy_of: the role whose initial parameters, without adapters, this role copies.
-        inside: context in which the module of the role `copy_of` computes as this role, for a role without a model.
+        inside: context in which a module of the role `copy_of` computes as this role, for a role without a model
+            (`ExecutionPlan.base_holder` says which module).
     """
 
     kind: ModelKind

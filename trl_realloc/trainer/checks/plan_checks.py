@@ -24,6 +24,7 @@ from ...plan.assignment import Assignment
 from ...plan.dataflow import Role
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.model_spec import FAMILIES, ModelSpec
+from ...plan.quantization import Quantization
 from ...planner.search.space import TrainingSplits
 from ...profiling.job_models import element_bytes, spec_of
 from ...realloc.memory import check_memory
@@ -43,6 +44,7 @@ def check_plan(
     deepspeed: Mapping[str, object] | None = None,
     *,
     own_reference: bool = False,
+    quantization: Quantization | None = None,
 ) -> None:
     """Refuse a plan that these settings or these models do not allow.
 
@@ -52,6 +54,7 @@ def check_plan(
         precision: dtype of mixed precision, if any.
         deepspeed: the DeepSpeed config of the job's launch, if any.
         own_reference: whether the reference is a separate model, also if the actor trains adapters.
+        quantization: format of the policy's weights under its adapters; `None` if they are not quantized.
 
     Raises:
         ConfigError: a ZeRO stage without DeepSpeed, fp16 with the engine `megatron`, a temperature below vLLM's
@@ -60,7 +63,7 @@ def check_plan(
     """
     for problem in _setting_problems(args, plan, precision, deepspeed):
         raise ConfigError(problem)
-    check_layouts(plan, configs, adapted, precision, own_reference=own_reference)
+    check_layouts(plan, configs, adapted, precision, own_reference=own_reference, quantization=quantization)
 
 
 def _setting_problems(
@@ -194,12 +197,13 @@ def check_layouts(
     mixed: torch.dtype | None = None,
     *,
     own_reference: bool = False,
+    quantization: Quantization | None = None,
 ) -> None:
     """Check the tensor and pipeline parallelism of every call, and the plan's stated memory, against the models'
     configs.
 
     Args:
-        adapted, own_reference: see `check_plan`.
+        adapted, own_reference, quantization: see `check_plan`.
         mixed: dtype of mixed precision, if any, in which a vLLM engine stores its weights.
 
     Raises:
@@ -218,6 +222,8 @@ def check_layouts(
                     spec = _spec(config, assignment, is_policy)
                     if mixed is not None and assignment.engine == "vllm":
                         spec = replace(spec, bytes_per_element=mixed.itemsize)
+                    if assignment.engine != "vllm" and (role is Role.ACTOR or (is_policy and not own_reference)):
+                        spec = replace(spec, quantization=quantization)
                     if role is Role.REFERENCE and Role.ACTOR in adapted and not own_reference:
                         spec = replace(spec, is_base=True)
                     specs.setdefault(name, []).append(spec)

@@ -28,7 +28,6 @@ from ...engines.models import (
     shell,
     with_adapters,
 )
-from ...plan.assignment import in_place
 from ...plan.dataflow import DataflowGraph, Role
 from ...plan.execution_plan import ExecutionPlan
 from ...runtime.placement.engine_builder import has_part
@@ -101,7 +100,7 @@ def build_roles(run: RunInputs, plan: ExecutionPlan) -> tuple[Any, Roles]:
         models[Role.REFERENCE] = RoleModels(
             "policy",
             [] if reference is None else [reference],
-            copy_of=None if run.own_reference else Role.ACTOR,
+            copy_of=Role.ACTOR if inputs.ref_model is None else None,
             inside=adapters_off(ref_adapter, adapter) if reference is None else None,
         )
     if Role.CRITIC in plan.graph.roles:
@@ -136,8 +135,10 @@ def _policy_and_reference(
         is_used = has_policy or not isinstance(model, str)
         policy = load(model, trained=True, dtype=config.dtype or torch.float32) if is_used else shell(config)
     adapted = peft_config is not None or has_adapters(policy)
-    has_reference = Role.REFERENCE in plan.graph.roles
-    reference = _reference_loader(plan, inputs, policy, adapted, load, seed, ref_adapter) if has_reference else None
+    reference = None
+    if Role.REFERENCE in plan.graph.roles:
+        shares = adapted and not run.own_reference and plan.base_holder("reference.forward") is not None
+        reference = None if shares else _reference_loader(inputs, policy, adapted, load, seed, ref_adapter)
     if has_policy:
         with seeded(seed):
             policy = without_dropout(with_adapters(policy, peft_config, adapter))
@@ -146,30 +147,28 @@ def _policy_and_reference(
 
 
 def _reference_loader(
-    plan: ExecutionPlan,
     inputs: TrainerInputs,
     policy: Any,
     adapted: bool,
     load: Callable[..., Any],
     seed: int,
     ref_adapter: str | None,
-) -> Callable[[], Any] | None:
-    """The function that loads the reference; `None` if the reference is the policy without its adapters. Called before
-    the policy gets its adapters.
+) -> Callable[[], Any]:
+    """The function that loads a reference with its own parameters. Called before the policy gets its adapters.
 
     Args:
         load: loader of the policy; the reference must match it.
     """
     if inputs.ref_model is not None:
         return partial(_load_seeded, seed, load_policy, inputs.ref_model, trained=False)
-    if adapted and in_place(plan["actor.train"], plan["reference.forward"]):
-        return None
     if isinstance(inputs.model, str):
         return partial(_load_seeded, seed, load, inputs.model, trained=False)
     if not adapted:
         return lambda: without_dropout(frozen_copy(policy))  # copied when the role is loaded
     if ref_adapter is not None:
-        raise ConfigError("ref_adapter_name needs reference.forward in actor.train's layout, e.g. plan: flatten.")
+        raise ConfigError(
+            "ref_adapter_name needs reference.forward where the plan has the policy, e.g. plan: flatten or separate."
+        )
     base = frozen_copy(policy)  # copied now, because adapters are added to the policy in place
     return lambda: without_dropout(base)
 

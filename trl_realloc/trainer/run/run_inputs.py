@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...algorithms.rewards import Rewards
 from ...engines.model_changes import described, model_changes
+from ...engines.models import adapted_policy
+from ...engines.training.adapter_weights import trains_base
 from ...plan.dataflow import DataflowGraph, Role
+from ...plan.quantization import Quantization
 from ...profiling.job_models import JobModels
 from ..accelerate_plugin import ReallocationPlugin
 from ..trainer_inputs import TrainerInputs
@@ -48,17 +52,30 @@ class RunInputs:
     adapter_names: tuple[str | None, str | None] = (None, None)
     copies_adapter: bool = False
 
-    @property
+    @cached_property
     def own_reference(self) -> bool:
-        """True if the user passed a reference model."""
-        return self.given.ref_model is not None
+        """True if the reference needs its own parameters even where the policy trains adapters: the user passed a
+        reference model, or the training also changes parameters of the base. First read before the policy gets its
+        adapters."""
+        inputs, (_, ref_adapter) = self.given, self.adapter_names
+        if inputs.ref_model is not None or self.copies_adapter or ref_adapter is not None:
+            return inputs.ref_model is not None
+        policy = adapted_policy(inputs.model, self.configs[Role.ACTOR][0], inputs.peft_config)
+        return policy is not None and trains_base(policy)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The format of the policy's quantized weights; `None` if they are not quantized."""
+        model = self.given.model
+        config = self.request.policy_config if isinstance(model, str) else getattr(model, "config", None)
+        return Quantization.of(getattr(config, "quantization_config", None))
 
     def changes(self) -> dict[Role, str]:
         """The user's changes to a role's model objects (`model_changes`), in words; without roles that have none."""
         inputs = self.given
         models: dict[Role, Sequence[object]] = {
             Role.ACTOR: [inputs.model],
-            Role.REFERENCE: [inputs.ref_model if self.own_reference else inputs.model],
+            Role.REFERENCE: [inputs.model if inputs.ref_model is None else inputs.ref_model],
             Role.CRITIC: [inputs.value_model],
             Role.REWARD: inputs.reward_models,
         }
@@ -76,4 +93,5 @@ class RunInputs:
             mixed=compute_dtype(self.args),
             generation_engine=self.request.engine,
             own_reference=self.own_reference,
+            quantization=self.quantization,
         )

@@ -16,9 +16,9 @@ from torch import nn
 
 from ...common.errors import PlanError
 from ...engines.models import adapter_configs
-from ...plan.assignment import in_place
 from ...plan.dataflow import Role
 from ...plan.execution_plan import ExecutionPlan
+from ...plan.quantization import Quantization
 from ...profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ...profiling.job import Job
 from ...runtime.calls.generate_and_score import CallSettings
@@ -100,7 +100,7 @@ class PlanCheck:
         adapters: PEFT configs of the policy's adapters, by name.
         sharding: sharding that the optimizer allows.
         changes: see `RunInputs`.
-        own_reference, copies_adapter: see `RunInputs`.
+        own_reference, copies_adapter, quantization: see `RunInputs`.
     """
 
     args: PPOConfig | PolicyConfig
@@ -111,6 +111,7 @@ class PlanCheck:
     changes: Mapping[Role, str]
     own_reference: bool
     copies_adapter: bool
+    quantization: Quantization | None
 
     def __call__(self, plan: ExecutionPlan) -> None:
         """Refuse a plan that the models, the optimizer or the visible GPUs do not allow.
@@ -118,10 +119,11 @@ class PlanCheck:
         Raises:
             PlanError, ValueError: names what is not allowed.
         """
-        if self.copies_adapter and not in_place(plan["actor.train"], plan["reference.forward"]):
+        if self.copies_adapter and plan.base_holder("reference.forward") is None:
             raise PlanError(
                 "the reference of a policy with an adapter is a copy of the adapter beside it, so reference.forward "
-                "runs on the mesh and in the layout of actor.train, as in plan: flatten."
+                "runs where the plan has the policy in the same layout: with actor.train, as in plan: flatten, or with "
+                "actor.generate and tp: 1, as in plan: separate."
             )
         for name, assignment in plan.assignments.items():
             role = plan.graph.call(name).role
@@ -132,7 +134,16 @@ class PlanCheck:
                 )
         precision, deepspeed = compute_dtype(self.args), launched_deepspeed_config(self.args)
         adapted = [Role.ACTOR] if self.adapters else []
-        check_plan(self.args, plan, self.configs, adapted, precision, deepspeed, own_reference=self.own_reference)
+        check_plan(
+            self.args,
+            plan,
+            self.configs,
+            adapted,
+            precision,
+            deepspeed,
+            own_reference=self.own_reference,
+            quantization=self.quantization,
+        )
         check_adapters_split(self.adapters, plan)
         check_sharding(self.sharding.name, self.sharding.splits, plan)
         check_gpus(self.processes, plan)
@@ -156,6 +167,7 @@ def plan_check(run: RunInputs) -> PlanCheck:
         run.changes(),
         run.own_reference,
         run.copies_adapter,
+        run.quantization,
     )
     if request.plan is not None:
         check(request.plan)
