@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.plan.model_spec import Cut, ModelSpec, ParameterSpec
+from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.plan.parameter_spec import Cut, ParameterSpec
 from trl_realloc.realloc.layout import (
     Box,
     Layout,

@@ -15,7 +15,8 @@ from functools import cached_property, lru_cache
 from ..common.errors import PlanError
 from ..plan.assignment import Assignment
 from ..plan.cluster import DeviceMesh
-from ..plan.model_spec import VOCABULARY_PADDING, Cut, ModelSpec, ParameterSpec
+from ..plan.model_spec import VOCABULARY_PADDING, ModelSpec
+from ..plan.parameter_spec import Cut, ParameterSpec
 
 
 # One half-open interval of indices for each dimension of the parameter; empty for a scalar.

@@ -40,6 +40,8 @@ def keep_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not first and not (last and tied_weight(model) is not None):
         _replace(base, embedding)
+    if not first and hasattr(backbone, "embedding_multiplier"):
+        backbone.embedding_multiplier = 1.0  # of embeddings, not of the hidden states that stand in for them
     if not last:
         for name in ("norm", "final_layer_norm"):
             if hasattr(backbone, name):
