@@ -143,6 +143,12 @@ class ModelSpec:
             return self.layer_elements
         return self.layer_elements - self.expert_elements * (1 - self.experts_per_token / self.experts)
 
+    @cached_property
+    def mean_experts_per_token(self) -> float:
+        """Mean over the layers, of which some may have no experts."""
+        mixed = {p.layer for p in self.parameters if p.is_of_experts}
+        return self.experts_per_token * len(mixed) / max(1, self.layers)
+
     @property
     def active_elements(self) -> float:
         """Elements of the whole model that compute a token, with the embedding."""
@@ -160,6 +166,11 @@ class ModelSpec:
         """The largest share of a rank that whole experts are divided among, relative to an even share: 6 experts on 4
         ranks are 2, 2, 2 and 0, which is 1.33."""
         return -(-self.experts // tp) * tp / self.experts if self.experts else 1.0
+
+    @cached_property
+    def norms_heads(self) -> bool:
+        """True if queries and keys have norms."""
+        return any(p.name.endswith(".q_norm.weight") for p in self.parameters)
 
     @cached_property
     def sums(self) -> float:
@@ -246,11 +257,12 @@ class ModelSpec:
     def _uneven_in_vllm(self, tp: int) -> str:
         """A phrase for the parts of the model that vLLM cannot divide evenly over tp devices; empty if there are none.
         vLLM repeats key/value heads if there are fewer than tp, and pads the vocabulary."""
+        channels = "experts and MLPs" if self.experts else "MLPs"
         padded = -(-self.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
         rests = {
             f"{self.heads} heads": self.heads % tp,
             f"{self.kv_heads} key/value heads": min(self.kv_heads % tp, tp % (self.kv_heads or 1)),
-            f"{self.inner} channels of the MLPs": self.inner % tp,
+            f"{self.inner} channels of the {channels}": self.inner % tp,
             f"{self.vocabulary} tokens (padded to {padded})": padded % tp,
         }
         return ", ".join(what for what, rest in rests.items() if rest)

@@ -359,7 +359,7 @@ def _names(value: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _is_target(parameter: ParameterSpec, targets: Sequence[str], spec: ModelSpec) -> bool:
-    if len(parameter.shape) != 2:
+    if len(parameter.shape) != 2 or parameter.is_router:  # PEFT adapts linear layers
         return False
     return 0 <= parameter.layer < spec.layers if ALL_LINEAR in targets else _module(parameter) in targets
 
