@@ -26,10 +26,12 @@ CLUSTERS = {  # the first is that of the recipe's plan
     "llama-8b/rloo-lora": ("h100:1", "h100:4"),
     "llama-8b/grpo": ("h100:8", "h100:4", "h200:8"),
     "llama-8b/ppo": ("h100:8", "h100:2x8", "h200:8"),
+    "qwen3-30b-a3b/grpo-lora": ("h100:4", "h100:8"),
+    "qwen3-30b-a3b/grpo": ("h100:8", "h100:2x8", "h200:8"),
+    "qwen3-30b-a3b/grpo-32": ("h100:4x8", "h100:8x8", "h200:4x8"),
     "qwen-32b/ppo": ("h100:4x8", "h100:8x8", "h200:4x8"),
     "llama-70b/ppo": ("h100:16x8", "h100:8x8", "h200:8x8"),
 }
-PLANS = {"llama-8b/rloo-lora": "llama-8b/rloo-lora-plan.yaml", "llama-8b/grpo": "llama-8b/grpo-plan.yaml"}
 HEAD = ["recipe", "devices", "samples", "generation", "training of the policy", "of the critic", "update", "fullest"]
 
 
@@ -37,7 +39,7 @@ def rows(time_limit: float) -> Iterator[list[str]]:
     """The cells of each row."""
     for name, clusters in CLUSTERS.items():
         recipe = read_recipe(RECIPES / f"{name}.yaml", PROMPT_TOKENS)
-        own = ExecutionPlan.load(RECIPES / PLANS.get(name, f"{Path(name).parent}/plan.yaml"))
+        own = ExecutionPlan.load(RECIPES / (f"{Path(name).parent}/plan.yaml" if name.endswith("/ppo") else f"{name}-plan.yaml"))
         episodes = recipe.workload(parse_cluster(clusters[0])[0]).episodes
         for cluster in clusters:
             shipped = own if cluster == clusters[0] else None

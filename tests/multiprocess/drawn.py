@@ -17,11 +17,16 @@ from trl_realloc.plan.cluster import Cluster, DeviceMesh, legal_meshes
 from trl_realloc.plan.dataflow import CallKind, Role
 from trl_realloc.plan.execution_plan import ExecutionPlan, PlanError
 from trl_realloc.plan.model_spec import FAMILIES
+from trl_realloc.plan.parameter_spec import MIXTURES
 from trl_realloc.trainer.checks.plan_checks import check_layouts
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 52, "num_attention_heads": 4, "head_dim": 8}
 SIZES |= {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+OF_MIXTURES = 1_000_000  # the first seed of cases whose models are mixtures of experts
+# without the auxiliary loss, and one expert after the other, because torch's grouped products have no float64
+EXPERTS = {"router_aux_loss_coef": 0.0, "experts_implementation": "eager", "moe_intermediate_size": 12}
+EXPERTS |= {"shared_expert_intermediate_size": 20}
 
 
 def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[str, Any]:
@@ -32,7 +37,7 @@ def case_of(seed: int, processes: tuple[int, ...] = (1, 2, 2, 4, 4, 4)) -> dict[
     """
     draw = random.Random(seed)
     devices = draw.choice(processes)
-    model = _model(draw)
+    model = _model(draw, is_mixture=seed >= OF_MIXTURES)
     for _ in range(1000):
         plan = _plan(draw, devices)
         if not _is_legal(plan, model):
@@ -77,8 +82,10 @@ def config_of(model: Mapping[str, Any], **more: Any) -> Any:
     return AutoConfig.for_model(model["family"], **{**SIZES, **model["config"], **more})
 
 
-def _model(draw: random.Random) -> dict[str, Any]:
-    family = draw.choice(sorted(FAMILIES))
+def _model(draw: random.Random, *, is_mixture: bool) -> dict[str, Any]:
+    # a critic is a sequence classifier, which Transformers has of these mixtures
+    families = ["mixtral", "qwen2_moe", "qwen3_moe"] if is_mixture else sorted(FAMILIES - MIXTURES.keys())
+    family = draw.choice(families)
     config: dict[str, Any] = {
         "vocab_size": draw.choice([100, 101, 131]),
         "num_hidden_layers": draw.choice([2, 3, 4, 5]),
@@ -89,8 +96,14 @@ def _model(draw: random.Random) -> dict[str, Any]:
         config["sliding_window"] = draw.choice([None, 5])
     if family == "llama":
         config["attention_bias"] = config["mlp_bias"] = draw.random() < 0.3
+    if is_mixture:
+        experts = draw.choice([3, 4, 6, 8])
+        config |= {**EXPERTS, "num_experts": experts, "num_local_experts": experts}
+        config["num_experts_per_tok"] = draw.choice([1, 2, 3])
     targets = ["query_key_value", "dense_4h_to_h"] if family == "gpt_neox" else ["q_proj", "down_proj"]
     lora = draw.choice([None, None, None, targets, [*targets, "embed_out" if family == "gpt_neox" else "lm_head"]])
+    if lora and is_mixture:
+        lora = targets = ["q_proj", "o_proj"]
     if lora and config["tie_word_embeddings"]:
         lora = targets
     return {"family": family, "config": config, "lora": lora}

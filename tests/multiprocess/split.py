@@ -224,15 +224,16 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
 def unlike_files(split: MegatronEngine, case: Mapping[str, Any], head: str, weights: Mapping[str, Tensor]) -> float:
     """How many files of the saved model are not those that `save_pretrained` writes of a whole one."""
     with tempfile.TemporaryDirectory() as folder:
+        size = case.get("shard_size", "20KB")
         ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
         problems = WriteErrors(dist.get_rank(), None)
-        write_model(split, split.groups.mesh, ours, problems, max_shard_size="20KB")
+        write_model(split, split.groups.mesh, ours, problems, max_shard_size=size)
         problems.settle("the model")
         if dist.get_rank():
             return 0.0
         model = model_of(case, head)
         model.load_state_dict(weights, strict=False)
-        model.save_pretrained(theirs, max_shard_size="20KB")
+        model.save_pretrained(theirs, max_shard_size=size)
         files = [{p.name: content(p) for p in of.iterdir() if p.suffix != ".md"} for of in (ours, theirs)]
         return float(len([name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]))
 

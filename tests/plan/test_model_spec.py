@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from trl_realloc.plan.execution_plan import PlanError
 from trl_realloc.plan.model_spec import FAMILIES, ModelSpec, stage_layers, stage_of_layer
+from trl_realloc.plan.parameter_spec import MIXTURES
 
 
 SIZES: dict[str, Any] = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 3}
@@ -23,17 +24,39 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True, "mlp_bias": True},
     "a key for each head": {"num_key_value_heads": 4},
 }
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS |= {"shared_expert_intermediate_size": 24}
+MIXED: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3_moe": {"ordinary layers": {"mlp_only_layers": [0]}, "every second layer": {"decoder_sparse_step": 2}},
+    "qwen2_moe": {"ordinary layers": {"mlp_only_layers": [2]}, "no bias": {"qkv_bias": False}},
+    "glm4_moe": {
+        "norms of heads": {"use_qk_norm": True, "first_k_dense_replace": 0},
+        "two shared experts": {"n_shared_experts": 2, "first_k_dense_replace": 2},
+    },
+}
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    return AutoConfig.for_model(family, **{**SIZES, **changes})
+    experts = EXPERTS if family in MIXTURES else {}
+    if name := {"glm4_moe": "n_routed_experts", "granitemoe": "num_local_experts"}.get(family):
+        experts = {**experts, name: EXPERTS["num_experts"]}
+    return AutoConfig.for_model(family, **{**SIZES, **experts, **changes})
 
 
-@pytest.mark.parametrize("head", ["lm", "score"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+WITHOUT_SCORE = ("glm4_moe", "granitemoe", "olmoe")  # of which Transformers has no sequence classifier
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "head"),
+    [
+        (family, variant, head)
+        for family in sorted(FAMILIES)
+        for variant in (*VARIANTS, *MIXED.get(family, ()))
+        for head in (["lm"] if family in WITHOUT_SCORE else ["lm", "score"])
+    ],
+)
 def test_names_shapes_and_bytes_are_the_models(family: str, variant: str, head: str) -> None:
-    config = config_of(family, **VARIANTS[variant])
+    config = config_of(family, **{**VARIANTS, **MIXED.get(family, {})}[variant])
     kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     with torch.device("meta"):
         model = kind.from_config(config)
@@ -116,7 +139,7 @@ def test_vllm_repeats_key_value_heads_for_more_devices_and_pads_the_vocabulary()
 
 
 def test_a_family_that_no_table_describes_is_refused_with_those_that_are() -> None:
-    with pytest.raises(PlanError, match=r"'opt' cannot be split .* gemma, gpt_neox, llama"):
+    with pytest.raises(PlanError, match=r"'opt' cannot be split .* gemma, glm4_moe, gpt_neox, granitemoe, llama"):
         ModelSpec.from_config({"model_type": "opt"}, bytes_per_element=4)
     with pytest.raises(PlanError, match="known by its shapes alone"):
         ModelSpec.of_shapes([("w", (4, 4))], bytes_per_element=4).check_strategy(2, 1)

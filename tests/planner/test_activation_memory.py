@@ -31,7 +31,7 @@ def saved_bytes(family: str, kind: str, layers: int) -> int:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     shapes = [tuple(p.shape) for p in model.parameters()]
-    weights = {*shapes, *(shape[::-1] for shape in shapes)}
+    weights = {*shapes, *((*shape[:-2], *shape[:-3:-1]) for shape in shapes)}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

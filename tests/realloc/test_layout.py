@@ -136,6 +136,23 @@ def test_vllm_repeats_the_keys_where_there_are_more_devices_than_heads_of_them(t
     assert len(queries) == tp
 
 
+MIXTURE = {**LLAMA, "model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+@given(st.integers(2, 9), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 5]))
+def test_whole_experts_are_divided_over_a_tensor_group_and_their_channels_in_vllm(count: int, tp: int, pp: int) -> None:
+    spec = ModelSpec.from_config({**MIXTURE, "num_experts": count}, bytes_per_element=4)
+    ours, of_vllm = megatron_layout(spec, DeviceMesh(0, tp * pp), tp, pp), vllm_layout(spec, DeviceMesh(0, tp), tp)
+    boxes = [placed.box for placed in ours.parameters["model.layers.1.mlp.experts.down_proj"]]
+    assert [box[0] for box in boxes] == [interval for interval in chunks(count, tp) if interval[0] < interval[1]]
+    assert max(map(volume, boxes)) == pytest.approx(spec.unevenness(tp) * count * 8 * 32 / tp)
+    assert len(ours.parameters["model.layers.1.mlp.gate.weight"]) == 1
+    for layout in (ours, of_vllm):
+        check_covers(layout)
+    gates = of_vllm.parts(0)["model.layers.1.mlp.experts.gate_up_proj"]
+    assert [box[1] for box in gates] == [(0, 8 // tp), (8, 8 + 8 // tp)]
+
+
 def test_vllm_pads_the_vocabulary_before_it_cuts_it() -> None:
     assert padded_chunks(131, 4) == [(0, 48), (48, 96), (96, 131), (131, 131)]
     assert chunks(131, 4) == [(0, 33), (33, 66), (66, 99), (99, 131)]

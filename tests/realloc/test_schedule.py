@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
-from trl_realloc.plan.model_spec import Cut, ModelSpec, ParameterSpec
+from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.plan.parameter_spec import Cut, ParameterSpec
 from trl_realloc.realloc.layout import (
     Box,
     Layout,
@@ -30,11 +31,11 @@ Held = dict[int, dict[str, np.ndarray]]  # device -> parameter -> values, NaN wh
 
 @st.composite
 def specs(draw: st.DrawFn) -> ModelSpec:
-    """A model of ragged dimensions: layers with weights cut by rows, by columns and not at all, an odd vocabulary, the
-    head maybe tied."""
+    """A model of ragged dimensions: layers with weights cut by rows, by columns, by experts and not at all, an odd
+    vocabulary, the head maybe tied."""
     layers, kv_heads, unit = draw(st.integers(1, 5)), draw(st.sampled_from([4, 6, 12])), draw(st.integers(1, 3))
     hidden, inner, vocabulary = draw(st.integers(1, 9)), draw(st.integers(1, 13)), draw(st.integers(1, 29))
-    tied = draw(st.booleans())
+    tied, experts = draw(st.booleans()), draw(st.integers(1, 5))
     parameters = [ParameterSpec("embed", (vocabulary, hidden), -1, Cut(0))]
     for layer in range(layers):
         parameters += [
@@ -43,6 +44,8 @@ def specs(draw: st.DrawFn) -> ModelSpec:
             ParameterSpec(f"{layer}.up", (inner, hidden), layer, Cut(0)),
             ParameterSpec(f"{layer}.up.bias", (inner,), layer, Cut(0)),
             ParameterSpec(f"{layer}.down", (hidden, inner), layer, Cut(1)),
+            ParameterSpec(f"{layer}.experts.gate_up_proj", (experts, 2 * inner, hidden), layer, Cut(0)),
+            ParameterSpec(f"{layer}.experts.down_proj", (experts, hidden, inner), layer, Cut(0)),
             ParameterSpec(f"{layer}.norm", (hidden,), layer),
             ParameterSpec(f"{layer}.scale", (), layer),
         ]

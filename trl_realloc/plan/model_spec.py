@@ -9,47 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from ..common.errors import PlanError, Problems, shown
+from .parameter_spec import FIRST, MIXTURES, Head, ModelSizes, ParameterSpec, parameters_of
 from .quantization import Quantization
 
 
-Head = Literal["lm", "score"]
 VOCABULARY_PADDING = 64  # vLLM rounds a vocabulary up to a multiple of this before it cuts it
-FIRST = -1  # the layer number of parameters before the first layer
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Tensor parallelism cuts dimension `dim` at multiples of `unit` indices, so that a key/value head stays whole."""
-
-    dim: int
-    unit: int = 1
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """One parameter.
-
-    Args:
-        name: name in `named_parameters`.
-        shape: shape of the whole parameter.
-        layer: the decoder layer's number; `FIRST` for the embedding, the number of layers for parameters after them.
-        cut: division among a tensor-parallel group; `None` if every rank of the group has the whole parameter.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    layer: int = FIRST
-    cut: Cut | None = None
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox", *MIXTURES})
 
 
 @dataclass(frozen=True)
@@ -61,7 +32,7 @@ class ModelSpec:
         parameters: parameters in the order of `named_parameters`; a tied parameter once.
         bytes_per_element: bytes of an element of every parameter.
         layers, heads, kv_heads, head_dim, hidden, inner, vocabulary: sizes; 0 if unknown. `inner` is the channels of an
-            MLP.
+            MLP; with experts the greatest common divisor of those of all experts and MLPs.
         tied: the embedding is also the language model head.
         activation_bytes: bytes of an element of activations, keys and values (the compute dtype); 0 for
             `bytes_per_element`.
@@ -70,6 +41,8 @@ class ModelSpec:
             needs no separate parameters.
         whole_logits: all logits of a forward are in memory together, because the model changes them after its head or
             an adapter changes the head. Other models compute many logits in slices.
+        experts_per_token: experts of a layer that compute a token, without one that computes all tokens; 0 if no
+            experts.
         quantization: format of the linear layers' weights; `None` if they have `bytes_per_element`. Such a model is
             whole on each device, and only adapters train.
     """
@@ -90,6 +63,7 @@ class ModelSpec:
     trained_share: float = 1.0
     is_base: bool = False
     quantization: Quantization | None = None
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         if not self.activation_bytes:
@@ -112,36 +86,31 @@ class ModelSpec:
                 f"the family {shown(family)} cannot be split by tensor or pipeline; use engine zero for it, or one of "
                 f"{', '.join(sorted(FAMILIES))}."
             )
-        _check_sizes(values)
-        heads = int(values["num_attention_heads"])
-        hidden = int(values["hidden_size"])
-        spec = ModelSpec(
-            family=family,
-            parameters=(),
+        sizes = ModelSizes.of(values, head)
+        return ModelSpec(
+            parameters=parameters_of(sizes, values, head),
             bytes_per_element=bytes_per_element,
-            layers=int(values["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(values.get("num_key_value_heads") or heads),
-            head_dim=int(values.get("head_dim") or hidden // heads),
-            hidden=hidden,
-            inner=int(values["intermediate_size"]),
-            vocabulary=int(values["vocab_size"]),
-            tied=head == "lm" and bool(values.get("tie_word_embeddings", family in TIED)),
+            whole_logits=head == "lm" and values.get("logits_scaling", 1) != 1,
+            **vars(sizes),
         )
-        make = _gpt_neox if family == "gpt_neox" else _llama_like
-        return ModelSpec(**{**spec.__dict__, "parameters": tuple(make(spec, values, head))})
 
     @staticmethod
     def of_shapes(
-        shapes: Sequence[tuple[str, tuple[int, ...]]], *, bytes_per_element: int, vocabulary: int = 0
+        shapes: Sequence[tuple[str, tuple[int, ...]]],
+        *,
+        bytes_per_element: int,
+        vocabulary: int = 0,
+        experts_per_token: int = 0,
     ) -> ModelSpec:
         """The spec of any model, from its parameters' names and shapes. It cannot be split by tensor or pipeline.
 
         Args:
             vocabulary: vocabulary size of a causal language model; 0 for a sequence classifier.
+            experts_per_token: the field of `ModelSpec`.
         """
         parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
-        return ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary)
+        sizes = {"vocabulary": vocabulary, "experts_per_token": experts_per_token}
+        return ModelSpec("", parameters, bytes_per_element, **sizes)
 
     @cached_property
     def elements(self) -> int:
@@ -158,6 +127,61 @@ class ModelSpec:
         if not self.layers:
             return self.elements
         return sum(p.elements for p in self.parameters if 0 <= p.layer < self.layers) / self.layers
+
+    @cached_property
+    def expert_elements(self) -> float:
+        """Mean elements of a layer's experts, of which a token uses a few; 0 for a model without a mixture."""
+        if not self.experts_per_token:
+            return 0.0
+        return sum(p.elements for p in self.parameters if p.is_of_experts) / max(1, self.layers)
+
+    @cached_property
+    def experts(self) -> int:
+        """Number of experts of a layer; 0 for a model without a mixture."""
+        return max((p.shape[0] for p in self.parameters if p.is_of_experts), default=0) if self.expert_elements else 0
+
+    @cached_property
+    def active_layer_elements(self) -> float:
+        """Mean elements of a layer that compute a token."""
+        if not self.experts:
+            return self.layer_elements
+        return self.layer_elements - self.expert_elements * (1 - self.experts_per_token / self.experts)
+
+    @cached_property
+    def mean_experts_per_token(self) -> float:
+        """Mean over the layers, of which some may have no experts."""
+        mixed = {p.layer for p in self.parameters if p.is_of_experts}
+        return self.experts_per_token * len(mixed) / max(1, self.layers)
+
+    @property
+    def active_elements(self) -> float:
+        """Elements of the whole model that compute a token, with the embedding."""
+        return self.elements - max(1, self.layers) * (self.layer_elements - self.active_layer_elements)
+
+    def read_layer_elements(self, tokens: float) -> float:
+        """Expected elements of a layer that `tokens` tokens read. Each token has experts of its own, all of them
+        equally likely, so an expert is unread with probability (1 - k / n)^tokens."""
+        if not self.experts:
+            return self.layer_elements
+        unread = (1 - self.experts_per_token / self.experts) ** tokens
+        return self.layer_elements - self.expert_elements * unread
+
+    def unevenness(self, tp: int) -> float:
+        """The largest share of a rank that whole experts are divided among, relative to an even share: 6 experts on 4
+        ranks are 2, 2, 2 and 0, which is 1.33."""
+        return -(-self.experts // tp) * tp / self.experts if self.experts else 1.0
+
+    @cached_property
+    def norms_heads(self) -> bool:
+        """True if queries and keys have norms."""
+        return any(p.name.endswith(".q_norm.weight") for p in self.parameters)
+
+    @cached_property
+    def sums(self) -> float:
+        """Sums over a tensor-parallel group in the forward of a layer: of the attention, of the MLP or the experts, and
+        of an expert that every token uses."""
+        shared = {p.layer for p in self.parameters if ".shared_expert" in p.name}
+        return 2 + len(shared) / max(1, self.layers)
 
     @cached_property
     def head_elements(self) -> int:
@@ -261,18 +285,19 @@ class ModelSpec:
     def _uneven_in_vllm(self, tp: int) -> str:
         """A phrase for the parts of the model that vLLM cannot divide evenly over tp devices; empty if there are none.
         vLLM repeats key/value heads if there are fewer than tp, and pads the vocabulary."""
+        channels = "experts and MLPs" if self.experts else "MLPs"
         padded = -(-self.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
         rests = {
             f"{self.heads} heads": self.heads % tp,
             f"{self.kv_heads} key/value heads": min(self.kv_heads % tp, tp % (self.kv_heads or 1)),
-            f"{self.inner} channels of the MLPs": self.inner % tp,
+            f"{self.inner} channels of the {channels}": self.inner % tp,
             f"{self.vocabulary} tokens (padded to {padded})": padded % tp,
         }
         return ", ".join(what for what, rest in rests.items() if rest)
 
     def forward_flops(self, tokens: int, squared_lengths: int = 0) -> int:
-        """FLOPs of one forward: 2 per matrix element and token (the embedding is a lookup), and for attention 4 per
-        layer, query channel and pair of positions. These are the terms 8sh² + 4s²h + 6shi and 2svh of ReaL, section
+        """FLOPs of one forward: 2 per matrix element and token that it computes (the embedding is a lookup, and a token
+        uses a few experts), and for attention 4 per layer, query channel and pair of positions. These are the terms 8sh² + 4s²h + 6shi and 2svh of ReaL, section
         8.1, expressed in the parameters' sizes.
 
         Args:
@@ -280,8 +305,10 @@ class ModelSpec:
             squared_lengths: sum of the samples' squared lengths.
         """
         matrices = [p for p in self.parameters if len(p.shape) == 2 and (p.layer != FIRST or self.tied)]
+        experts = [p for p in self.parameters if p.is_of_experts and self.experts]
+        used = sum(p.elements // p.shape[0] * min(self.experts_per_token, p.shape[0]) for p in experts)
         attention = 4 * self.layers * self.heads * self.head_dim * squared_lengths
-        return 2 * tokens * sum(p.elements for p in matrices) + attention
+        return 2 * tokens * (sum(p.elements for p in matrices) + used) + attention
 
     @property
     def attention_at(self) -> float:
@@ -289,39 +316,6 @@ class ModelSpec:
         FLOPs as the rest of the model. Infinity if the layers are unknown. Ignores attention windows."""
         of_token, of_pair = self.forward_flops(1), self.forward_flops(0, 1)
         return 2 * of_token / of_pair if of_pair else math.inf
-
-
-def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Raise `PlanError` with a sentence for each size that is missing, not an integer, or out of its range."""
-    problems = Problems()
-    for name, most in _SIZES.items():
-        value = values.get(name)
-        if value is None and name in _OPTIONAL:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            actual = "it is missing" if name not in values else f"it is {shown(value)}"
-            problems.append(f"the config's {name} must be a whole number from 1 to {most:,}; {actual}.")
-    problems.refuse()
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    shared = values.get("num_key_value_heads") or heads
-    if heads % shared:
-        problems.append(f"the config's {heads} attention heads cannot share {shared} key/value heads evenly.")
-    if not values.get("head_dim") and hidden < heads:
-        problems.append(f"the config's hidden_size {hidden} is less than one channel for each of {heads} heads.")
-    problems.refuse()
-
-
-# The required sizes of a config, with upper bounds far above the largest known model's.
-_SIZES: Mapping[str, int] = {
-    "num_hidden_layers": 10_000,
-    "num_attention_heads": 100_000,
-    "num_key_value_heads": 100_000,
-    "head_dim": 1_000_000,
-    "hidden_size": 10_000_000,
-    "intermediate_size": 100_000_000,
-    "vocab_size": 100_000_000,
-}
-_OPTIONAL = frozenset({"num_key_value_heads", "head_dim"})
 
 
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
@@ -336,68 +330,3 @@ def stage_of_layer(layers: int, pp: int, layer: int) -> int:
     base, remainder = divmod(layers, pp)
     longer = remainder * (base + 1)  # layers of the first stages, which have one more
     return layer // (base + 1) if layer < longer else remainder + (layer - longer) // base
-
-
-def _weights(name: str, rows: int, columns: int, layer: int, cut: Cut | None, bias: bool) -> Iterator[ParameterSpec]:
-    """The parameters of a linear layer. A cut by rows also cuts the bias. With a cut by columns, the bias is whole and
-    is added once after the sum."""
-    yield ParameterSpec(f"{name}.weight", (rows, columns), layer, cut)
-    if bias:
-        yield ParameterSpec(f"{name}.bias", (rows,), layer, cut if cut is not None and cut.dim == 0 else None)
-
-
-def _llama_like(spec: ModelSpec, values: Mapping[str, Any], head: Head) -> Iterator[ParameterSpec]:
-    hidden, inner = spec.hidden, int(values["intermediate_size"])
-    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    group = Cut(0, queries // spec.kv_heads)
-    biased = bool(values.get("attention_bias", False)) and spec.family not in ("mistral", "qwen2")
-    qkv_bias = biased or spec.family == "qwen2"
-    mlp_bias = spec.family == "llama" and bool(values.get("mlp_bias", False))
-    yield ParameterSpec("model.embed_tokens.weight", (spec.vocabulary, hidden), FIRST, Cut(0))
-    for layer in range(spec.layers):
-        prefix = f"model.layers.{layer}"
-        yield from _weights(f"{prefix}.self_attn.q_proj", queries, hidden, layer, group, qkv_bias)
-        for name in ("k_proj", "v_proj"):
-            yield from _weights(f"{prefix}.self_attn.{name}", keys, hidden, layer, Cut(0, spec.head_dim), qkv_bias)
-        across = Cut(1, queries // spec.kv_heads)
-        yield from _weights(f"{prefix}.self_attn.o_proj", hidden, queries, layer, across, biased)
-        if spec.family == "qwen3":
-            for name in ("q_norm", "k_norm"):
-                yield ParameterSpec(f"{prefix}.self_attn.{name}.weight", (spec.head_dim,), layer)
-        for name in ("gate_proj", "up_proj"):
-            yield from _weights(f"{prefix}.mlp.{name}", inner, hidden, layer, Cut(0), mlp_bias)
-        yield from _weights(f"{prefix}.mlp.down_proj", hidden, inner, layer, Cut(1), mlp_bias)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield ParameterSpec(f"{prefix}.{name}.weight", (hidden,), layer)
-    yield ParameterSpec("model.norm.weight", (hidden,), spec.layers)
-    yield from _head(spec, head)
-
-
-def _gpt_neox(spec: ModelSpec, values: Mapping[str, Any], head: Head) -> Iterator[ParameterSpec]:
-    hidden, inner = spec.hidden, int(values["intermediate_size"])
-    bias = bool(values.get("attention_bias", True))
-    yield ParameterSpec("gpt_neox.embed_in.weight", (spec.vocabulary, hidden), FIRST, Cut(0))
-    for layer in range(spec.layers):
-        prefix = f"gpt_neox.layers.{layer}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            for kind in ("weight", "bias"):
-                yield ParameterSpec(f"{prefix}.{name}.{kind}", (hidden,), layer)
-        heads = Cut(0, 3 * spec.head_dim)  # query, key and value of a head are adjacent
-        yield from _weights(f"{prefix}.attention.query_key_value", 3 * hidden, hidden, layer, heads, bias)
-        yield from _weights(f"{prefix}.attention.dense", hidden, hidden, layer, Cut(1, spec.head_dim), bias)
-        yield from _weights(f"{prefix}.mlp.dense_h_to_4h", inner, hidden, layer, Cut(0), True)
-        yield from _weights(f"{prefix}.mlp.dense_4h_to_h", hidden, inner, layer, Cut(1), True)
-    for kind in ("weight", "bias"):
-        yield ParameterSpec(f"gpt_neox.final_layer_norm.{kind}", (hidden,), spec.layers)
-    yield from _head(spec, head)
-
-
-def _head(spec: ModelSpec, head: Head) -> Iterator[ParameterSpec]:
-    if head == "score":
-        yield ParameterSpec("score.weight", (1, spec.hidden), spec.layers)
-    elif not spec.tied:
-        yield ParameterSpec("lm_head.weight", (spec.vocabulary, spec.hidden), spec.layers, Cut(0))
-
-
-FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gpt_neox"})
-TIED = frozenset({"gemma"})  # families whose config.json leaves out a true tie_word_embeddings

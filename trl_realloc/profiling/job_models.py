@@ -253,8 +253,9 @@ def spec_of(config: PretrainedConfig, is_policy: bool) -> ModelSpec:
         return ModelSpec.from_config(config, "lm" if is_policy else "score", bytes_per_element=size)
     model = shell(config, is_policy)
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    vocabulary = config.get_text_config().vocab_size if is_policy else 0
-    spec = ModelSpec.of_shapes(shapes, bytes_per_element=size, vocabulary=vocabulary)
+    text = config.get_text_config()
+    vocabulary, experts = text.vocab_size if is_policy else 0, getattr(text, "num_experts_per_tok", None) or 0
+    spec = ModelSpec.of_shapes(shapes, bytes_per_element=size, vocabulary=vocabulary, experts_per_token=experts)
     return replace(spec, whole_logits=is_policy and not logits_are_of_head(model))
 
 

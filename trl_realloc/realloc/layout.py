@@ -7,6 +7,7 @@ Pure: no process group, so a layout of 1,024 devices can be made on a laptop. Tr
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from functools import cached_property, lru_cache
 from ..common.errors import PlanError
 from ..plan.assignment import Assignment
 from ..plan.cluster import DeviceMesh
-from ..plan.model_spec import VOCABULARY_PADDING, Cut, ModelSpec, ParameterSpec
+from ..plan.model_spec import VOCABULARY_PADDING, ModelSpec
+from ..plan.parameter_spec import Cut, ParameterSpec
 
 
 # One half-open interval of indices for each dimension of the parameter; empty for a scalar.
@@ -245,7 +247,7 @@ def megatron_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int, pp: int, *, is_r
 
 def vllm_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
     """The parameter slices in vLLM engines of `tp` devices each. Key/value heads are repeated if there are fewer than
-    tp, and the vocabulary is padded before it is cut.
+    tp, the vocabulary is padded before it is cut, and each expert's channels are divided.
 
     Raises:
         PlanError: vLLM cannot divide the model by tp.
@@ -266,7 +268,14 @@ def vllm_layout(spec: ModelSpec, mesh: DeviceMesh, tp: int) -> Layout:
             return repeated_chunks
         return even_chunks
 
-    return _cut_layout(spec, tp, lambda parameter: (0,), holders, slices)
+    return _cut_layout(spec, tp, lambda parameter: (0,), holders, slices, _of_channels)
+
+
+def _of_channels(parameter: ParameterSpec) -> tuple[Cut | None, int]:
+    """vLLM's cut of a parameter: that of the spec; for experts by their channels, of gate and up apart."""
+    if not parameter.is_of_experts:
+        return parameter.cut, 1
+    return (Cut(1), 2) if parameter.name.endswith("gate_up_proj") else (Cut(2), 1)
 
 
 def _cut_layout(
@@ -275,6 +284,7 @@ def _cut_layout(
     stages_of: Callable[[ParameterSpec], tuple[int, ...]],
     holders: Callable[[tuple[int, ...], int], list[int]],
     slices: Callable[[ParameterSpec], Callable[[int, int, int], list[tuple[int, int]]]],
+    cut_of: Callable[[ParameterSpec], tuple[Cut | None, int]] = lambda parameter: (parameter.cut, 1),
 ) -> Layout:
     """A layout in which each of `tp` tensor ranks has a slice of the parameters with a cut, and the others in full.
 
@@ -282,26 +292,29 @@ def _cut_layout(
         stages_of: returns the pipeline stages of a parameter.
         holders: returns the devices of a tensor rank in these stages.
         slices: returns the function (size, parts, unit) -> intervals that cuts a parameter's dimension.
+        cut_of: returns the cut of a parameter, and the number of equal blocks of the dimension that are each cut.
     """
 
     @lru_cache(None)
     def placement(
         shape: tuple[int, ...],
         cut: Cut | None,
+        blocks: int,
         stages: tuple[int, ...],
         cut_into: Callable[[int, int, int], list[tuple[int, int]]],
     ) -> tuple[PlacedBox, ...]:
         boxes: dict[Box, set[int]] = {}
-        for tensor in range(tp):
+        for tensor, block in itertools.product(range(tp), range(blocks)):
             box = whole(shape)
             if cut is not None:
-                low, high = cut_into(shape[cut.dim], tp, cut.unit)[tensor]
+                size = shape[cut.dim] // blocks
+                low, high = (block * size + index for index in cut_into(size, tp, cut.unit)[tensor])
                 box = (*box[: cut.dim], (low, high), *box[cut.dim + 1 :])
             if volume(box):
                 boxes.setdefault(box, set()).update(holders(stages, tensor))
         return tuple(PlacedBox(box, tuple(sorted(devices))) for box, devices in boxes.items())
 
-    return Layout(spec, {p.name: placement(p.shape, p.cut, stages_of(p), slices(p)) for p in spec.parameters})
+    return Layout(spec, {p.name: placement(p.shape, *cut_of(p), stages_of(p), slices(p)) for p in spec.parameters})
 
 
 def chunks(size: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:

@@ -120,7 +120,7 @@ def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if not _packing.get():
         return sdpa_mask(*args, **kwargs)
     if (local_attention := probed.get()) is not None:
-        if kwargs.get("local_size") is not None:  # a sliding window or chunks
+        if kwargs.get("local_size"):  # a sliding window or chunks; Qwen2-MoE makes a mask of 0 that no layer uses
             local_attention.masks.add(kwargs["local_size"])
         if kwargs.get("use_vmap"):  # Transformers sets it for a mask function that the model defines
             local_attention.masks.add("mask function of the model")

@@ -35,11 +35,13 @@ def keep_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
     kept_layers = stage_layers(len(backbone.layers), stages)[stage]
     for index in range(len(backbone.layers)):
         if index not in kept_layers:
-            backbone.layers[index] = PassThrough()
+            backbone.layers[index] = _with_buffers_of(backbone.layers[index])
     first, last = stage == 0, stage == stages - 1
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not first and not (last and tied_weight(model) is not None):
         _replace(base, embedding)
+    if not first and hasattr(backbone, "embedding_multiplier"):
+        backbone.embedding_multiplier = 1.0  # of embeddings, not of the hidden states that stand in for them
     if not last:
         for name in ("norm", "final_layer_norm"):
             if hasattr(backbone, name):
@@ -47,6 +49,20 @@ def keep_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
         for module in (head, getattr(base, "score", None)):
             if module is not None:
                 _replace(base, module)
+
+
+def _with_buffers_of(layer: nn.Module) -> PassThrough:
+    """A `PassThrough` with a layer's persistent buffers (the bias of GLM-4's routers), which the first stage saves."""
+    result = PassThrough()
+    for name in layer.state_dict():
+        *path, leaf = name.split(".")
+        if (buffer := layer.get_submodule(".".join(path))._buffers.get(leaf)) is not None:
+            holder: nn.Module = result
+            for part in path:
+                holder.add_module(part, holder._modules.get(part) or nn.Module())
+                holder = holder.get_submodule(part)
+            holder.register_buffer(leaf, buffer)
+    return result
 
 
 def _replace(model: nn.Module, module: nn.Module) -> None:

@@ -1,6 +1,6 @@
-"""Tensor-parallel forwards of linear layers and of the embedding. A block (attention, MLP) has one all-reduce of hidden
-states at the end of its forward, and one of their gradient at the end of its backward (Shoeybi et al. 2019,
-arXiv 1909.08053, section 3).
+"""Tensor-parallel forwards of linear layers, of experts, and of the embedding. A block (attention, MLP) has one
+all-reduce of hidden states at the end of its forward, and one of their gradient at the end of its backward (Shoeybi et
+al. 2019, arXiv 1909.08053, section 3).
 
 `tensor_parallel` splits the parameters. They are DTensors, which record a rank's part of a parameter. The computations
 use plain tensors: DTensor's dispatch takes four to eight times as long, and it would sum the gradient of a block's
@@ -42,17 +42,19 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The sum of the ranks' parts, on every rank. Overwrites its input."""
+    """The sum of the ranks' parts, on every rank. Overwrites its input. `inputs` get no gradient here, but autograd
+    comes to the sums of their gradients (`_Enter`) on a rank whose part does not depend on them too."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: MeshGroup) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: MeshGroup, *inputs: Tensor) -> Tensor:
+        ctx.inputs = len(inputs)
         dist.all_reduce(part, group=group)
         ctx.mark_dirty(part)
         return part
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None, *[None] * ctx.inputs
 
 
 def entered(x: Tensor, group: MeshGroup) -> Tensor:
@@ -70,10 +72,14 @@ def entered(x: Tensor, group: MeshGroup) -> Tensor:
     return cached
 
 
-def left(part: Tensor, group: MeshGroup) -> Tensor:
-    """The sum over the ranks of their results of a layer whose inputs are divided. Overwrites `part`."""
-    if torch.is_grad_enabled() and part.requires_grad:
-        result: Tensor = _Leave.apply(part, group.group)
+def left(part: Tensor, group: MeshGroup, *inputs: Tensor) -> Tensor:
+    """The sum over the ranks of their results of a layer whose inputs are divided. Overwrites `part`.
+
+    Args:
+        inputs: entered tensors that `part` depends on, if it does not on every rank.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (part, *inputs)):
+        result: Tensor = _Leave.apply(part, group.group, *inputs)
         return result
     part = part.contiguous()
     dist.all_reduce(part, group=group.group)
@@ -151,7 +157,8 @@ def split_vocabulary(embedding: nn.Embedding, group: MeshGroup, first: Callable[
         is_here = (ids >= start) & (ids < start + len(weight))
         if not len(weight):
             return left(weight.new_zeros(*ids.shape, weight.shape[1]), group)
-        with _computing(embedding, weight) as padding:
+        padding = embedding.padding_idx  # in the full vocabulary
+        with _replaced(embedding, {"weight": weight}, padding_idx=None):
             embedded = whole(torch.where(is_here, ids - start, 0))
         if padding is not None:  # its row has no gradient
             embedded = torch.where((ids == padding)[..., None], embedded.detach(), embedded)
@@ -160,15 +167,64 @@ def split_vocabulary(embedding: nn.Embedding, group: MeshGroup, first: Callable[
     embedding.forward = forward  # type: ignore[method-assign]
 
 
+def split_experts(experts: nn.Module, group: MeshGroup, held: Callable[[], tuple[int, int]]) -> None:
+    """Make a mixture's experts compute this rank's experts, of all tokens, and sum the results over the group.
+
+    The module's own forward computes them, in the implementation that the model was loaded with, from one row for each
+    pair of a token and one of these experts. The number of rows waits for the device once.
+
+    Args:
+        held: returns the first of this rank's experts and the end of their range.
+    """
+    whole = experts.forward
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        first, stop = held()
+        trained = torch.is_grad_enabled() and top_k_weights.requires_grad
+        # not by `entered`, which would round the weights under autocast
+        weights: Tensor = _Enter.apply(top_k_weights, group.group) if trained else top_k_weights
+        x, result = entered(hidden_states, group), torch.zeros_like(hidden_states)
+        tokens, places = ((top_k_index >= first) & (top_k_index < stop)).nonzero(as_tuple=True)
+        if len(tokens):
+            parts = {name: part_of(parameter) for name, parameter in experts._parameters.items()}
+            with _replaced(experts, parts, num_experts=stop - first):
+                rows = x[tokens].to(hidden_states.dtype)
+                part = whole(rows, top_k_index[tokens, places, None] - first, weights[tokens, places, None])
+            result = result.index_add(0, tokens, part)
+        return left(result.to(x.dtype), group, x, weights)
+
+    experts.forward = forward  # type: ignore[assignment]
+
+
+def split_norm(norm: nn.Module, group: MeshGroup, size: int) -> None:
+    """Make an RMS norm over the channels of all heads normalize this rank's channels.
+
+    Args:
+        size: number of channels of all ranks.
+    """
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.to(torch.float32)
+        squares = left(wide.pow(2).sum(-1, keepdim=True), group)
+        if squares.requires_grad:  # each rank's channels depend on the sum
+            squares = _Enter.apply(squares, group.group)
+        scaled = wide * torch.rsqrt(squares / size + norm.variance_epsilon)  # type: ignore[operator]
+        return _part(norm, "weight") * scaled.to(hidden_states.dtype)
+
+    norm.forward = forward  # type: ignore[assignment]
+
+
 @contextlib.contextmanager
-def _computing(embedding: nn.Embedding, weight: Tensor) -> Iterator[int | None]:
-    """Gives an embedding a part of its rows inside the context. Yields its padding id in the full vocabulary."""
-    parameter, padding = embedding._parameters["weight"], embedding.padding_idx
-    embedding._parameters["weight"], embedding.padding_idx = weight, None  # type: ignore[assignment]
+def _replaced(module: nn.Module, parameters: dict[str, Tensor | None], **settings: int | None) -> Iterator[None]:
+    """Gives a module other parameters and settings inside the context."""
+    before = dict(module._parameters), {name: getattr(module, name) for name in settings}
+    module._parameters.update(parameters)  # type: ignore[arg-type]
+    vars(module).update(settings)
     try:
-        yield padding
+        yield
     finally:
-        embedding._parameters["weight"], embedding.padding_idx = parameter, padding  # type: ignore[assignment]
+        module._parameters.update(before[0])
+        vars(module).update(before[1])
 
 
 def _part(module: nn.Module, name: str) -> Tensor:
@@ -183,7 +239,9 @@ __all__ = [
     "leaf_of",
     "left",
     "part_of",
+    "split_experts",
     "split_inputs",
+    "split_norm",
     "split_outputs",
     "split_vocabulary",
 ]

@@ -1,4 +1,5 @@
-"""Splits the parameters of a Transformers model over a tensor-parallel group, by the model's own `tp_plan`.
+"""Splits the parameters of a Transformers model over a tensor-parallel group, by the model's own `tp_plan`, and a
+mixture's whole experts.
 
 The forwards of split layers are in `split_layers`. The vocabulary stays split up to the loss (`vocab_parallel`), and
 adapters are split with the weights that they adapt.
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ...plan.parameter_spec import MIXTURES
 from ..mesh_group import MeshGroup
 from ..transformers_compat import tensor_parallel_styles
 from .packed_attention import base_of
-from .split_layers import leaf_of, split_inputs, split_outputs, split_vocabulary
+from .split_layers import leaf_of, split_experts, split_inputs, split_norm, split_outputs, split_vocabulary
 
 
 if TYPE_CHECKING:
@@ -33,6 +35,18 @@ if TYPE_CHECKING:
 # Transformers sums the gradient in a hook after every backward, which would add the earlier micro-batches again. The
 # engine sums it once, after the last micro-batch.
 PARTIAL = "replicated_with_grad_allreduce"
+# Styles of mixtures of experts that Transformers' plans lack, or have in another way: they divide each expert's
+# channels, and gather what `NORM` normalizes.
+EXPERTS, NORM = "whole experts", "norm over the channels of all heads"
+_OF_MIXTURES = {
+    "*.experts": EXPERTS,
+    "*.self_attn.[qkv]_proj": "colwise",
+    "*.self_attn.o_proj": "rowwise",
+    "*.self_attn.[qk]_norm": PARTIAL,
+    "*.shared_expert*.gate_proj": "colwise",
+    "*.shared_expert*.up_proj": "colwise",
+    "*.shared_expert*.down_proj": "rowwise",
+}
 
 
 def split_tensors(model: PreTrainedModel, group: MeshGroup) -> frozenset[str]:
@@ -53,6 +67,10 @@ def split_tensors(model: PreTrainedModel, group: MeshGroup) -> frozenset[str]:
             split_inputs(module, group)
         elif style == "embedding_rowwise":
             split_vocabulary(module, group, partial(_first_row, module))
+        elif style == EXPERTS:
+            split_experts(module, group, partial(_held_experts, module))
+        elif style == NORM:
+            split_norm(module, group, module.weight.shape[0])
     for (first, leaf), *others in tied:
         for module, name in others:
             module._parameters[name] = first._parameters[leaf]
@@ -61,7 +79,13 @@ def split_tensors(model: PreTrainedModel, group: MeshGroup) -> frozenset[str]:
 
 
 # Transformers' tensor-parallel style of a module -> the dimension in which each of its parameters is split
-_DIVIDED = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}, "embedding_rowwise": {"weight": 0}}
+_DIVIDED = {
+    "colwise": {"weight": 0, "bias": 0},
+    "rowwise": {"weight": 1},
+    "embedding_rowwise": {"weight": 0},
+    EXPERTS: {"gate_up_proj": 0, "down_proj": 0},
+    NORM: {"weight": 0},
+}
 
 
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
@@ -72,6 +96,10 @@ def _divided(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Paramete
 
 def _first_row(module: nn.Module) -> int:
     return box_of(module.get_parameter("weight"))[0][0]
+
+
+def _held_experts(experts: nn.Module) -> tuple[int, int]:
+    return box_of(experts.get_parameter("down_proj"))[0]
 
 
 def splits_adapter(config: PeftConfig) -> bool:
@@ -105,8 +133,10 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
 def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """(name, Transformers' tensor-parallel style) of each split module."""
     base = base_of(model)
-    prefix = f"{base.base_model_prefix}."
+    prefix, family = f"{base.base_model_prefix}.", base.config.model_type
     tp_plan: Mapping[str, str] = {
+        **(_OF_MIXTURES if family in MIXTURES else {}),
+        **({"*.self_attn.[qk]_norm": NORM} if family == "olmoe" else {}),
         **_prefixed(base.config.base_model_tp_plan or {}, prefix),
         **tensor_parallel_styles(base),
     }
@@ -116,14 +146,14 @@ def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         plain, adapter = _base_name(name)
         style = next((style for pattern, style in tp_plan.items() if fnmatch.fnmatchcase(plain, pattern)), None)
-        if not isinstance(module, nn.Linear | nn.Embedding) and style != PARTIAL:
+        if not isinstance(module, nn.Linear | nn.Embedding) and style not in (PARTIAL, EXPERTS, NORM):
             continue
         if plain == head:  # logits are not gathered: the loss is computed on the split vocabulary
             style = "colwise"
         if plain == embedding:
             if isinstance(module, nn.Embedding):
                 yield name, "embedding_rowwise"
-        elif style == PARTIAL:
+        elif style in (PARTIAL, EXPERTS, NORM):
             yield name, style
         elif style in ("colwise", "rowwise") and (not adapter or (adapter == "lora_B") == (style == "colwise")):
             yield name, style  # W + BA: B is split if W is split by rows, A if W is split by columns

@@ -40,9 +40,12 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
     | the float32 input of each of two norms, and its normalized form | 2 (4 + max(p, a)) hidden; 2 x 8 in float32 |
     | inputs of the projections | 2 a hidden; under autocast 5 a hidden, because each projection casts its own |
     | queries, keys, values and the attention's output | a (2 q + 2 kv) |
+    | where they have norms, the float32 queries and keys, and their normalized form | (4 + a) (q + kv) |
     | of the MLP: gate, its activation, up, their product | 4 a intermediate |
+    | of each of a token's experts: its input and output, and the same of its MLP | m (2 hidden + 4 intermediate) |
+    | of the router: scores, as they are chosen and as they weigh | (a + 8) experts |
 
-    p and a are the bytes of an element of the parameters and of the activations; q and kv the channels of all heads. A
+    m is the larger of p and a, because torch's grouped products do not follow autocast. p and a are the bytes of an element of the parameters and of the activations; q and kv the channels of all heads. A
     model whose MLP has no gate keeps less than this estimate. 0 for a model of which only the parameter shapes are
     known.
     """
@@ -50,10 +53,16 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
         return LayerActivations(0.0, 0.0)
     a, p, hidden = spec.activation_bytes, spec.bytes_per_element, spec.hidden
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    mlp = max(0.0, spec.layer_elements - 2 * hidden * (queries + keys)) / hidden  # 3 intermediate sizes
+    of_experts = spec.active_layer_elements + spec.expert_elements - spec.layer_elements
+    routing = spec.experts * hidden  # elements of the router
+    outside = spec.layer_elements - spec.expert_elements - routing
+    mlp = max(0.0, outside - 2 * hidden * (queries + keys)) / hidden  # 3 intermediate sizes
     norms = 2 * (4 + max(p, a)) * hidden
     inputs = (5 if a < p else 2) * a * hidden
-    return LayerActivations(norms + inputs + 8, a * (2 * queries + 2 * keys + 4 / 3 * mlp) + 4 * spec.heads)
+    experts = max(p, a) * (2 * spec.mean_experts_per_token * hidden + 4 / 3 * of_experts / hidden)
+    normalized = (4 + a) * (queries + keys) * spec.norms_heads
+    split = a * (2 * queries + 2 * keys + 4 / 3 * mlp) + 4 * spec.heads + normalized + experts
+    return LayerActivations(norms + inputs + 8 + (a + 8) * spec.experts, split)
 
 
 def kept_casts(spec: ModelSpec) -> float:

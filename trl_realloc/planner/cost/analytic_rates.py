@@ -89,8 +89,10 @@ class AnalyticRates:
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         # causal attention computes half of the pairs
-        flops = 2 * tokens * spec.layer_elements + 4 * spec.heads * spec.head_dim * squared / 2
-        read = _read_bytes(spec, spec.bytes_per_element) / self._read
+        of_experts = spec.active_layer_elements + spec.expert_elements - spec.layer_elements
+        active = spec.active_layer_elements + (spec.unevenness(tp) - 1) * of_experts
+        flops = 2 * tokens * active + 4 * spec.heads * spec.head_dim * squared / 2
+        read = _read_bytes(spec, spec.bytes_per_element, tokens) / self._read
         moved = self.device.passes * layer_activations(spec).of(tp) * tokens / self._read
         return max(max(flops / self._flops(spec), read) / tp + moved, self.device.launch)
 
@@ -118,9 +120,10 @@ class AnalyticRates:
 
     def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
         pairs = 4 * spec.heads * spec.head_dim * samples * cached
-        compute = max((2 * samples * spec.layer_elements + pairs) / self._flops(spec) / tp, self.device.decode_launch)
+        flops = 2 * samples * spec.active_layer_elements + pairs
+        compute = max(flops / self._flops(spec) / tp, self.device.decode_launch)
         cache = samples * cached * spec.kv_bytes_per_token / max(spec.layers, 1) / min(tp, max(spec.kv_heads, 1))
-        return compute, (_read_bytes(spec, _decoded_bytes(spec)) / tp + cache) / self._read
+        return compute, (_read_bytes(spec, _decoded_bytes(spec), samples) / tp + cache) / self._read
 
     def decode_head(self, spec: ModelSpec, samples: float, tp: int) -> float:
         # each device of a tensor-parallel group samples from all logits
@@ -155,14 +158,15 @@ def _decoded_bytes(spec: ModelSpec) -> int:
     return min(spec.bytes_per_element, spec.activation_bytes)
 
 
-def _read_bytes(spec: ModelSpec, element_bytes: int) -> float:
+def _read_bytes(spec: ModelSpec, element_bytes: int, tokens: float) -> float:
     """Bytes of a layer's weights that a forward reads, and of those that it dequantizes, writes and reads again.
 
     Args:
         element_bytes: bytes of an element that is not quantized.
+        tokens: number of tokens of the forward.
     """
     if spec.quantization is None:
-        return spec.layer_elements * element_bytes
+        return spec.read_layer_elements(tokens) * element_bytes
     quantized = spec.quantized_elements / max(spec.layers, 1)
     again = 2 * spec.activation_bytes * quantized + spec.quantized_bytes / max(spec.layers, 1)
     return (spec.layer_elements - quantized) * element_bytes + again

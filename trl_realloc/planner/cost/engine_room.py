@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from ...plan.assignment import MAX_SLOTS, ParallelStrategy
+from ...plan.assignment import MAX_SLOTS, Assignment, ParallelStrategy
 from ...plan.model_spec import ModelSpec
 
 
@@ -65,9 +66,12 @@ def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float
     return activations + of_samples * spec.outputs + CUDA_GRAPH_BYTES
 
 
-def model_part(spec: ModelSpec, strategy: ParallelStrategy) -> float:
-    """Elements of the largest part of a model under tensor and pipeline parallelism."""
-    return spec.stage_elements(strategy.pp) / strategy.tp
+def model_part(spec: ModelSpec, assignment: Assignment) -> float:
+    """Elements of the largest part of a model under tensor and pipeline parallelism. Training engines divide whole
+    experts, vLLM each expert's channels."""
+    tp, pp = assignment.strategy.tp, assignment.strategy.pp
+    more = 0.0 if assignment.engine == "vllm" else spec.unevenness(tp) - 1
+    return (spec.stage_elements(pp) + more * spec.expert_elements * math.ceil(spec.layers / pp)) / tp
 
 
 def cache_bytes(spec: ModelSpec, strategy: ParallelStrategy) -> float:

@@ -305,7 +305,7 @@ class MeasuredRates:
         layer, share = (self._layer_under(spec, degree, tokens, squared, backward=backward) for degree in (tp, 1))
         if tp == 1:
             return layer
-        collectives = 2 * self._link_then(tp).all_reduce(tokens * spec.hidden * spec.activation_bytes, tp)
+        collectives = spec.sums * self._link_then(tp).all_reduce(tokens * spec.hidden * spec.activation_bytes, tp)
         return max(layer - collectives, share / tp)
 
     def _layer_under(self, spec: ModelSpec, tp: int, tokens: float, squared: float, *, backward: bool) -> float:
@@ -330,7 +330,7 @@ class MeasuredRates:
 
 def _head_share(spec: ModelSpec, layers: int) -> float:
     """The share of the arithmetic outside the layers in a pass through `layers` layers."""
-    return spec.head_elements / (spec.head_elements + layers * spec.layer_elements)
+    return spec.head_elements / (spec.head_elements + layers * spec.active_layer_elements)
 
 
 def dot(rates: Sequence[float], counts: Sequence[float]) -> float:

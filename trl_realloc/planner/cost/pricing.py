@@ -170,7 +170,7 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         tokens, squared = work.tokens / strategy.dp, work.episodes * work.mean_square / strategy.dp
         parts = self.forward_of(spec, assignment, tokens, squared)
-        size = model_part(spec, strategy) * spec.stored_bytes / (strategy.dp if strategy.zero_stage == 3 else 1)
+        size = model_part(spec, assignment) * spec.stored_bytes / (strategy.dp if strategy.zero_stage == 3 else 1)
         largest = self._largest_micro_batch(CallKind.FORWARD, tokens, strategy)
         working = self._working(spec, largest, strategy, backward=False) + gathered_bytes(spec, assignment)
         if assignment.offload or assignment.drop:
@@ -230,7 +230,7 @@ class Pricing:
             backward = work.recompute * layer + layers * rates.layer_backward(spec, tokens, squared, strategy.tp)
             backward += rates.head(spec, answered, strategy.tp, backward=True)
         activations = tokens * spec.hidden * spec.activation_bytes
-        sweep = layers * 2 * tensor_link.all_reduce(activations, strategy.tp)
+        sweep = layers * spec.sums * tensor_link.all_reduce(activations, strategy.tp)
         hop = pipeline_link.send(activations) + rates.hop if strategy.pp > 1 else 0.0
         return StageSeconds((forward, backward), (sweep, train * (1 + work.recompute) * sweep), hop)
 
@@ -240,8 +240,8 @@ class Pricing:
         strategy, work, rates = assignment.strategy, self.workload, self.rates
         micro, tokens, squared = self._training_micro_batches(assignment)
         parts, compute = self._pass(spec, assignment, tokens, squared, micro, train=True)
-        size = model_part(spec, strategy) * spec.stored_bytes
-        elements = spec.trained_share * model_part(spec, strategy)
+        size = model_part(spec, assignment) * spec.stored_bytes
+        elements = spec.trained_share * model_part(spec, assignment)
         gradients = elements * gradient_bytes(spec.bytes_per_element, assignment)
         stage, dp = strategy.zero_stage, strategy.dp
         if dp > 1:
@@ -383,7 +383,7 @@ class Pricing:
         """(largest number of samples decoded at once, tokens that the cache holds, static bytes, additional bytes while
         generating: the cache and, with Transformers, the weights that autocast keeps cast)."""
         strategy = assignment.strategy
-        weights = model_part(spec, strategy) * spec.stored_bytes
+        weights = model_part(spec, assignment) * spec.stored_bytes
         of_token = cache_bytes(spec, strategy)
         cache = self.workload.longest * of_token  # bytes of one sample
         if assignment.engine == "transformers":
@@ -409,7 +409,7 @@ class Pricing:
         if self.memory is None:
             return None
         strategy = assignment.strategy
-        weights = model_part(spec, strategy) * spec.bytes_per_element
+        weights = model_part(spec, assignment) * spec.bytes_per_element
         peak = engine_peak(spec, strategy.tp, share, self.longest_request) if self.memory.is_gpu else 0.0
         request = self.longest_request * cache_bytes(spec, strategy)
         return EngineRoom(self.memory.total * self.share_of(assignment), weights, peak, request)

@@ -211,4 +211,6 @@ def model_key(spec: ModelSpec) -> str:
     """Text of the properties on which a layer's costs depend. Models that differ in depth alone have the same key."""
     if not spec.layers:
         return f"model of {spec.elements}"
-    return f"{spec.family} of {spec.layer_elements:.0f} a layer, {spec.hidden} wide, {spec.head_elements} after them"
+    experts = f", {spec.experts_per_token} of {spec.experts} experts" if spec.experts else ""
+    layer = f"{spec.family} of {spec.layer_elements:.0f} a layer{experts}"
+    return f"{layer}, {spec.hidden} wide, {spec.head_elements} after them"

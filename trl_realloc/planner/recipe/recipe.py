@@ -15,7 +15,8 @@ from ...common.settings import MIN_TEMPERATURE, SETTINGS, no_room, number_of_tex
 from ...plan.algorithm_graphs import grpo_graph, ppo_graph
 from ...plan.cluster import Cluster
 from ...plan.dataflow import CallKind, DataflowGraph, Role
-from ...plan.model_spec import FAMILIES, Head, ModelSpec, ParameterSpec
+from ...plan.model_spec import FAMILIES, ModelSpec
+from ...plan.parameter_spec import Head, ParameterSpec
 from ...plan.staleness import uncorrected
 from ..cost.workload import Workload
 from ..search.space import TrainingSplits
@@ -365,7 +366,7 @@ def _names(value: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _is_target(parameter: ParameterSpec, targets: Sequence[str], spec: ModelSpec) -> bool:
-    if len(parameter.shape) != 2:
+    if len(parameter.shape) != 2 or parameter.is_router:  # PEFT adapts linear layers
         return False
     return 0 <= parameter.layer < spec.layers if ALL_LINEAR in targets else _module(parameter) in targets
 
