@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from ...algorithms.rewards import Rewards
 from ...engines.model_changes import described, model_changes
+from ...engines.quantized import quantization
+from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import DataflowGraph, Role
 from ...profiling.job_models import JobModels
 from ..accelerate_plugin import ReallocationPlugin
@@ -33,8 +35,8 @@ class RunInputs:
         rewards: the reward models and functions of the plan.
         configs: the Transformers config of every model of every role.
         adapter_names: names of the trained adapter and of the reference's; `None` for a policy with only one.
-        copies_adapter: whether the reference is a copy of the policy's original adapter, stored beside it as in TRL's
-            GRPO.
+        copies_adapter: whether the reference is a copy of the policy's original adapter, stored beside it: of an
+            adapter that was trained before, as in TRL's GRPO, or that changes the base (`changes_base`).
     """
 
     args: PPOConfig | PolicyConfig
@@ -52,6 +54,14 @@ class RunInputs:
     def own_reference(self) -> bool:
         """True if the user passed a reference model."""
         return self.given.ref_model is not None
+
+    @property
+    def quantized(self) -> bool:
+        """True if the policy has quantized weights, under its adapters."""
+        model = self.given.model
+        if not isinstance(model, str):
+            return quantization(base_of(model)) is not None
+        return self.given.quantization_config is not None or quantization(self.request.policy_config) is not None
 
     def changes(self) -> dict[Role, str]:
         """The user's changes to a role's model objects (`model_changes`), in words; without roles that have none."""
