@@ -103,8 +103,7 @@ class PlannedPolicyTrainer(Trainer):
             if is_by_name:  # TRL would warn that it ignores these for a loaded model
                 hidden["model_init_kwargs"] = None
         model = arguments["model"] if self.run is not None else None
-        # Trainer refuses a quantized model that is not a PEFT model
-        with _hidden(config, **hidden), _forward_kept(model), _hidden(model, is_quantized=False):
+        with _hidden(config, **hidden), _forward_kept(model), _hidden(model, **_OF_QUANTIZED):
             super().__init__(**arguments)
         if self.run is not None:
             self.run.adapter.take_over()
@@ -346,6 +345,10 @@ class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
     _tag_names = ["trl", "rloo", "trl-realloc"]
     _config, _trl = RLOOConfig, TRLRLOOTrainer
     vllm_importance_sampling_correction = False  # set for planned runs
+
+
+# Trainer refuses a quantized model that is not a PEFT model, and TRL would round its adapters to bfloat16.
+_OF_QUANTIZED = {"is_quantized": False, "is_loaded_in_4bit": False, "is_loaded_in_8bit": False}
 
 
 def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

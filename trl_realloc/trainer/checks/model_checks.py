@@ -368,6 +368,10 @@ def check_adapter_kinds(model: PreTrainedModel | str, peft_config: PeftConfig | 
     """
     if peft_config is not None:
         check_trained_adapter(peft_config, "peft_config")
+        if getattr(peft_config, "init_lora_weights", None) == "loftq" and not torch.cuda.is_available():
+            raise ModelError(
+                "peft_config: PEFT computes init_lora_weights 'loftq' by CUDA, which is not available; use another one."
+            )
     if not isinstance(model, str):
         for config in dict(getattr(model, "peft_config", None) or {}).values():
             check_trained_adapter(config, "model")

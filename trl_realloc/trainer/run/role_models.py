@@ -149,8 +149,6 @@ def _policy_and_reference(
             policy = without_dropout(with_adapters(policy, peft_config, adapter))
         if run.copies_adapter and peft_config is not None:
             keep_adapter(policy)
-        if run.quantized and Role.CRITIC not in plan.graph.roles:
-            cast_adapters(policy)
         check_trains(policy, "model")
     return policy, adapted, reference
 
@@ -188,14 +186,6 @@ def _load_seeded(seed: int, load: Callable[..., Any], model: Any, *, trained: bo
     """A model without dropout, whose new layers are initialized from the seed."""
     with seeded(seed):
         return without_dropout(load(model, trained=trained))
-
-
-def cast_adapters(model: Any) -> None:
-    """Cast the trained parameters of a quantized policy to bfloat16, as TRL's GRPO and RLOO do: on a rank without them
-    TRL cannot. The engine steps float32 master weights."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "lora_magnitude_vector" not in name:
-            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def keep_adapter(model: Any) -> str:
