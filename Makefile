@@ -46,8 +46,8 @@ $(RUN_STAMP): pyproject.toml requirements/tested.txt
 	@touch $@
 
 $(STAMP): $(RUN_STAMP)
-	@echo "setup: DeepSpeed, PEFT and what the tests need"
-	@$(PIP) -e '.[deepspeed,peft,dev]'
+	@echo "setup: DeepSpeed, PEFT, bitsandbytes and what the tests need"
+	@$(PIP) -e '.[deepspeed,peft,bitsandbytes,dev]'
 	@touch $@
 
 setup-evidence: $(EVIDENCE_STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import signal
@@ -34,6 +35,7 @@ from generating import (
 )
 from holding import held, spoiled
 from limits import patience
+from peft import LoraConfig, get_peft_model
 from rescoring import Models, assert_exact, wait_for
 from shared_memory import left, names
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,6 +48,8 @@ from trl_realloc.engines.generation.transformers import TransformersEngine
 from trl_realloc.engines.generation.vllm import VLLMEngine
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.requests import Completion, GenerationRequest, Sampling
+from trl_realloc.engines.training import weight_export
+from trl_realloc.engines.training.weight_export import source_digests
 
 
 pytestmark = [
@@ -198,6 +202,40 @@ def test_one_other_bit_in_the_engine_is_refused_with_both_digests(
     assert_without_weights(loaded)
     loaded.load(buckets(model), 5)
     assert worst_difference(model, requests(4), samples(loaded, requests(4)), 0.7) < 1e-4
+
+
+@pytest.mark.parametrize("processes", ["loaded", "pair"])
+def test_a_layer_that_did_not_change_is_sent_once_and_proven_with_the_others(
+    processes: str, model: LlamaForCausalLM, request: pytest.FixtureRequest
+) -> None:
+    engine: VLLMEngine = request.getfixturevalue(processes)
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted: Any = get_peft_model(copy.deepcopy(model), lora)
+    fused = ("q_proj.weight", "k_proj.weight", "v_proj.weight")  # vLLM's layer of three
+    changed = sum(p.nbytes for name, p in model.named_parameters() if name.endswith(fused))
+
+    def sent_bytes(version: int) -> int:
+        frozen = source_digests(adapted)
+        engine.load(weight_export.buckets(adapted, without=engine.kept(frozen)), version, frozen)
+        assert worst_difference(adapted, requests(4), samples(engine, requests(4)), 0.7) < 1e-4
+        return engine.sent_bytes
+
+    with torch.no_grad():
+        engine.load(buckets(model), 1)  # from which nothing is known to be kept
+        whole = sent_bytes(2)
+        for parameter in adapted.parameters():
+            parameter.add_(0.1 * parameter.requires_grad)
+        assert sent_bytes(3) == changed < whole
+        norm = adapted.get_base_model().model.norm.weight
+        norm.data.mul_(2.0)  # by hand
+        assert sent_bytes(4) == changed + norm.nbytes
+        if processes == "loaded":  # the memory of workers cannot be spoiled
+            with (
+                spoiled(engine, "model.norm.weight"),
+                pytest.raises(EngineError, match=r"model\.norm\.weight does not"),
+            ):
+                sent_bytes(5)
+            assert sent_bytes(6) == whole
 
 
 def test_a_generation_left_unfinished_is_ended_by_the_next_call(loaded: VLLMEngine, model: LlamaForCausalLM) -> None:
@@ -434,11 +472,14 @@ def test_nothing_outlives_a_killed_parent(processes: int, tmp_path: Path, forks:
 def test_an_engine_wakes_for_weights_and_for_samples(start: Start, model: LlamaForCausalLM) -> None:
     """On a CPU no memory is given back; the commands and their order are those of a GPU."""
     engine = start(sleep_level=2, engine_kwargs={"max_num_seqs": 16}, dtype="bfloat16")
-    engine.load(buckets(model), 1)
+    frozen = source_digests(copy.deepcopy(model).requires_grad_(False))
+    engine.load(buckets(model), 1, frozen)
+    assert engine.kept(frozen) == dict(model.named_parameters()).keys()
     expected = samples(engine, requests(8))
     engine.sleep()
     engine.sleep()
     assert_without_weights(engine)
+    assert not engine.kept(frozen)
     engine.load(buckets(model), 1)
     assert samples(engine, requests(8)) == expected
     left = engine.generate(requests(64), Sampling(max_tokens=200, temperature=0.7))

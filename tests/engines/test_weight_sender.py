@@ -330,7 +330,7 @@ class Process:
             self.worker.finish_weight_update()
 
     def expect(self, word: str, *rest: Any, **named: Any) -> list[Any]:
-        return [self.free.pop(0)] if word == "free" else [self.worker.problem, 0.0, []]
+        return [self.free.pop(0)] if word == "free" else [self.worker.problem, 0.0, [], []]
 
 
 def handles_after_loads() -> list[int]:
@@ -339,7 +339,7 @@ def handles_after_loads() -> list[int]:
     large = [("d", torch.zeros(4000))]
     with handles.patched():
         for buckets in ([bucket()] * 5, [bucket()] * 5, [bucket(), bucket(), large, large, bucket()]):
-            assert send_weights(process, made, buckets, 0, lambda message: False) == (None, 0.0, [])
+            assert send_weights(process, made, buckets, 0, lambda message: False, {}).problem is None
     return handles.counts
 
 

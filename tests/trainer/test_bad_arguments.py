@@ -271,7 +271,7 @@ GIVEN: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda at: {"model": str(at / "remote")},
         r"model: .* has custom code in its repository \(trust_remote_code",
     ),
-    "a quantized model": (lambda at: {"model": str(at / "quantised")}, "model is quantized: no engine"),
+    "a quantized model": (lambda at: {"model": str(at / "quantised")}, "model is quantized, .*give a peft_config"),
     "an encoder-decoder": (lambda at: {"model": str(at / "t5")}, "model is an encoder-decoder"),
     "a classifier of two by its path": (lambda at: {"value_model": str(at / "two")}, "value_model: .* has 2 outputs"),
     "a reward of two by its path": (lambda at: {"reward_model": at / "two"}, "reward_model: .* has 2 outputs"),

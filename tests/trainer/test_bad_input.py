@@ -304,11 +304,3 @@ def test_a_model_that_vllm_cannot_serve_generates_by_transformers_or_is_refused(
         tiny.trainer(tmp_path, given=given, generation_engine="vllm")
     made = tiny.trainer(tmp_path, given=given, generation_engine=None)
     assert made.plan["actor.generate"].engine == "transformers"
-
-
-@pytest.mark.parametrize("argument", ["model", "value_model"])
-def test_a_quantized_model_is_not_trained(tmp_path: Path, argument: str) -> None:
-    model = tiny.policy() if argument == "model" else tiny.classifier()
-    model.config.quantization_config = {"load_in_4bit": True}
-    with pytest.raises(ValueError, match=f"^{argument} is quantized: .*load it without quantization_config"):
-        tiny.trainer(tmp_path, given={argument: model})

@@ -14,13 +14,23 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from peft import AdaLoraConfig, IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoftQConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.checks.model_checks import check_adapter_kind, why_not_this_model
 
 
@@ -29,6 +39,23 @@ def quantized(argument: str) -> dict[str, Any]:
     model = tiny.policy() if argument == "model" else tiny.classifier()
     model.is_quantized = True
     return {argument: model}
+
+
+def bits(model: Any, **settings: Any) -> Any:
+    """A model with the config of one that bitsandbytes has quantized."""
+    model.config.quantization_config = BitsAndBytesConfig(**settings)
+    return model
+
+
+def qlora(load_in_4bit: bool = False, load_in_8bit: bool = False, **settings: Any) -> dict[str, Any]:
+    model = bits(tiny.policy(), load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+    return {"model": model, "peft_config": LoraConfig(task_type="CAUSAL_LM", **settings)}
+
+
+def planned(**settings: object) -> dict[str, Any]:
+    plan = flatten(Cluster(1, 1), generation_engine="transformers").to_dict()
+    plan["calls"]["actor.train"] |= settings
+    return plan
 
 
 def quantized_path(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -61,9 +88,37 @@ def split() -> dict[str, Any]:
 
 
 CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
-    "QLoRA": (
-        lambda at: {"model": quantized("model")["model"], "peft_config": LoraConfig(task_type="CAUSAL_LM")},
-        "model is quantized: .* not even under an adapter; load it without quantization_config",
+    "a quantized policy without an adapter": (
+        lambda at: {"model": bits(tiny.policy(), load_in_4bit=True)},
+        "model is quantized, and quantized weights are not trained; give a peft_config, or load it without",
+    ),
+    "a quantized policy with IA3": (
+        lambda at: {"model": bits(tiny.policy(), load_in_4bit=True), "peft_config": IA3Config(task_type="CAUSAL_LM")},
+        "model is quantized, and the adapter 'default' is of the kind IA3; use LoRA",
+    ),
+    "a quantized policy with PiSSA": (
+        lambda at: qlora(load_in_4bit=True, init_lora_weights="pissa"),
+        "model is quantized, and init_lora_weights 'pissa' computes the adapter from the weights before quantization",
+    ),
+    "a quantized policy with LoRA on parameters": (
+        lambda at: qlora(load_in_4bit=True, target_parameters=["q_proj.weight"]),
+        "model is quantized, and the adapter 'default' has target_parameters",
+    ),
+    "a policy of 8 bits with DoRA": (
+        lambda at: qlora(load_in_8bit=True, use_dora=True),
+        "model is quantized, and the adapter 'default' has use_dora, .*; load in 4 bits",
+    ),
+    "LoftQ without CUDA": (
+        lambda at: {"peft_config": LoraConfig(init_lora_weights="loftq", loftq_config=LoftQConfig())},
+        "peft_config: PEFT computes init_lora_weights 'loftq' by CUDA, which is not available",
+    ),
+    "QLoRA in parts": (
+        lambda at: {**qlora(load_in_4bit=True), "plan": planned(engine="megatron")},
+        "actor.train has engine megatron, and the policy's quantized weights can be neither split nor sharded",
+    ),
+    "QLoRA under ZeRO": (
+        lambda at: {**qlora(load_in_4bit=True), "plan": planned(zero_stage=3)},
+        "actor.train has zero_stage: 3, and the policy's quantized weights can be neither split nor sharded",
     ),
     "a quantized critic": (lambda at: quantized("value_model"), "value_model is quantized"),
     "a quantized reference": (lambda at: {"ref_model": quantized("model")["model"]}, "ref_model is quantized"),
@@ -100,9 +155,11 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_that_no_engine_can_use_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
-    given, told = CASES[case]
+    make, told = CASES[case]
+    given = make(tmp_path / "model")
+    plan = {"plan": plan} if (plan := given.pop("plan", None)) else {}
     with pytest.raises(ValueError, match=told):
-        tiny.trainer(tmp_path, given=given(tmp_path / "model"))
+        tiny.trainer(tmp_path, given=given, **plan)
 
 
 def test_adapters_that_can_be_merged_are_taken_and_others_are_not() -> None:

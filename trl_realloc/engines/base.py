@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Parameters of one bucket under checkpoint (Hugging Face) names: full tensors on any device, in the model's dtype.
 Bucket = Sequence[tuple[str, "torch.Tensor"]]
+# 64-bit digests (`weight_digest`) of the tensors that a checkpoint's tensor is computed from, by its checkpoint name.
+SourceDigests = Mapping[str, tuple[int, ...]]
 BUCKET_BYTES = 256 << 20  # default bytes of a bucket of `export`
 
 # The optimizer's settings for one step: one learning rate, or a mapping of settings for each parameter group of the
@@ -62,9 +64,15 @@ class GenerationEngine(Protocol):
 
     version: int
 
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+    def kept(self, frozen: SourceDigests) -> frozenset[str]:
+        """The tensors among these that the engine has with these digests, and that the next `load` may leave out."""
+
+    def load(self, buckets: Iterable[Bucket], version: int, frozen: SourceDigests | None = None) -> None:
         """Take the actor's parameters, bucket by bucket. `version` is set after the last bucket. An engine that
         generates with a training engine's own model sets `version` alone and reads no bucket.
+
+        Args:
+            frozen: `source_digests` of the parameters. The buckets may lack those of them that are `kept`.
 
         Raises:
             EngineError: the parameters are not those of the engine's model.
@@ -228,8 +236,17 @@ class ScoringEngine(Protocol):
         """This rank's parts of the trained parameters, or of all parameters of a frozen model. The
         tensors are live and stay the same for the engine's life: a reallocation reads and writes them."""
 
+    def source_digests(self) -> SourceDigests:
+        """Digests of the parameters that training does not change, by checkpoint name: each tensor's are those of the
+        tensors that `export` computes it from. Empty if the ranks hold parts of the parameters."""
+
     def export(
-        self, bucket_bytes: int = ..., *, merged: bool = True, names: Collection[str] | None = None
+        self,
+        bucket_bytes: int = ...,
+        *,
+        merged: bool = True,
+        names: Collection[str] | None = None,
+        without: Collection[str] = (),
     ) -> Iterator[Bucket]:
         """The parameters as full tensors in buckets of about `bucket_bytes`. They may be live, so a receiver that keeps
         them copies them. Collective: every rank of the mesh iterates to the end. The mesh's first rank gets every
@@ -239,6 +256,7 @@ class ScoringEngine(Protocol):
             merged: True for checkpoint names, with adapters merged into their weights. False for the module's own
                 names, with the adapters as separate parameters.
             names: parameters to export if not `merged`; `None` for all.
+            without: checkpoint names of tensors to leave out if `merged`.
         """
 
     def close(self) -> None:

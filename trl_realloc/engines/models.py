@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ..common.notices import notice
 from .model_changes import described, forward_changes
 from .model_configs import ModelError, untied
+from .quantized import compute_as_in_training
 from .training.meta_model import CannotReadParts, open_model
 from .training.weight_export import adapters_untie
 from .training.weight_source import Uninitialized, forget_stand_ins, set_source, stand_in
@@ -51,6 +52,7 @@ def load_policy(
     in_parts: bool = True,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
+    quantization_config: object = None,
 ) -> PreTrainedModel:
     """A causal language model. If given by name or path, it is in `dtype` if it is trained (mixed precision with
     float32 uses autocast), otherwise in the checkpoint's dtype.
@@ -59,8 +61,15 @@ def load_policy(
         in_parts: whether a model given by name or path stays on the meta device until its engine reads the parts that
             its rank needs. A checkpoint that cannot be read in parts is loaded whole.
         attention: `attn_implementation` of `from_pretrained`; `None` for the checkpoint's.
+        quantization_config: setting of `from_pretrained` for a model given by name; `None` for the checkpoint's. The
+            quantized layers of a loaded model too are set to compute in evaluation as in training.
     """
-    return _load(AutoModelForCausalLM, model, in_parts, attention, dtype=dtype if trained else "auto")
+    settings = {} if quantization_config is None else {"quantization_config": quantization_config}
+    in_parts = in_parts and not settings  # bitsandbytes quantizes whole weights
+    loaded = _load(AutoModelForCausalLM, model, in_parts, attention, dtype=dtype if trained else "auto", **settings)
+    if (problem := compute_as_in_training(loaded)) is not None:
+        raise ModelError(f"model: {problem}")
+    return loaded
 
 
 def load_classifier(
@@ -192,6 +201,13 @@ def adapts_unread(peft_config: PeftConfig | None) -> bool:
     default, settings = make_default(), [setting.name for setting in dataclasses.fields(peft_config)]
     changed = {name for name in settings if getattr(peft_config, name) != getattr(default, name)}
     return changed <= _WITHOUT_WEIGHTS and getattr(peft_config, "init_lora_weights", None) in (True, False, "gaussian")
+
+
+def changes_base(peft_config: PeftConfig | None) -> bool:
+    """True if a new adapter takes a part out of the adapted weights, as PiSSA does. Without the adapter the model then
+    is not the original one."""
+    init = getattr(peft_config, "init_lora_weights", True)
+    return isinstance(init, str) and init not in ("gaussian", "eva", "orthogonal")
 
 
 def adapted_shell(config: PretrainedConfig, peft_config: PeftConfig) -> PreTrainedModel:

@@ -109,7 +109,7 @@ class ModelSpec:
             experts_per_token: the field of `ModelSpec`.
         """
         parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
-        sizes = {"vocabulary": vocabulary, "experts_per_token": experts_per_token}
+        sizes: dict[str, Any] = {"vocabulary": vocabulary, "experts_per_token": experts_per_token}
         return ModelSpec("", parameters, bytes_per_element, **sizes)
 
     @cached_property
@@ -163,7 +163,7 @@ class ModelSpec:
         equally likely, so an expert is unread with probability (1 - k / n)^tokens."""
         if not self.experts:
             return self.layer_elements
-        unread = (1 - self.experts_per_token / self.experts) ** tokens
+        unread: float = (1 - self.experts_per_token / self.experts) ** tokens
         return self.layer_elements - self.expert_elements * unread
 
     def unevenness(self, tp: int) -> float:

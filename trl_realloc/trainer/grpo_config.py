@@ -29,6 +29,7 @@ _INIT_KWARGS = {
     "use_cache",
     "low_cpu_mem_usage",
     "trust_remote_code",
+    "quantization_config",
 }
 _WITHOUT_EFFECT = (None, False, "", "main")  # values of the others that request nothing, as passed by TRL's scripts
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -160,6 +161,24 @@ def given_attention(args: PolicyConfig) -> str | None:
     """The attention implementation of a policy and reward models passed by name, in Transformers' terms; `None` for the
     model's default."""
     return init_kwargs(args.model_init_kwargs).get("attn_implementation")
+
+
+def given_quantization(args: PolicyConfig, model: object, argument: object) -> object:
+    """The quantization with which a policy passed by name is loaded; `None` for the checkpoint's, and for a loaded
+    policy.
+
+    Args:
+        argument: `quantization_config` of the trainer.
+
+    Raises:
+        ConfigError: `model_init_kwargs` has one too.
+    """
+    in_kwargs = init_kwargs(args.model_init_kwargs).get("quantization_config")
+    if argument is not None and in_kwargs is not None:
+        raise ConfigError(
+            "quantization_config is both an argument of the trainer and in model_init_kwargs; leave one of them out."
+        )
+    return (argument or in_kwargs) if isinstance(model, str) else None
 
 
 PolicyConfig = GRPOConfig | RLOOConfig

@@ -33,7 +33,7 @@ from .checkpoint.saving import make_output_dir
 from .checks.config_checks import ConfigError
 from .checks.data_checks import check_columns, check_rows, check_types, stream_too_short
 from .checks.trainable import why_not_trained
-from .grpo_config import GRPOConfig, RLOOConfig
+from .grpo_config import GRPOConfig, RLOOConfig, given_quantization
 from .plan_settings import use_one_device
 from .policy.accelerate_fallback import (
     check_resumable,
@@ -103,7 +103,7 @@ class PlannedPolicyTrainer(Trainer):
             if is_by_name:  # TRL would warn that it ignores these for a loaded model
                 hidden["model_init_kwargs"] = None
         model = arguments["model"] if self.run is not None else None
-        with _hidden(config, **hidden), _forward_kept(model):
+        with _hidden(config, **hidden), _forward_kept(model), _hidden(model, **_OF_QUANTIZED):
             super().__init__(**arguments)
         if self.run is not None:
             self.run.adapter.take_over()
@@ -120,7 +120,7 @@ class PlannedPolicyTrainer(Trainer):
             args,
             config_or_model(args, arguments["model"]),
             arguments.get("peft_config"),
-            quantization_config=arguments.get("quantization_config"),
+            quantization_config=given_quantization(args, arguments["model"], arguments.get("quantization_config")),
             trainer=type(self),
         )
         if reason is not None:
@@ -143,6 +143,7 @@ class PlannedPolicyTrainer(Trainer):
             # TRL's class would add a second adapter
             "model": base_of(setup.models_before_start[Role.ACTOR]),
             "peft_config": None,
+            **({"quantization_config": None} if "quantization_config" in arguments else {}),
             "optimizers": (setup.rates.scheduled, (arguments.get("optimizers") or (None, None))[1]),
         }
 
@@ -345,6 +346,10 @@ class RLOOTrainer(PlannedPolicyTrainer, TRLRLOOTrainer):
     _tag_names = ["trl", "rloo", "trl-realloc"]
     _config, _trl = RLOOConfig, TRLRLOOTrainer
     vllm_importance_sampling_correction = False  # set for planned runs
+
+
+# Trainer refuses a quantized model that is not a PEFT model, and TRL would round its adapters to bfloat16.
+_OF_QUANTIZED = {"is_quantized": False, "is_loaded_in_4bit": False, "is_loaded_in_8bit": False}
 
 
 def _named(trl: type, config: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

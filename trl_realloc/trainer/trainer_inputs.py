@@ -32,6 +32,7 @@ class TrainerInputs:
         attention: attention implementation of a policy and reward models passed by name; `None` for the model's
             default.
         reward_dtype: dtype of reward models passed by name; `None` for their checkpoints' dtype.
+        quantization_config: setting for loading a policy passed by name; `None` for the checkpoint's.
     """
 
     model: PreTrainedModel | str
@@ -48,6 +49,7 @@ class TrainerInputs:
     reward_argument: str = "reward_model"
     attention: str | None = None
     reward_dtype: torch.dtype | None = None
+    quantization_config: Any = None
 
     @property
     def rewards(self) -> list[Any]:

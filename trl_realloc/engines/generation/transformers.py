@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
-from ..base import Bucket, EngineError, GenerationEngine
+from ..base import Bucket, EngineError, GenerationEngine, SourceDigests
 from ..requests import Completion, GenerationRequest, Sampling
 from .sampling_checks import check_request, transformers_problems
 from .token_draw import draw, keep_likely, keep_nucleus, keep_top, penalize_repetition
@@ -94,7 +94,10 @@ class TransformersEngine:
         self.batch_size = batch_size
         self.version = -1
 
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+    def kept(self, frozen: SourceDigests) -> frozenset[str]:
+        return frozenset(frozen)
+
+    def load(self, buckets: Iterable[Bucket], version: int, frozen: SourceDigests | None = None) -> None:
         """Set the version. The buckets are not read, because the parameters are the training engine's."""
         self.version = version
 

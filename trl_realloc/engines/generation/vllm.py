@@ -21,14 +21,14 @@ from transformers.utils import logging
 from ...common.notices import working
 from ...common.ports import reserve_port
 from ...plan.assignment import MEMORY_SHARE
-from ..base import BackgroundEngine, Bucket, DecodeStep, EngineError, Updates
+from ..base import BackgroundEngine, Bucket, DecodeStep, EngineError, SourceDigests, Updates
 from ..child_process import let_open_memory
 from ..requests import Completion, GenerationRequest, Sampling
 from .background_generation import BackgroundGeneration
 from .engine_process import EngineProcess, TimeLimits, engine_environment
 from .sampling_checks import RequestChecks
 from .vllm_support import is_vllm_available, why_not_served
-from .weight_sender import WeightBuffers, by_cuda_ipc, send_weights
+from .weight_sender import SentWeights, WeightBuffers, by_cuda_ipc, send_weights
 
 
 logger = logging.get_logger(__name__)
@@ -95,7 +95,8 @@ class VLLMEngine:
         self.name = name
         self.limits = TimeLimits(start_timeout_s, step_timeout_s, load_timeout_s, stop_timeout_s)
         self.version, self.stopped_s = -1, 0.0
-        self._unproven: list[str] = []
+        self._sent: SentWeights | None = None  # the latest complete update
+        self._frozen: SourceDigests = {}  # of that update
         vocabulary = self._check(model, tensor_parallel_size, cpu_cores, cuda_devices)
         self._checks = RequestChecks(name, max_model_len, vocabulary, tokenizer is not None)
         self._generation: BackgroundGeneration | None = None  # the latest one
@@ -210,7 +211,19 @@ class VLLMEngine:
         if self.sleep_level == 2:
             self.version = -1
 
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the latest successful `load` sent; 0 before the first."""
+        return 0 if self._sent is None else self._sent.bytes
+
+    def kept(self, frozen: SourceDigests) -> frozenset[str]:
+        """See `base.GenerationEngine`. vLLM loads whole layers: q, k and v together."""
+        if self.version < 0 or self._sent is None:
+            return frozenset()
+        same = {name for name, digests in frozen.items() if self._frozen.get(name) == digests}
+        return frozenset(name for names in self._sent.together if same.issuperset(names) for name in names)
+
+    def load(self, buckets: Iterable[Bucket], version: int, frozen: SourceDigests | None = None) -> None:
         """See `base.GenerationEngine`. Needs memory for two buckets in this process and for a layer in the engine.
         After an error `version` is -1 and `generate` is refused until a load succeeds. If a generation goes on,
         its `poll` returns the samples that finish during the load.
@@ -222,23 +235,24 @@ class VLLMEngine:
         """
         if self._generation is None or not self._generation.takes_updates:
             self._settle()
+        kept = {name: self._sent.digests[name] for name in self.kept(frozen or {})} if self._sent else {}
         generation, self.version, self.stopped_s = self._generation, -1, 0.0
         take = (lambda message: False) if generation is None else generation.take
         try:
-            problem, self.stopped_s, unproven = send_weights(self._process, self._buffers, buckets, version, take)
-            if unproven and not self._unproven:
+            sent = send_weights(self._process, self._buffers, buckets, version, take, kept)
+            self.stopped_s, unproven = sent.stopped_s, sent.unproven
+            if unproven and (self._sent is None or not self._sent.unproven):
                 logger.warning(
                     f"{self.name}: vLLM's model has no copy of {', '.join(unproven[:4])} ({len(unproven)} in all), so "
                     f"their values are compared up to the engine's process, and not in the model."
                 )
-            self._unproven = unproven
-            if problem is not None:
-                raise EngineError(f"{self.name}: vLLM could not load the weights of version {version}: {problem}")
+            if sent.problem is not None:
+                raise EngineError(f"{self.name}: vLLM could not load the weights of version {version}: {sent.problem}")
         except BaseException as error:
             if generation is not None:  # the engine's process has ended it
                 generation.was_ended(f"was ended, because it did not get the weights of version {version}: {error}")
             raise
-        self.version = version
+        self.version, self._sent, self._frozen = version, sent, dict(frozen or {})
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[Completion]:
         """See `base.GenerationEngine`. The engine generates in the background, without waiting for the caller. The next

@@ -11,7 +11,7 @@ Messages are tuples whose first element is a word:
 | --- | --- |
 | | `ready` (dtype, wider parameters) once; `failed` (why) at any time, and the end |
 | `load` (version), then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
-| `done` (whether complete, digests) after the last | `loaded` (problem or None, seconds without steps, unproven) |
+| `done` (whether complete, digests, kept tensors) after the last | `loaded` (fields of `weight_sender.SentWeights`) |
 | `generate` (sampling, version) | |
 | then `add` (requests)... | `samples` (list, time) and `progress`... while there are unfinished requests |
 | and `withdraw` (indices, least tokens)... | `withdrawn` (list) |
@@ -284,7 +284,7 @@ class RunningGeneration:
         else:
             self._requests.end()
         stopped_s = time.monotonic() - self._requests.step_ended if decodes else 0.0
-        self._channel.send("loaded", problem, stopped_s, self._weights.unproven)
+        self._channel.send("loaded", problem, stopped_s, self._weights.unproven, self._weights.together)
         return problem is None
 
     def _send(self, samples: list[Sample]) -> None:
@@ -349,7 +349,8 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
         if word == "load":
             memory.wake("weights")  # the cache's memory is not needed yet
             keys.drop()
-            channel.send("loaded", weights.take(channel.connection.recv()), 0.0, weights.unproven)
+            problem = weights.take(channel.connection.recv())
+            channel.send("loaded", problem, 0.0, weights.unproven, weights.together)
         elif word == "generate":
             if "weights" in memory.wake("weights", "kv_cache"):
                 weights.prove_again()

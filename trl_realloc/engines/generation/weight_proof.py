@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..weight_digest import digest, has_digest, hexadecimal, numbers, strided_digest, total
 
 
+_COMPUTED = ""  # in place of the names of tensors from which values are computed
 PartKey = tuple[Any, ...]  # which elements of a sent tensor: the first one, then strides with sizes; () for all
 Digests = dict[str, list[tuple[PartKey, int]]]  # name of a sent tensor -> its parts
 
@@ -33,11 +34,13 @@ class WorkerAnswer(NamedTuple):
         problem: the reason why it has not loaded the weights; `None` if it has.
         digests: digests of the parts of the sent tensors in this worker.
         unproven: sent tensors that the model does not hold, or from which it holds only computed values.
+        together: names of the tensors that each layer is loaded from, if it holds only copies of their elements.
     """
 
     problem: str | None
     digests: Digests
     unproven: list[str]
+    together: list[list[str]]
 
 
 def difference(sent: Mapping[str, int], answers: Sequence[WorkerAnswer]) -> str | None:
@@ -64,6 +67,16 @@ def difference(sent: Mapping[str, int], answers: Sequence[WorkerAnswer]) -> str 
         return None
     name, how = next(iter(wrong.items()))
     return f"{name} does not lie in the engine as it was sent: {how} ({len(wrong)} of {len(sent)} tensors differ)."
+
+
+def joined(groups: Iterable[Iterable[str]]) -> list[list[str]]:
+    """The names of groups that share a name, in one group each."""
+    disjoint: list[set[str]] = []
+    for names in map(set, groups):
+        touching = [other for other in disjoint if not other.isdisjoint(names)]
+        disjoint = [other for other in disjoint if other.isdisjoint(names)]
+        disjoint.append(names.union(*touching))
+    return [sorted(names) for names in disjoint]
 
 
 class Sent(NamedTuple):
@@ -174,6 +187,7 @@ class _Update:
     unprocessed_digests: dict[_Place, Tensor] = field(default_factory=dict)  # before vLLM processed a layer
     processed_digests: dict[str, Tensor] = field(default_factory=dict)  # of the layer's parameters afterwards
     changed_parameters: list[str] = field(default_factory=list)  # values differ from the copied ones
+    kept_products: dict[str, Any] = field(default_factory=dict)  # of layers that this update leaves out
 
     def is_processed(self, place: _Place) -> bool:
         return place.parameter.rpartition(".")[0] in self.processed_layers
@@ -187,6 +201,7 @@ class LoadedWeights:
     """
 
     _update: _Update  # the latest one, which `begin` creates
+    _before: _Update | None  # the one before it
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -207,6 +222,7 @@ class LoadedWeights:
         # the name of a module that others share is its first one, as in `named_modules`
         tensors = {_storage(tensor): (name, tensor) for name, tensor in reversed([*_tensors(self._model)])}
         layers = dict(processed_layers(self._model))
+        self._before = getattr(self, "_update", None)
         self._update = _Update(tensors, packed_products(self._model), layers)
         names = {id(layer): name for name, layer in layers.items()}
         for method in {id(layer.quant_method): layer.quant_method for layer in layers.values()}.values():
@@ -231,6 +247,24 @@ class LoadedWeights:
                 self._update.received_digests[sent.name] = digest(bucket.tensor(sent))
         return loaded
 
+    def keep(self, names: Sequence[str]) -> set[str]:
+        """Take over from the update before what is known of tensors that this one leaves out, as whole layers. Called
+        before the end of the update. Returns the names of the layers' parameters."""
+        before, update = self._before, self._update
+        assert before is not None, "a complete update came before"
+        left_out, layers = {*names}, set[str]()
+        for sent in [sent for sent in before.received if sent.name in left_out]:
+            update.received[sent] = None
+            for place in (part.place for part in self._parts[sent]):
+                layers |= {name.rpartition(".")[0] for name in self._tied_names.get(place.parameter, [place.parameter])}
+                if place in before.unprocessed_digests:
+                    update.unprocessed_digests[place] = before.unprocessed_digests[place]
+        update.processed_digests |= {
+            name: value for name, value in before.processed_digests.items() if name.rpartition(".")[0] in layers
+        }
+        update.kept_products |= {n: update.packed_products.pop(n) for n in layers & update.packed_products.keys()}
+        return {name for name in self._tied_names if name.rpartition(".")[0] in layers}
+
     def end(self) -> None:
         """Called when the update has ended, whether complete or not."""
         self._watched_methods.close()
@@ -254,7 +288,18 @@ class LoadedWeights:
         for (name, key, _), number in zip(parts, numbers([value for _, _, value in parts]), strict=True):
             digests.setdefault(name, []).append((key, number))
         unproven = [s.name for s in update.received if not self._parts[s] and s not in self._computed]
-        return WorkerAnswer(self._local_problem(live), digests, unproven)
+        return WorkerAnswer(self._local_problem(live), digests, unproven, self._together())
+
+    def _together(self) -> list[list[str]]:
+        """See `WorkerAnswer`. A layer with a computed value is left out, as are layers joined to it by a tensor."""
+        of_layer: dict[str, set[str]] = defaultdict(set)
+        for sent, parts in self._parts.items():
+            for part in parts:
+                of_layer[part.place.parameter.rpartition(".")[0]].add(sent.name)
+        computed = {place.parameter.rpartition(".")[0] for place in self._update.computed_digests}
+        for layer in computed:
+            of_layer[layer] |= {_COMPUTED, *(sent.name for sent in self._computed)}
+        return [names for names in joined(of_layer.values()) if _COMPUTED not in names]
 
     def _local_problem(self, live: dict[str, Tensor]) -> str | None:
         from .vllm_compat import packed_products
@@ -275,6 +320,8 @@ class LoadedWeights:
                 f"copied into it."
             )
         now = packed_products(self._model)
+        if new := [name for name, product in update.kept_products.items() if now.get(name) is not product]:
+            return f"{', '.join(new[:3])} ({len(new)} in all) got no weights, and was packed again."
         if old := [name for name, product in update.packed_products.items() if now.get(name) is product]:
             return f"{', '.join(old[:3])} ({len(old)} in all) computes with a packed copy of earlier weights."
         return None

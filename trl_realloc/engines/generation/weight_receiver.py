@@ -32,7 +32,7 @@ from .vllm_compat import (
     wait_without_yielding,
 )
 from .vllm_sampler import SeededDraw, SeededRows
-from .weight_proof import LoadedWeights, Sent, WorkerAnswer, difference
+from .weight_proof import LoadedWeights, Sent, WorkerAnswer, difference, joined
 from .weight_sender import Handle
 
 
@@ -56,6 +56,7 @@ class WeightUpdates:
     Attributes:
         unproven: tensors of the latest update that the model does not hold, or from which it holds only computed
             values.
+        together: names of the tensors that each layer of the model is loaded from.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class WeightUpdates:
         self._llm, self._send, self._receive, self._slots = llm, send, receive, slots
         self._sent: dict[str, int] | None = None  # digests of the latest update; None if it is incomplete
         self.unproven: list[str] = []
+        self.together: list[list[str]] = []
 
     def take(self, first: Message) -> str | None:
         """Load buckets as they arrive, through vLLM's weight-transfer interface. No decode step may be in progress.
@@ -85,17 +87,20 @@ class WeightUpdates:
             self._llm.update_weights({"update_info": bucket})
             self._send("free", slot)
             word, *arguments = self._receive()
+        complete, sent, kept = arguments if word == "done" else (False, {}, [])
+        if kept := sorted({*kept} - received):
+            self._llm.collective_rpc("keep_weights", args=(kept,))
         self._llm.finish_weight_update()  # also after an incomplete update: vLLM needs it before the next one
-        complete, sent = arguments if word == "done" else (False, {})
         answers, problem = self._loaded()
         if problem is None and not complete:
             problem = "the sender stopped before the last bucket"
-        if problem is None and (lost := sorted(sent.keys() - received)):
+        if problem is None and (lost := sorted(sent.keys() - received - {*kept})):
             problem = f"{', '.join(lost[:8])} ({len(lost)} in all) did not arrive."
         problem = problem or difference(sent, answers)
         if problem is None:
             self._sent = sent
             self.unproven = sorted(set.intersection(*(set(answer.unproven) for answer in answers)))
+            self.together = joined(names for answer in answers for names in answer.together)
         return problem
 
     def _loaded(self) -> tuple[list[WorkerAnswer], str | None]:
@@ -162,6 +167,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         self.weights = self.weights or LoadedWeights(self.model)
         initialize_layerwise_reload(self.model)
         self.weights.begin()
+        self._kept: set[str] = set()
         self._expected = before & self._names()  # without those that vLLM computes from others, which are gone now
 
     def receive_weights(self, update_info: SharedMemoryBucket) -> None:
@@ -182,6 +188,14 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
         except Exception:
             self.problem = traceback.format_exc()
 
+    def keep(self, names: Sequence[str]) -> None:
+        """Leave the layers that these tensors were loaded into as they are."""
+        try:
+            assert self.weights is not None, "an update has begun"
+            self._kept = self.weights.keep(names)
+        except Exception:
+            self.problem = self.problem or traceback.format_exc()
+
     def _names(self) -> set[str]:
         return {name for name, _ in self.model.named_parameters()}
 
@@ -196,12 +210,13 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
 
     def finish_weight_update(self) -> None:
         try:
-            missing = not_loaded(self._expected, self._loaded)
+            expected = self._expected - self._kept
+            missing = not_loaded(expected, self._loaded)
             missing |= {f"part of {name}" for name in incomplete_layers(self.model)}
-            empty = sorted(unloaded_parameters(self.model, self._expected - missing))
+            empty = sorted(unloaded_parameters(self.model, expected - missing))
             finalize_layerwise_reload(self.model, self.model_config)
             # a tied head is not loaded, so its packed copy on the CPU has the old weights
-            for layer in _tied_layers(self.model):
+            for layer in _tied_layers(self.model, self._kept):
                 layer.quant_method.process_weights_after_loading(layer)
             if missing and self.problem is None:
                 self.problem = f"no bucket held {', '.join(sorted(missing)[:8])} ({len(missing)} in all)."
@@ -244,14 +259,15 @@ def plain_tensors(model: nn.Module, device: torch.device) -> list[Tensor]:
     return [tensor for tensor in small if tensor.untyped_storage().data_ptr() not in storages]
 
 
-def _tied_layers(model: nn.Module) -> list[Any]:
-    """The layers that share the weight of an earlier layer."""
+def _tied_layers(model: nn.Module, kept: set[str]) -> list[Any]:
+    """The layers that share the weight of an earlier layer, except for the weights with the names `kept`."""
+    left_out = {id(parameter) for name, parameter in model.named_parameters() if name in kept}
     seen: set[int] = set()
     tied = []
     for layer in model.modules():
         weight = layer._parameters.get("weight")
         if weight is not None:
-            tied += [layer] if id(weight) in seen else []
+            tied += [layer] if id(weight) in seen - left_out else []
             seen.add(id(weight))
     return tied
 
@@ -327,13 +343,17 @@ class RolloutWorker:
             return f"{type(error).__name__}: {error}"
         return None
 
+    def keep_weights(self, names: Sequence[str]) -> None:
+        """Called before the end of an update that leaves these tensors out."""
+        self.weight_transfer_engine.keep(names)
+
     def loaded_weights(self) -> WorkerAnswer:
         """The outcome of the last weight update on this worker, and the digests of its memory now."""
         transfer = self.weight_transfer_engine
         if transfer.problem is not None or transfer.weights is None:
-            return WorkerAnswer(transfer.problem, {}, [])
+            return WorkerAnswer(transfer.problem, {}, [], [])
         try:
             answer: WorkerAnswer = transfer.weights.answer()
         except Exception:
-            return WorkerAnswer(traceback.format_exc(), {}, [])
+            return WorkerAnswer(traceback.format_exc(), {}, [], [])
         return answer

@@ -179,26 +179,44 @@ def _handle(memory: Tensor) -> Handle:
     return uuid, reduce_tensor(memory)[1]
 
 
+class SentWeights(NamedTuple):
+    """The outcome of sending an update.
+
+    Args:
+        problem: the reason why the engine does not have the parameters as sent; `None` if it has.
+        stopped_s: seconds for which it stopped decoding.
+        unproven: tensors that its model does not hold, or from which it holds only computed values.
+        together: names of the tensors that each layer of its model is loaded from.
+        digests: of all of its parameters, by name.
+        bytes: that were sent.
+    """
+
+    problem: str | None
+    stopped_s: float
+    unproven: list[str]
+    together: list[list[str]]
+    digests: dict[str, int]
+    bytes: int
+
+
 def send_weights(
     process: EngineProcess,
     buffers: WeightBuffers,
     buckets: Iterable[Bucket],
     version: int,
     take: Callable[[Message], bool],
-) -> tuple[str | None, float, list[str]]:
-    """Send the parameters of a `load` bucket by bucket, then their digests. `weight_receiver` has the other side.
+    kept: Mapping[str, int],
+) -> SentWeights:
+    """Send the parameters of a `load` bucket by bucket, then the digests of all. `weight_receiver` has the other side.
     While one bucket is loaded the next one is filled. Slots on the GPU are freed afterwards.
 
     Args:
         take: handles messages of a generation meanwhile, as in `EngineProcess.expect`.
-
-    Returns:
-        The reason why the engine does not have the parameters as sent, or `None`; seconds for which it stopped
-        decoding; tensors that its model does not hold, or from which it holds only computed values.
+        kept: digests of the tensors that the engine has and that the buckets may lack.
     """
     process.send("load", version)
     limit_s, free, complete = process.limits.load, [0, 1], False
-    digests: dict[str, int] = {}
+    digests, size = dict(kept), 0
     try:
         for bucket in buckets:
             if not free:
@@ -207,6 +225,7 @@ def send_weights(
             filled = buffers.fill(slot, bucket)
             if filled.tensors:
                 digests |= {name: number for (name, *_), number in zip(filled.tensors, filled.digests, strict=True)}
+                size += filled.size
                 process.send("bucket", slot, filled.size, filled.tensors, filled.handle)
             else:
                 free.append(slot)
@@ -214,8 +233,9 @@ def send_weights(
     finally:
         try:
             if process.is_running:
-                process.send("done", complete, digests)
-                problem, stopped_s, unproven = process.expect("loaded", "loading weights", limit_s, ("free",), take)
+                process.send("done", complete, digests, list(kept))
+                answer = process.expect("loaded", "loading weights", limit_s, ("free",), take)
         finally:
             buffers.release_gpu()
-    return problem, stopped_s, unproven
+    problem, stopped_s, unproven, together = answer
+    return SentWeights(problem, stopped_s, unproven, together, digests, size)

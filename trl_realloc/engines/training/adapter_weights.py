@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from ..quantized import dequantized, is_quantized
 
 
 _BASE = "base_model.model."  # prefix of the base model's names in a PEFT model
@@ -50,7 +53,11 @@ def trains_base(model: PreTrainedModel) -> bool:
 
 
 class Adapters:
-    """The modules of PEFT in a model: which parameters they adapt, and which they replace."""
+    """The modules of PEFT in a model: which parameters they adapt, and which they replace.
+
+    Attributes:
+        quantized: the layer of each quantized weight, by the weight's name in the model.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -58,6 +65,9 @@ class Adapters:
 
         modules = dict(model.named_modules(remove_duplicate=False))
         self._tuned = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
+        self.quantized = {f"{name}.weight": module for name, module in modules.items() if is_quantized(module)}
+        # of the weights that are not quantized, and of dequantized ones
+        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         # parameters that all adapter layers share, as VB-LoRA's vectors
         self._shared = [p for name, p in model.named_parameters() if not name.startswith(_BASE)]
         # prefix of a wrapper -> prefix of the module that computes in its place
@@ -86,9 +96,12 @@ class Adapters:
         it when they are full."""
         layers = [self._tuned[owner] for owner in self._owners(name)]
         if not layers:
-            return (parameter,), parameter.detach
+            packed = self.quantized.get(name)
+            return (parameter,), parameter.detach if packed is None else partial(dequantized, packed, self._dtype)
         others = tuple(p for p in dict.fromkeys([*layers[0].parameters(), *self._shared]) if p is not parameter)
-        return (parameter, *others), partial(_merged, parameter, layers)
+        if not is_quantized(layers[-1].get_base_layer()):
+            return (parameter, *others), partial(_merged, parameter, layers)
+        return (parameter, *others), partial(_merged_quantized, parameter, layers[-1], self._dtype)
 
     def _owners(self, name: str) -> list[str]:
         """The adapter layers around a parameter, the outermost first: PEFT wraps a module once for each of its
@@ -117,3 +130,23 @@ def _merged(parameter: nn.Parameter, layers: Sequence[Any]) -> Tensor:
             base.data = data
         for layer, merged in zip(layers, merged_before, strict=True):
             layer.merged_adapters[:] = merged
+
+
+def _merged_quantized(parameter: nn.Parameter, layer: Any, dtype: torch.dtype) -> Tensor:
+    """A quantized base layer's weight in floating point, or its bias, after PEFT's merge of LoRA by `layer`. PEFT's own
+    merge would quantize the sum again, by 14 nats on a 135M model."""
+    from peft.tuners.lora.layer import Linear
+
+    base, merged_before = layer.get_base_layer(), list(layer.merged_adapters)
+    if parameter is base.bias and not any(layer.lora_bias.values()):
+        return parameter.data
+    plain: Any = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+    plain.weight = nn.Parameter(dequantized(base, torch.float32), requires_grad=False)
+    plain.bias = None if base.bias is None else nn.Parameter(base.bias.data, requires_grad=False)
+    layer.base_layer = plain
+    try:
+        Linear.merge(layer, safe_merge=True)
+        return plain.bias.data if parameter is base.bias else plain.weight.data.to(dtype)
+    finally:
+        layer.base_layer = base
+        layer.merged_adapters[:] = merged_before

@@ -21,7 +21,7 @@ from ...algorithms.rollout import Ragged, Rollouts
 from ...plan.batching import stage_batches
 from ...plan.model_spec import FAMILIES, ModelSpec
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
+from ..base import BUCKET_BYTES, Bucket, EngineError, Rate, SourceDigests
 from ..mesh_group import SplitGroups, in_buckets
 from ..parameter_pieces import Piece
 from ..requests import SamplingMask
@@ -259,8 +259,16 @@ class MegatronEngine:
         names = set(self._trained_names) or {name for name, _ in named}
         return {name: [(box_of(p), local(p.data))] for name, p in named if name in names}
 
+    def source_digests(self) -> SourceDigests:
+        return {}
+
     def export(
-        self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
+        self,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        merged: bool = True,
+        names: Collection[str] | None = None,
+        without: Collection[str] = (),
     ) -> Iterator[Bucket]:
         """Full tensors on the mesh's first rank, empty buckets on the others.
 

@@ -18,7 +18,7 @@ from ...algorithms.algorithm import TokenLoss
 from ...algorithms.nonfinite import NonFiniteError, refusal
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, Rate
+from ..base import BUCKET_BYTES, Bucket, Rate, SourceDigests
 from ..mesh_group import MeshGroup
 from ..parameter_pieces import Piece
 from ..training_state import (
@@ -36,7 +36,7 @@ from .heads import RoleHead, autocast
 from .micro_batches import CachedGraphs, run_forward, run_training
 from .optimizer_state import GroupSettings, MasterWeights
 from .packed_row import PackedRow
-from .weight_export import buckets, check_names, specs_of, whole_pieces
+from .weight_export import buckets, check_names, source_digests, specs_of, whole_pieces
 from .weight_source import fill
 
 
@@ -212,10 +212,18 @@ class ReplicatedEngine:
         self.scaler.update(self.scaler.get_scale() if self.scaler.is_enabled() else None)
         raise error
 
+    def source_digests(self) -> SourceDigests:
+        return source_digests(self.head.model)
+
     def export(
-        self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
+        self,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        merged: bool = True,
+        names: Collection[str] | None = None,
+        without: Collection[str] = (),
     ) -> Iterator[Bucket]:
-        return buckets(self.head.model, None, bucket_bytes, merged=merged, names=names)
+        return buckets(self.head.model, None, bucket_bytes, merged=merged, names=names, without=without)
 
     def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:
         return whole_pieces(self.export(piece_bytes, merged=False, names=names))

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..base import BUCKET_BYTES, Bucket, EngineError
+from ..base import BUCKET_BYTES, Bucket, EngineError, SourceDigests
 from ..mesh_group import in_buckets
 from ..parameter_pieces import Piece
+from ..quantized import elements, stored
 from ..training_state import TensorSpec
 from ..transformers_compat import form_in_checkpoint, tied_names
+from ..weight_digest import digest, numbers
 from .adapter_weights import Adapters
 from .deepspeed_compat import full_shape
 
@@ -35,6 +38,16 @@ class _Weight:
     name: str
     sources: tuple[nn.Parameter, ...]
     compute: Callable[[], Tensor]
+    quantized: Any = None  # the layer of a quantized weight
+
+    def stored(self, source: nn.Parameter) -> list[Tensor]:
+        """The tensors with a source's values."""
+        is_packed = self.quantized is not None and source is self.quantized.weight
+        return stored(self.quantized) if is_packed else [source.detach()]
+
+    def bytes(self, full_bytes: Callable[[nn.Parameter], int]) -> int:
+        # in float32, as which it is computed
+        return full_bytes(self.sources[0]) if self.quantized is None else 4 * elements(self.quantized)
 
 
 def buckets(
@@ -44,6 +57,7 @@ def buckets(
     *,
     merged: bool = True,
     names: Collection[str] | None = None,
+    without: Collection[str] = (),
     full_bytes: Callable[[nn.Parameter], int] = lambda parameter: parameter.nbytes,
 ) -> Iterator[Bucket]:
     """Yield the model's parameters as full tensors, in buckets of at most `bucket_bytes` or of one larger tensor. Under
@@ -56,16 +70,39 @@ def buckets(
         merged: True for checkpoint names, with adapters merged into the weights. False for the module's names, with
             the adapters as separate parameters.
         names: parameters to export if not `merged`; `None` for all.
+        without: checkpoint names of tensors to leave out if `merged`.
         full_bytes: returns the bytes of a full parameter, if they are partitioned.
     """
     gather = gather or (lambda parameters: contextlib.nullcontext())
     rename = partial(checkpoint_names, model) if merged else list
     weights = _weights(model) if merged else (w for w in _plain(model) if names is None or w.name in names)
-    for bucket in in_buckets(weights, lambda weight: full_bytes(weight.sources[0]), bucket_bytes):
+    if without:
+        weights = (weight for weight, stored in _with_names(model, weights) if not stored <= frozenset(without))
+    for bucket in in_buckets(weights, lambda weight: weight.bytes(full_bytes), bucket_bytes):
         with torch.no_grad(), gather(list(dict.fromkeys(p for weight in bucket for p in weight.sources))):
             yield rename([(weight.name, weight.compute()) for weight in bucket])
     if merged and (others := persistent_buffers(model)):
         yield checkpoint_names(model, list(others.items()))
+
+
+def source_digests(model: PreTrainedModel) -> SourceDigests:
+    """See `base.ScoringEngine.source_digests`."""
+    frozen = [weight for weight in _weights(model) if not any(p.requires_grad for p in weight.sources)]
+    tensors = [[tensor for source in weight.sources for tensor in weight.stored(source)] for weight in frozen]
+    values = iter(numbers([digest(tensor) for sources in tensors for tensor in sources]))
+    digests = {w.name: tuple(itertools.islice(values, len(t))) for w, t in zip(frozen, tensors, strict=True)}
+    return {name: digests[weight.name] for weight, stored in _with_names(model, frozen) for name in stored}
+
+
+def _with_names(model: PreTrainedModel, weights: Iterable[_Weight]) -> Iterator[tuple[_Weight, frozenset[str]]]:
+    """Each weight with the names of the tensors that it is in a checkpoint."""
+    weights = list(weights)
+    empty = [(w.name, torch.empty(w.sources[0].shape, device="meta")) for w in weights]
+    kept = {name for name, _ in checkpoint_names(model, empty)}
+    for weight, item in zip(weights, empty, strict=True):
+        # a tensor at a time takes 1 ms
+        named = [weight.name] if weight.name in kept else [name for name, _ in checkpoint_names(model, [item])]
+        yield weight, frozenset(named)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -113,7 +150,7 @@ def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
     named = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (clean := adapters.checkpoint_name(name)) is not None:
-            named[clean] = _Weight(clean, *adapters.computed(name, parameter))
+            named[clean] = _Weight(clean, *adapters.computed(name, parameter), adapters.quantized.get(name))
     tied = tied_names(model.get_base_model())
     for name, weight in named.items():
         other = named.get(tied.get(name, ""))

@@ -21,7 +21,7 @@ from ...algorithms.algorithm import TokenLoss
 from ...algorithms.nonfinite import refusal
 from ...algorithms.rollout import Ragged, Rollouts
 from ...realloc.transfer import Parts
-from ..base import BUCKET_BYTES, Bucket, EngineError, Rate
+from ..base import BUCKET_BYTES, Bucket, EngineError, Rate, SourceDigests
 from ..mesh_group import MeshGroup
 from ..parameter_pieces import Piece
 from ..torch_compat import extensions_folder
@@ -42,7 +42,7 @@ from .micro_batches import placeholder, run_forward, run_training
 from .optimizer_state import GroupSettings
 from .packed_row import PackedRow
 from .replicated import whole_parts
-from .weight_export import buckets, check_names, specs_of, whole_pieces
+from .weight_export import buckets, check_names, source_digests, specs_of, whole_pieces
 from .weight_source import fill, source_of
 from .zero_gradients import GradientMemory, check_gradients, loss_scale, set_loss_scale
 from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
@@ -229,11 +229,25 @@ class ZeroEngine:
                 raise error
         self.version += 1
 
+    def source_digests(self) -> SourceDigests:
+        return source_digests(self.head.model) if self.stage < 3 else {}
+
     def export(
-        self, bucket_bytes: int = BUCKET_BYTES, *, merged: bool = True, names: Collection[str] | None = None
+        self,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        merged: bool = True,
+        names: Collection[str] | None = None,
+        without: Collection[str] = (),
     ) -> Iterator[Bucket]:
         return buckets(
-            self.head.model, self._gather, bucket_bytes, merged=merged, names=names, full_bytes=compat.full_bytes
+            self.head.model,
+            self._gather,
+            bucket_bytes,
+            merged=merged,
+            names=names,
+            without=without,
+            full_bytes=compat.full_bytes,
         )
 
     def pieces(self, piece_bytes: int, names: Collection[str] | None = None) -> Iterator[Sequence[Piece]]:

@@ -11,9 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...engines.base import Bucket, GenerationEngine
+from ...engines.base import Bucket, GenerationEngine, ScoringEngine
 from ...realloc.layout import Box, whole
 from ...realloc.transfer import Parts
+
+
+def load_merged(generator: GenerationEngine, engine: ScoringEngine) -> None:
+    """Load an engine's parameters into a generation engine, with adapters merged and without those that the generation
+    engine has. Not for parameters that ranks hold in parts."""
+    frozen = engine.source_digests()
+    generator.load(engine.export(without=generator.kept(frozen)), engine.version, frozen)
 
 
 STALE = -1  # the version of parameters that are absent or incomplete
@@ -162,4 +169,4 @@ class CopiedEngineSink(EngineSink):
 
     def receive(self, stream: Iterator[Parts], version: int) -> None:
         super().receive(stream, version)
-        self.generator.load(self.copied_engine.export(), version)
+        load_merged(self.generator, self.copied_engine)

@@ -23,7 +23,7 @@ from ...plan.assignment import sleeps
 from ...plan.dataflow import CallKind, Role
 from ...plan.execution_plan import ExecutionPlan
 from ..parameters.cpu_offload import CPUOffload, DroppedCopy, move_to_host
-from ..parameters.parameter_sinks import STALE
+from ..parameters.parameter_sinks import STALE, load_merged
 from ..parameters.reallocation import Moved, Reallocation
 from ..process_groups import destroy_groups, make_groups, make_reallocation_groups, make_split_groups
 from .engine_builder import EngineBuilder
@@ -314,7 +314,7 @@ class Placement:
         elif self._gathers(call):
             self._gather_along(call, source, generator)
         elif generator is not None and generator.version != source.version:
-            generator.load(source.export(), source.version)
+            load_merged(generator, source)
 
     def _gathers(self, call: str) -> bool:
         """True if loading the generation engines gathers sharded parameters, a collective of the training's mesh."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
@@ -32,6 +31,7 @@ from ...engines.training.packed_attention import base_of
 from ...plan.dataflow import Role
 from .config_checks import ConfigError, by_transformers
 from .input_checks import check_stop_token
+from .obstacles import config_obstacles, model_obstacles
 
 
 if TYPE_CHECKING:
@@ -136,62 +136,6 @@ def check_read_in_parts(model: PreTrainedModel, argument: str) -> None:
         logger.warning(f"{why}, as in TRL.")
         return
     raise ModelError(f"{why}; put it on one of these{'' if argument == 'value_model' else ', or give a function'}.")
-
-
-class Obstacle(NamedTuple):
-    """A property of a model that no engine supports.
-
-    Args:
-        refusal: sentence with which PPO refuses the model.
-        reason: reason for which Accelerate trains the model in GRPO and RLOO.
-    """
-
-    refusal: str
-    reason: str
-
-
-def quantized(argument: str) -> Obstacle:
-    return Obstacle(
-        f"{argument} is quantized: no engine trains, scores with or moves packed parameters, not even under an "
-        f"adapter; load it without quantization_config (memory: LoRA over a bfloat16 model, or zero_stage 3).",
-        "the model is quantized, and the engines do not train packed weights, not even under an adapter",
-    )
-
-
-def model_obstacles(model: PreTrainedModel, argument: str) -> Iterator[Obstacle]:
-    """The obstacles of a loaded model: it is quantized, compiled, spread over devices, or already split."""
-    base = base_of(model)
-    if getattr(base, "is_quantized", False):
-        yield quantized(argument)
-    if hasattr(model, "_orig_mod") or hasattr(base, "_orig_mod"):
-        yield Obstacle(
-            f"{argument} is compiled (torch.compile); pass the model itself: ragged batches change shape.",
-            "the model is compiled (torch.compile), and packed samples change the shape of every forward",
-        )
-    devices = set(map(str, (getattr(base, "hf_device_map", None) or {}).values()))
-    if len(devices) > 1:
-        yield Obstacle(
-            f"{argument} is spread over {', '.join(sorted(devices))} (device_map); load it without device_map: the "
-            f"execution plan sets which device holds which part.",
-            "the model is spread over several devices (device_map), and a plan places whole models",
-        )
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        yield Obstacle(
-            f"{argument} is split already (tp_plan or a device mesh); load it whole, or give its name or path: the "
-            f"execution plan splits it.",
-            "the model is split already (tp_plan or a device mesh), and a plan splits whole models",
-        )
-
-
-def config_obstacles(config: PretrainedConfig, argument: str) -> Iterator[Obstacle]:
-    """The obstacles in a model's Transformers config."""
-    if getattr(config, "is_encoder_decoder", False):
-        yield Obstacle(
-            f"{argument} is an encoder-decoder ({config.model_type}); PPO here is for decoders.",
-            f"{config.model_type} is an encoder-decoder, and the engines train decoders",
-        )
-    if getattr(config, "quantization_config", None):
-        yield quantized(argument)
 
 
 def check_adapter_kind(peft_config: PeftConfig, argument: str) -> None:
@@ -424,6 +368,10 @@ def check_adapter_kinds(model: PreTrainedModel | str, peft_config: PeftConfig | 
     """
     if peft_config is not None:
         check_trained_adapter(peft_config, "peft_config")
+        if getattr(peft_config, "init_lora_weights", None) == "loftq" and not torch.cuda.is_available():
+            raise ModelError(
+                "peft_config: PEFT computes init_lora_weights 'loftq' by CUDA, which is not available; use another one."
+            )
     if not isinstance(model, str):
         for config in dict(getattr(model, "peft_config", None) or {}).values():
             check_trained_adapter(config, "model")

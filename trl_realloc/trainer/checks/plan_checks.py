@@ -133,6 +133,22 @@ def check_adapters_split(adapters: Mapping[str, PeftConfig], plan: ExecutionPlan
         )
 
 
+def check_unsplit(call: str, assignment: Assignment) -> None:
+    """Refuse an assignment that splits or shards a policy's quantized weights.
+
+    Raises:
+        PlanError: names the setting.
+    """
+    if assignment.engine == "vllm":  # its weights are dequantized
+        return
+    split = element_sharding(assignment) or parameter_distribution(assignment)
+    if split or assignment.engine == "megatron":
+        raise PlanError(
+            f"{call} has {split or 'engine megatron'}, and the policy's quantized weights can be neither split nor "
+            f"sharded; use engine zero with zero_stage: 0, as plan: flatten does."
+        )
+
+
 def check_sharding(optimizer: str, splits: TrainingSplits, plan: ExecutionPlan) -> None:
     """Refuse a plan that shards parameters that the optimizer needs whole.
 

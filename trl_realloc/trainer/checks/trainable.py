@@ -15,7 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from ...engines.dropout import dropout_rates
 from ...engines.model_configs import ModelError
 from ...engines.training.packed_attention import base_of
-from .model_checks import check_trained_adapter, config_obstacles, model_obstacles, quantized
+from .model_checks import check_trained_adapter
+from .obstacles import config_obstacles, model_obstacles, quantized_obstacles
 from .unfollowed_settings import Then, unfollowed_settings
 
 
@@ -39,12 +40,10 @@ def why_not_trained(
         model: the policy, with or without adapters; or its Transformers config, before it is loaded.
         peft_config: config of an adapter to be added to the policy.
         environment: environment variables of the launcher.
-        quantization_config: setting for loading the model.
+        quantization_config: setting for loading a model passed by name.
         trainer: class of the trainer, maybe a user's.
     """
-    reason = next(_reasons(args, model, peft_config, environment), None)
-    if quantization_config is not None:
-        reason = reason or quantized("model").reason
+    reason = next(_reasons(args, model, peft_config, environment, quantization_config), None)
     if reason is None and (method := own_optimizer(trainer)) is not None:
         reason = (
             f"{method} makes the optimizer, and each engine makes its part of one; the argument `optimizers` can be "
@@ -81,6 +80,7 @@ def _reasons(
     model: PreTrainedModel | PretrainedConfig,
     peft_config: PeftConfig | None,
     environment: Mapping[str, str],
+    quantization_config: object,
 ) -> Iterator[str]:
     is_loaded = isinstance(model, nn.Module)
     config = model.config if is_loaded else model
@@ -91,6 +91,8 @@ def _reasons(
         yield from (obstacle.reason for obstacle in model_obstacles(model, "model"))
         yield from _class_reasons(model)
     adapters = [*dict(getattr(model, "peft_config", None) or {}).values(), *([peft_config] if peft_config else [])]
+    settings = None if is_loaded else quantization_config
+    yield from (o.reason for o in quantized_obstacles(model, peft_config, settings))
     for adapter in adapters:
         try:
             check_trained_adapter(adapter, "the model")

@@ -17,7 +17,7 @@ from ...algorithms.trainer_loss import TrainerLoss
 from ...common.notices import notice
 from ...engines.generation.sampling_checks import engine_only_settings, why_not_moved
 from ...engines.model_configs import most_positions, read_config
-from ...engines.models import check_trains, has_adapters
+from ...engines.models import changes_base, check_trains, has_adapters
 from ...engines.requests import Sampling
 from ...engines.training.weight_source import fill
 from ...plan.algorithm_graphs import grpo_graph
@@ -30,9 +30,17 @@ from ..accelerate_plugin import ReallocationPlugin
 from ..checks import model_checks
 from ..checks.config_checks import ConfigError, best_model_problems
 from ..checks.input_checks import check_context, check_positions
+from ..checks.obstacles import check_quantized
 from ..checks.optimizer_checks import check_optimizer
 from ..checks.unfollowed_settings import Then, unfollowed_settings
-from ..grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype, reward_dtype
+from ..grpo_config import (
+    PolicyConfig,
+    check_init_kwargs,
+    given_attention,
+    given_dtype,
+    given_quantization,
+    reward_dtype,
+)
 from ..run.job_builder import policy_job
 from ..run.plan_request import PlanRequest, read_plan_request
 from ..run.role_models import reward_sources, role_configs
@@ -122,6 +130,7 @@ def _given(args: PolicyConfig, inputs: Mapping[str, Any]) -> TrainerInputs:
         reward_argument="reward_funcs",
         attention=given_attention(args),
         reward_dtype=reward_dtype(args),
+        quantization_config=given_quantization(args, model, inputs.get("quantization_config")),
     )
 
 
@@ -147,6 +156,7 @@ def _check_models(
     model_checks.check_adapter_kinds(model, inputs.peft_config)
     config = request.policy_config if isinstance(model, str) else read_config(model, "model")
     model_checks.check_config_of(config, model, "model")
+    check_quantized(model, config, inputs.peft_config, inputs.quantization_config)
     if not isinstance(model, str) and inputs.peft_config is None:
         check_trains(model, "model")
     configs = role_configs(inputs, graph, config, given_dtype(args, config))
@@ -155,8 +165,8 @@ def _check_models(
         model_checks.check_read_in_parts(reward, inputs.reward_argument)
     check_optimizer(args, inputs.optimizer, inputs.scheduler, {"model": model})
     inputs = replace(inputs, processing_class=inputs.processing_class or _load_tokenizer(args, model))
-    copies_adapter = has_adapters(model) and Role.REFERENCE in graph.roles
-    return RunInputs(args, plugin, request, rank, inputs, graph, rewards, configs, copies_adapter=copies_adapter)
+    copies = Role.REFERENCE in graph.roles and (has_adapters(model) or changes_base(inputs.peft_config))
+    return RunInputs(args, plugin, request, rank, inputs, graph, rewards, configs, copies_adapter=copies)
 
 
 def _load_tokenizer(args: PolicyConfig, model: Any) -> Any:

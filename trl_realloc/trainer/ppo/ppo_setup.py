@@ -10,13 +10,14 @@ from torch import nn
 from ...algorithms.ppo import PPO
 from ...algorithms.rewards import check_columns_free
 from ...engines.model_configs import read_config
-from ...engines.models import check_trains
+from ...engines.models import changes_base, check_trains
 from ...engines.requests import Sampling
 from ...plan.dataflow import Role
 from ...runtime.calls.generate_and_score import CallSettings
 from ..accelerate_plugin import ReallocationPlugin
 from ..checks import input_checks, model_checks
 from ..checks.input_checks import SpecialTokens
+from ..checks.obstacles import check_quantized
 from ..checks.optimizer_checks import check_optimizer
 from ..ppo_config import PPOConfig
 from ..run.job_builder import ppo_job, sampling_temperature
@@ -90,6 +91,7 @@ def _check_inputs(
     model, ref_model, value_model = inputs.model, inputs.ref_model, inputs.value_model
     model_checks.check_models(model, ref_model, value_model, inputs.rewards)
     model_checks.check_adapters(args, model, inputs.peft_config)
+    check_quantized(model, request.policy_config, inputs.peft_config)
     tokens = input_checks.special_tokens(args, inputs.processing_class)
     config = request.policy_config if isinstance(model, str) else read_config(model, "model")
     check_optimizer(args, inputs.optimizer, inputs.scheduler, {"model": model, "value_model": value_model})
@@ -102,4 +104,6 @@ def _check_inputs(
     if isinstance(value_model, nn.Module):
         check_trains(value_model, "value_model")
     adapters = args.model_adapter_name, args.ref_adapter_name
-    return RunInputs(args, plugin, request, rank, inputs, graph, rewards, configs, adapters), tokens
+    copies = changes_base(inputs.peft_config) and ref_model is None
+    run = RunInputs(args, plugin, request, rank, inputs, graph, rewards, configs, adapters, copies_adapter=copies)
+    return run, tokens

@@ -48,6 +48,8 @@ class PolicyAndValueWrapper(nn.Module):
             parameters on the `meta` device.
     """
 
+    is_quantized = False  # Trainer refuses a quantized model that is not a PEFT model itself
+
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
         super().__init__()
         self.hold(policy, value_model)

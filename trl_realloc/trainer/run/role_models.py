@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ...engines.models import (
     adapted_policy,
     adapters_off,
     adapts_unread,
+    changes_base,
     check_trains,
     frozen_copy,
     generated_config,
@@ -28,6 +30,7 @@ from ...engines.models import (
     shell,
     with_adapters,
 )
+from ...engines.quantized import without_quantization
 from ...plan.dataflow import DataflowGraph, Role
 from ...plan.execution_plan import ExecutionPlan
 from ...runtime.placement.engine_builder import has_part
@@ -53,7 +56,7 @@ def role_configs(
         config: policy config of the checkpoint.
         dtype: dtype of a policy passed by name.
     """
-    config = loaded_config(config, inputs.model, attention=inputs.attention)
+    config = without_quantization(loaded_config(config, inputs.model, attention=inputs.attention))
     configs = {Role.ACTOR: [trained_config(config, inputs.model, dtype)]}
     if Role.REFERENCE in graph.roles:
         configs[Role.REFERENCE] = [config if inputs.ref_model is None else read_config(inputs.ref_model, "ref_model")]
@@ -88,7 +91,9 @@ def build_roles(run: RunInputs, plan: ExecutionPlan) -> tuple[Any, Roles]:
     inputs, (config,), seed = run.given, run.configs[Role.ACTOR], run.args.seed
     adapter, ref_adapter = run.adapter_names
     if run.copies_adapter:
-        ref_adapter = keep_adapter(inputs.model)
+        ref_adapter = REF_ADAPTER
+        if has_adapters(inputs.model):
+            keep_adapter(inputs.model)
     policy, adapted, reference = _policy_and_reference(run, plan, adapter, ref_adapter)
     generated = generated_config(config, adapted_policy(policy, config, inputs.peft_config))
     models = {
@@ -129,7 +134,8 @@ def _policy_and_reference(
     inputs, (config,), seed = run.given, run.configs[Role.ACTOR], run.args.seed
     model, peft_config = inputs.model, inputs.peft_config
     in_parts = peft_config is None or adapts_unread(peft_config)
-    load = partial(load_policy, in_parts=in_parts, attention=inputs.attention)
+    quantization = inputs.quantization_config
+    load = partial(load_policy, in_parts=in_parts, attention=inputs.attention, quantization_config=quantization)
     has_policy = has_part(plan, Role.ACTOR, run.rank, peft_config is not None or has_adapters(model))
     with seeded(seed):
         is_used = has_policy or not isinstance(model, str)
@@ -142,6 +148,8 @@ def _policy_and_reference(
     if has_policy:
         with seeded(seed):
             policy = without_dropout(with_adapters(policy, peft_config, adapter))
+        if run.copies_adapter and peft_config is not None:
+            keep_adapter(policy)
         check_trains(policy, "model")
     return policy, adapted, reference
 
@@ -181,8 +189,11 @@ def _load_seeded(seed: int, load: Callable[..., Any], model: Any, *, trained: bo
 
 def keep_adapter(model: Any) -> str:
     """Add a copy of the trained adapter, with its current weights, under TRL's name for it: the reference of a policy
-    whose adapter was trained before."""
-    model.add_adapter(REF_ADAPTER, model.peft_config["default"])
+    whose adapter was trained before, or without which the base is another model."""
+    config = copy.deepcopy(model.peft_config["default"])
+    if changes_base(config):
+        config.init_lora_weights = True  # otherwise PEFT would take a part out of the base once more
+    model.add_adapter(REF_ADAPTER, config)
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if "default" in parts:  # the last part of `trainable_tokens_delta.default`

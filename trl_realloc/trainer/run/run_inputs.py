@@ -37,8 +37,8 @@ class RunInputs:
         rewards: the reward models and functions of the plan.
         configs: the Transformers config of every model of every role.
         adapter_names: names of the trained adapter and of the reference's; `None` for a policy with only one.
-        copies_adapter: whether the reference is a copy of the policy's original adapter, stored beside it as in TRL's
-            GRPO.
+        copies_adapter: whether the reference is a copy of the policy's original adapter, stored beside it: of an
+            adapter that was trained before, as in TRL's GRPO, or that changes the base (`changes_base`).
     """
 
     args: PPOConfig | PolicyConfig
@@ -68,7 +68,7 @@ class RunInputs:
         """The format of the policy's quantized weights; `None` if they are not quantized."""
         model = self.given.model
         config = self.request.policy_config if isinstance(model, str) else getattr(model, "config", None)
-        return Quantization.of(getattr(config, "quantization_config", None))
+        return Quantization.of(self.given.quantization_config or getattr(config, "quantization_config", None))
 
     def changes(self) -> dict[Role, str]:
         """The user's changes to a role's model objects (`model_changes`), in words; without roles that have none."""

@@ -21,13 +21,14 @@ from ...plan.execution_plan import ExecutionPlan
 from ...plan.quantization import Quantization
 from ...profiling.auto_plan import JobPlan, known_estimate, plan_job
 from ...profiling.job import Job
+from ...profiling.job_models import POLICIES
 from ...runtime.calls.generate_and_score import CallSettings
 from ...runtime.launch.hosts import Process, check_gpus
 from ...runtime.launch.launcher import announce
 from ...runtime.placement.engine_options import EngineOptions
 from ...runtime.placement.roles import Roles
 from ..checks.model_checks import check_generated
-from ..checks.plan_checks import check_adapters_split, check_plan, check_sharding
+from ..checks.plan_checks import check_adapters_split, check_plan, check_sharding, check_unsplit
 from .job_builder import compute_dtype, launched_deepspeed_config
 from .optimizer_sharding import OptimizerSharding
 from .optimizers import LearningRates, make_optimizer, part_of, without_parameters, without_whole
@@ -132,6 +133,12 @@ class PlanCheck:
                     f"{name} has engine megatron, which splits the modules of a model, and the {role}'s has "
                     f"{self.changes[role]}; use engine zero."
                 )
+            if (
+                self.quantization is not None
+                and role in POLICIES
+                and not (role is Role.REFERENCE and self.own_reference)
+            ):
+                check_unsplit(name, assignment)
         precision, deepspeed = compute_dtype(self.args), launched_deepspeed_config(self.args)
         adapted = [Role.ACTOR] if self.adapters else []
         check_plan(
@@ -190,8 +197,11 @@ def plan_run(
         ConfigError, ModelError, PlanError: see `plan_job` and `build_roles`.
     """
     inputs, request = run.given, run.request
-    engines = tuple(engine for engine in job.engines if engine != "megatron" or not check.changes)
-    job = replace(job, check=check, engines=engines, splits=check.sharding.splits_with(check.adapters))
+    engines = tuple(engine for engine in job.engines if engine != "megatron" or not (check.changes or check.quantization is not None))
+    splits = check.sharding.splits_with(check.adapters)
+    if check.quantization is not None:
+        splits = replace(splits, elements=False, parameters=False)
+    job = replace(job, check=check, engines=engines, splits=splits)
     if request.plan is not None:
         job_plan = known_estimate(job, request.plan)
     else:
