@@ -7,7 +7,7 @@ import contextlib
 import pickle
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,10 +17,6 @@ from ...engines.model_configs import ModelError
 from ...runtime.call_server import CallServer
 from .ahead import PromptsAhead
 from .single_candidates import SingleCandidates
-
-
-if TYPE_CHECKING:
-    from .turns import Turns
 
 
 Generated = tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]
@@ -76,6 +72,16 @@ def length_limits(max_model_len: int) -> Any:
     return SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len)))
 
 
+class TurnTaking(Protocol):
+    """Completions that take several turns (`turns.Turns`)."""
+
+    def first_turns(self, prompt_ids: Sequence[Sequence[int]]) -> Rollouts | None:
+        """The responses of the first turn, if all turns are drawn at once."""
+
+    def refuse_use(self) -> None:
+        """Raise `ConfigError` if completions are calling tools."""
+
+
 class EngineGeneration:
     """Stands in for `trl.generation.vllm_generation.VLLMGeneration`, with the attributes and methods that TRL's GRPO
     and RLOO trainers use.
@@ -103,7 +109,7 @@ class EngineGeneration:
         max_model_len: int,
         ahead: PromptsAhead,
         forced: SingleCandidates,
-        turns: Turns,
+        turns: TurnTaking,
         eos_token_id: int | None = None,
     ) -> None:
         self.calls, self.ahead, self.forced, self.turns = calls, ahead, forced, turns
