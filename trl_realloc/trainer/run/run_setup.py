@@ -197,7 +197,11 @@ def plan_run(
         ConfigError, ModelError, PlanError: see `plan_job` and `build_roles`.
     """
     inputs, request = run.given, run.request
-    engines = tuple(engine for engine in job.engines if engine != "megatron" or not (check.changes or check.quantization is not None))
+    engines = tuple(
+        engine
+        for engine in job.engines
+        if engine != "megatron" or not (check.changes or check.quantization is not None)
+    )
     splits = check.sharding.splits_with(check.adapters)
     if check.quantization is not None:
         splits = replace(splits, elements=False, parameters=False)
