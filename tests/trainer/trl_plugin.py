@@ -24,6 +24,7 @@ from trl_realloc.trainer.trl_compat import HAS_TRL_PPO
 
 CLASSES = "TRL_TESTS_CLASSES"  # the module whose classes are tested
 OUTCOMES = "TRL_TESTS_OUTCOMES"  # the file to write
+SETTING = "TRL_TESTS_SETTING"  # of every config: NAME=VALUE, with VALUE in JSON
 NAMES = {"trl": ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")}
 if HAS_TRL_PPO:
     NAMES["trl.experimental.ppo"] = ("PPOConfig", "PPOTrainer")
@@ -83,21 +84,24 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Generator[None]:
-    """A test that gives the model a `generate` of its own gets it called: a vLLM engine, which this package takes where
-    nothing else is said, runs in a process of its own and knows nothing of it."""
-    if not os.environ.get(CLASSES) or 'patch.object(trainer.model, "generate"' not in inspect.getsource(item.function):
-        return (yield)
-    configs = [getattr(importlib.import_module(os.environ[CLASSES]), name, None) for name in NAMES["trl"]]
+    """The configs of the tested classes have the given setting. A test that gives the model a `generate` of its own
+    gets it called: a vLLM engine, which this package takes where nothing else is said, runs in a process of its own and
+    knows nothing of it."""
+    name, _, value = os.environ.get(SETTING, "").partition("=")
+    settings = {name: json.loads(value)} if name else {}
+    if 'patch.object(trainer.model, "generate"' in inspect.getsource(item.function):
+        settings["use_vllm"] = False
     with contextlib.ExitStack() as patches:
-        for config in configs:
-            if config is not None and hasattr(config, "use_vllm"):
-                patches.enter_context(patch.object(config, "__post_init__", _in_process(config.__post_init__)))
+        for config in NAMES["trl"] if os.environ.get(CLASSES) else ():
+            kind = getattr(importlib.import_module(os.environ[CLASSES]), config, None)
+            if hasattr(kind, "use_vllm"):
+                patches.enter_context(patch.object(kind, "__post_init__", _with(settings, kind.__post_init__)))
         return (yield)
 
 
-def _in_process(check: Callable[[Any], None]) -> Callable[[Any], None]:
+def _with(settings: dict[str, Any], check: Callable[[Any], None]) -> Callable[[Any], None]:
     def checked(self: Any) -> None:
-        self.use_vllm = False
+        vars(self).update({name: value for name, value in settings.items() if hasattr(self, name)})
         check(self)
 
     return checked

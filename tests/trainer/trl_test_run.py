@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_data import ROWS, TRAIN_ROWS
-from trl_plugin import CLASSES, OUTCOMES
+from trl_plugin import CLASSES, OUTCOMES, SETTING
 from trl_sources import LAST_SDIST_WITH_TESTS, TestFiles, qwen_ranks
 from trl_stand_in_images import write_image_models
 from trl_stand_ins import qwen_tokenizer, write_remote_model, write_text_models, write_vllm_model
@@ -81,6 +81,7 @@ def run_pytest(
     *,
     classes: str | None = None,
     rows: int = TRAIN_ROWS,
+    setting: str = "",
     modules: Sequence[Path] = (),
     outcomes: Path | None = None,
 ) -> int:
@@ -102,6 +103,7 @@ def run_pytest(
         CLASSES: classes or "",
         ROWS: str(rows),
         OUTCOMES: str(outcomes or ""),
+        SETTING: setting,
         "PYTHONPATH": os.pathsep.join([str(here.parent), str(here.parents[2]), *map(str, modules)]),
     }
     command = [sys.executable, "-m", "pytest", "-p", "trl_plugin", "-p", "no:cacheprovider", *arguments]
@@ -121,6 +123,7 @@ def run_files(
     *,
     classes: str | None = None,
     rows: int = TRAIN_ROWS,
+    setting: str = "",
     options: Sequence[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Outcome, reason and seconds of every test of some files, under its pytest id.
@@ -137,7 +140,15 @@ def run_files(
         write_image_models(root / "hub", tokenizer)
         paths = lay_out(files, names, root)
         outcomes = root / "outcomes.json"
-        run_pytest(root, [*paths, *options], classes=classes, rows=rows, modules=files.wheels, outcomes=outcomes)
+        run_pytest(
+            root,
+            [*paths, *options],
+            classes=classes,
+            rows=rows,
+            setting=setting,
+            modules=files.wheels,
+            outcomes=outcomes,
+        )
         return read_outcomes(outcomes)
 
 

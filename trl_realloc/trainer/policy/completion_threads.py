@@ -4,6 +4,7 @@ of the trainer."""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,10 @@ class Asked(NamedTuple):
     what: str
     value: Any
     answer: Future[Any]
+
+
+# in the threads and tasks of a completion: the object that runs it, also after it has failed
+RUNS_THIS = contextvars.ContextVar["CompletionThreads | None"]("RUNS_THIS", default=None)
 
 
 class CompletionThreads:
@@ -92,17 +97,19 @@ class CompletionThreads:
             while len(results) < len(functions):
                 self._check()
                 prompts: dict[int, list[int]] = {}
-                for question in self._received(wait_s):
+                received = self._received(wait_s)
+                for question in received:  # all of them before a result may raise: somebody waits for the answers
                     position, what, value, _ = question
-                    if what == "end":
-                        results[position] = value.result()
-                        ended(results)
-                    elif what == "tools called":
+                    if what == "tools called":
                         called.add(position)
-                    else:
+                    elif what != "end":
                         asked[position] = question
                         if what == "turn":
                             prompts[position] = value
+                for position, what, value, _ in received:
+                    if what == "end":
+                        results[position] = value.result()
+                        ended(results)
                 running = set(range(len(functions))) - results.keys()
                 tool = self._next_tool(asked, called, running)
                 if tool is not None:
@@ -128,6 +135,7 @@ class CompletionThreads:
         return asked[position]
 
     def _run(self, position: int, function: Callable[[], Any]) -> None:
+        RUNS_THIS.set(self)
         with contextlib.suppress(Stopped):
             self.ask(position, "end", outcome_of(function))
 

@@ -19,7 +19,7 @@ from ...runtime.call_server import CallServer
 from ...runtime.calls.generate_and_score import FAILURE_POLL_S
 from ..checks.config_checks import ConfigError
 from ..checks.trainable import users_method
-from .completion_threads import CompletionThreads, Draw
+from .completion_threads import RUNS_THIS, CompletionThreads, Draw
 from .group_rewards import GroupRewards
 from .one_completion import OneCompletion
 from .planned_generation import for_trl
@@ -218,12 +218,13 @@ class Turns:
         Raises:
             ConfigError: completions are calling tools. The run fails by this error too.
         """
-        if self._threads is not None:
+        threads = self._threads or RUNS_THIS.get()
+        if threads is not None:
             error = ConfigError(
                 "a tool used the trainer while completions were generated; let tools use no trainer, and use it in a "
                 "callback."
             )
-            self._threads.fail(error)
+            threads.fail(error)
             raise error
 
 
