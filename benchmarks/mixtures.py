@@ -1,4 +1,4 @@
-"""GRPO of mixtures of experts: NeMo-RL's published iterations, and this planner's estimates by the devices' data sheets.
+"""GRPO of mixtures of experts: NeMo-RL's published iterations, and this planner's estimates by devices' data sheets.
 
     python benchmarks/mixtures.py [--json FILE] [--time-limit SECONDS]
 
@@ -75,8 +75,10 @@ def main() -> None:
     found = []
     for row in rows(arguments.time_limit):
         found.append(row)
-        print(f"{row['model']} {row['cluster']}: published {row['published_s']:g} s, estimated {row['estimated_s']} s, "
-              f"{row['memory_gb']} GB")
+        print(
+            f"{row['model']} {row['cluster']}: published {row['published_s']:g} s, estimated {row['estimated_s']} s, "
+            f"{row['memory_gb']} GB"
+        )
         for name, layout in row["calls"].items():
             print(f"  {name}: {layout}")
     if arguments.json:

@@ -39,7 +39,9 @@ def rows(time_limit: float) -> Iterator[list[str]]:
     """The cells of each row."""
     for name, clusters in CLUSTERS.items():
         recipe = read_recipe(RECIPES / f"{name}.yaml", PROMPT_TOKENS)
-        own = ExecutionPlan.load(RECIPES / (f"{Path(name).parent}/plan.yaml" if name.endswith("/ppo") else f"{name}-plan.yaml"))
+        own = ExecutionPlan.load(
+            RECIPES / (f"{Path(name).parent}/plan.yaml" if name.endswith("/ppo") else f"{name}-plan.yaml")
+        )
         episodes = recipe.workload(parse_cluster(clusters[0])[0]).episodes
         for cluster in clusters:
             shipped = own if cluster == clusters[0] else None
