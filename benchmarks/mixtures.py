@@ -1,4 +1,4 @@
-"""GRPO of mixtures of experts: NeMo-RL's published iterations, and this planner's estimates by the devices' data sheets.
+"""GRPO of mixtures of experts: NeMo-RL's published iterations, and this planner's estimates by devices' data sheets.
 
     python benchmarks/mixtures.py [--json FILE] [--time-limit SECONDS]
 

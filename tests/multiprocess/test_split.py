@@ -25,6 +25,25 @@ def shallow(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 TWO = {"num_hidden_layers": 2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS |= {"shared_expert_intermediate_size": 24}
+GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe, 6 experts on 4 ranks": {"tp": 4, "config": {"num_key_value_heads": 4, "mlp_only_layers": [0]}, **BOTH},
+    "qwen2_moe, dp2 tp2": {"tp": 2, "shard": True, **BOTH},
+    "mixtral, tp2 pp2": {"tp": 2, "pp": 2, "config": {"num_local_experts": 5}},
+    "olmoe, dp2 tp2": {"tp": 2, "config": {"clip_qkv": 0.5}},
+    "granitemoe, tp2 pp2": {"tp": 2, "pp": 2, "config": {"num_local_experts": 6, **GRANITE}},
+    "glm4_moe, tp2 pp2": {"tp": 2, "pp": 2, "config": {"n_routed_experts": 6, "use_qk_norm": True}},
+    "qwen3_moe, adapters": {"tp": 2, "lora": {"target_modules": ["q_proj", "o_proj"]}},
+    # most micro-batches have no token for some rank's experts
+    "qwen3_moe, recomputed activations": {
+        "tp": 4,
+        "checkpointing": True,
+        "tokens": 8,
+        "config": {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 1},
+    },
+}
 FOUR: dict[str, dict[str, Any]] = {
     "dp4": {**BOTH},
     "dp4, optimizer sharded": {"shard": True},
@@ -92,6 +111,16 @@ FOUR: dict[str, dict[str, Any]] = {
             "gpt_neox": {},
         }.items()
         for split, degrees in {"dp2 tp2": {"tp": 2, **BOTH}, "dp2 pp2": {"pp": 2}}.items()
+    },
+    # `save_pretrained` counts the experts' tensors, which share memory, as one when it divides them among files
+    **{
+        name: {
+            "family": name.partition(",")[0],
+            "shard_size": "1GB",
+            **case,
+            "config": {**EXPERTS, **case.get("config", {})},
+        }
+        for name, case in MIXTURES.items()
     },
 }
 # the heads of SmolLM2-135M; three does not divide 131 tokens and 52 channels

@@ -16,6 +16,7 @@ from trl_realloc.planner.cost.activation_memory import layer_activations
 TOKENS = 200  # no dimension of a weight
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 8}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64, "pad_token_id": 0}
+SIZES |= {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
 
 
 def spec_of(family: str, kind: str) -> ModelSpec:
@@ -49,7 +50,7 @@ def saved_bytes(family: str, kind: str, layers: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["float32", "autocast", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"])
 def test_a_layers_activations_are_those_that_pytorch_saves(family: str, kind: str) -> None:
     of_layer = saved_bytes(family, kind, 2) - saved_bytes(family, kind, 1)
     assert layer_activations(spec_of(family, kind)).of(1) * TOKENS == pytest.approx(of_layer, rel=0.02)

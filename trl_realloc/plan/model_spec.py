@@ -109,8 +109,7 @@ class ModelSpec:
             experts_per_token: the field of `ModelSpec`.
         """
         parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
-        sizes: dict[str, Any] = {"vocabulary": vocabulary, "experts_per_token": experts_per_token}
-        return ModelSpec("", parameters, bytes_per_element, **sizes)
+        return ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary, experts_per_token=experts_per_token)
 
     @cached_property
     def elements(self) -> int:
@@ -296,9 +295,9 @@ class ModelSpec:
         return ", ".join(what for what, rest in rests.items() if rest)
 
     def forward_flops(self, tokens: int, squared_lengths: int = 0) -> int:
-        """FLOPs of one forward: 2 per matrix element and token that it computes (the embedding is a lookup, and a token
-        uses a few experts), and for attention 4 per layer, query channel and pair of positions. These are the terms 8sh² + 4s²h + 6shi and 2svh of ReaL, section
-        8.1, expressed in the parameters' sizes.
+        """FLOPs of one forward: 2 per token and matrix element that computes it (the embedding is a lookup, and a
+        token uses a few experts), and for attention 4 per layer, query channel and pair of positions. These are the
+        terms 8sh² + 4s²h + 6shi and 2svh of ReaL, section 8.1, expressed in the parameters' sizes.
 
         Args:
             tokens: number of tokens of all samples.

@@ -211,7 +211,7 @@ def _channels(values: Mapping[str, Any]) -> set[int]:
 
 
 def _mixture(prefix: str, sizes: ModelSizes, values: Mapping[str, Any], layer: int) -> Iterator[ParameterSpec]:
-    """Router and experts of a layer. Whole experts are divided; each rank has the router and the shared expert's gate."""
+    """Router and experts of a layer. Whole experts are divided; each rank has the router and the shared one's gate."""
     hidden, family = sizes.hidden, sizes.family
     count, inner, shared = int(expert_count(values)), int(values[MIXTURES[family]]), _shared_channels(values)
     router = ParameterSpec(f"{prefix}.{'router' if family == 'granitemoe' else 'gate'}.weight", (count, hidden), layer)

@@ -27,15 +27,22 @@ _LEAF, _ENTERED = "_trl_realloc_leaf", "_trl_realloc_entered"  # attributes of a
 
 class _Enter(torch.autograd.Function):
     """Passes the input, which every rank of the group has, to layers whose outputs are divided. Each rank computes a
-    part of its gradient, and the backward sums the parts."""
+    part of its gradient, and the backward sums the parts.
+
+    The backward reads a saved tensor before it sums. Checkpointing computes a layer again when the first saved tensor
+    is read, with sums over the group. A rank without tokens for its experts has read none of the experts', and would
+    sum the gradient before it, the other ranks after it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: MeshGroup) -> Tensor:
         ctx.group = group
+        ctx.save_for_backward(x.new_empty(0))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        assert len(ctx.saved_tensors) == 1
         gradient = gradients[0].contiguous()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None

@@ -45,9 +45,9 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
     | of each of a token's experts: its input and output, and the same of its MLP | m (2 hidden + 4 intermediate) |
     | of the router: scores, as they are chosen and as they weigh | (a + 8) experts |
 
-    m is the larger of p and a, because torch's grouped products do not follow autocast. p and a are the bytes of an element of the parameters and of the activations; q and kv the channels of all heads. A
-    model whose MLP has no gate keeps less than this estimate. 0 for a model of which only the parameter shapes are
-    known.
+    m is the larger of p and a, because torch's grouped products do not follow autocast. p and a are the bytes of an
+    element of the parameters and of the activations; q and kv the channels of all heads. A model whose MLP has no gate
+    keeps less than this estimate. 0 for a model of which only the parameter shapes are known.
     """
     if not spec.layers:
         return LayerActivations(0.0, 0.0)

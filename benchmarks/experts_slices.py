@@ -1,0 +1,100 @@
+"""Mixtures whose experts are divided over the ranks, against the whole model: the largest difference over random splits.
+
+    python benchmarks/experts_slices.py [--plans 10] [--seed 0] [FAMILY ...]
+
+`slices_differences` gives the column `slices_difference` of `experts.py`. Each plan draws the ranks (2 or 4), tp, pp, the
+number of experts and those of a token, ZeRO stage 1, checkpointing and the tokens of a micro-batch. Tiny models train two
+steps in float32 and score (`tests/multiprocess/split.py`): log-probabilities, entropies, the norm of the gradient,
+parameters, and the optimizer's state, also after a resumption under another plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import result_file
+
+
+SCRIPT = result_file.ROOT / "tests" / "multiprocess" / "split.py"
+FOLDERS = ("", "tests", "tests/trainer", "tests/engines", "tests/multiprocess")
+COUNT = {"glm4_moe": "n_routed_experts", "granitemoe": "num_local_experts", "mixtral": "num_local_experts"}
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe")
+EXACT = ("files unlike save_pretrained's", "bits lost in loading")  # counts, which are 0
+
+
+def slices_differences(families: Sequence[str] = FAMILIES, plans: int = 10, seed: int = 0) -> dict[str, float]:
+    """The largest difference of each family from the whole model, over so many random plans.
+
+    Raises:
+        RuntimeError: a launch failed, or a saved or loaded model was not bitwise the same.
+    """
+    cases: dict[int, dict[str, Any]] = {2: {}, 4: {}}
+    for family in families:
+        draw = random.Random(f"{seed} {family}")
+        for plan in range(plans):
+            ranks, case = _case(draw, family)
+            cases[ranks][f"{family}, plan {plan}"] = case
+    largest = dict.fromkeys(families, 0.0)
+    for ranks, drawn in cases.items():
+        for name, gaps in _launched(ranks, drawn).items():
+            family = name.partition(",")[0]
+            if any(gaps.pop(what) for what in EXACT):
+                raise RuntimeError(f"{name}: a saved or loaded model is not the same: {drawn[name]}")
+            largest[family] = max(largest[family], *gaps.values())
+    return largest
+
+
+def _case(draw: random.Random, family: str) -> tuple[int, dict[str, Any]]:
+    ranks = draw.choice([2, 4])
+    tp = draw.choice([n for n in (2, 4) if n <= ranks])
+    experts = draw.choice([3, 5, 6, 8])
+    config = {
+        COUNT.get(family, "num_experts"): experts,
+        "num_experts_per_tok": draw.choice([1, 2, 3]),
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "num_hidden_layers": draw.choice([2, 3]),
+        "num_key_value_heads": 4,
+    }
+    case = {"family": family, "tp": tp, "pp": draw.choice([1, ranks // tp]), "config": config, "shard_size": "1GB"}
+    settings = {"shard": draw.random() < 0.5, "checkpointing": draw.random() < 0.5, "tokens": draw.choice([8, 20, 40])}
+    return ranks, {**case, **settings}
+
+
+def _launched(ranks: int, cases: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The differences of each case, of one launch of `split.py`."""
+    if not cases:
+        return {}
+    paths = os.pathsep.join(str(result_file.ROOT / folder) for folder in FOLDERS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*launcher, str(SCRIPT), folder, json.dumps({"cases": cases})]
+        made = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            raise RuntimeError(f"{ranks} ranks ended with exit status {made.returncode}: {made.stderr[-2000:]}")
+        return {name: json.loads((Path(folder) / f"{name}.json").read_text())["policy"] for name in cases}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=FAMILIES, metavar="FAMILY", help="by default all")
+    parser.add_argument("--plans", type=int, default=10, help="random plans of each family")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for family, difference in slices_differences(arguments.families, arguments.plans, arguments.seed).items():
+        print(f"{family}: {difference:.2g}")
+
+
+if __name__ == "__main__":
+    main()
