@@ -1,11 +1,11 @@
-"""Mixtures whose experts are divided over the ranks, against the whole model: the largest difference over random splits.
+"""Mixtures whose experts are divided over the ranks, against whole models: the largest difference over random splits.
 
     python benchmarks/experts_slices.py [--plans 10] [--seed 0] [FAMILY ...]
 
-`slices_differences` gives the column `slices_difference` of `experts.py`. Each plan draws the ranks (2 or 4), tp, pp, the
-number of experts and those of a token, ZeRO stage 1, checkpointing and the tokens of a micro-batch. Tiny models train two
-steps in float32 and score (`tests/multiprocess/split.py`): log-probabilities, entropies, the norm of the gradient,
-parameters, and the optimizer's state, also after a resumption under another plan.
+`slices_differences` gives the column `slices_difference` of `experts.py`. Each plan draws the ranks (2 or 4), tp, pp,
+the number of experts and those of a token, ZeRO stage 1, checkpointing and the tokens of a micro-batch. Tiny models
+train two steps in float32 and score (`tests/multiprocess/split.py`): log-probabilities, entropies, the norm of the
+gradient, parameters, and the optimizer's state, also after a resumption.
 """
 
 from __future__ import annotations

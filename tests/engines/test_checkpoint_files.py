@@ -166,6 +166,22 @@ def test_of_a_mixture_no_expert_of_another_layer_is_read(family: str, tmp_path: 
     assert sum(read_bytes) == sum(p.nbytes for p in kept.values())
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_rank_reads_the_matrices_of_its_own_experts(family: str, tmp_path: Path, read_bytes: list[int]) -> None:
+    AutoModelForCausalLM.from_config(copy.deepcopy(MIXTURES[family])).save_pretrained(tmp_path)
+    expected, model = at_once(load_policy, tmp_path), in_parts(load_policy, tmp_path)
+    source = source_of(model)
+    assert source is not None
+    with source.reading() as read:
+        for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"):
+            whole = expected.get_parameter(name).detach()
+            for low, high in ((0, 1), (1, 3), (3, 3), (0, 4)):
+                read_bytes.clear()
+                target = torch.empty_like(whole[low:high])
+                read(name, ((low, high), *((0, size) for size in whole.shape[1:])), target)
+                assert torch.equal(target, whole[low:high]) and sum(read_bytes) == target.nbytes
+
+
 def test_every_stage_reads_its_own_parameters_and_no_other(tmp_path: Path, read_bytes: list[int]) -> None:
     """GPT-NeoX's head has another name in its checkpoints."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,20 @@ class Conversion:
             converter.add_tensor(self.first, key, pattern, tensors(key).to(self.dtype))
         computed = converter.convert(self.first, model=structure, config=structure.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in computed.items()}
+
+    def of_rows(self, low: int, high: int) -> tuple[Conversion, int]:
+        """The computation of the indices `low` to `high - 1` of the first dimension from the tensors of these indices
+        alone, and the first index that it computes. All indices, unless each tensor becomes one of them, as the
+        matrices of experts do."""
+        stack, *others = getattr(self.converter, "operations", None) or [None]
+        is_stack = type(stack).__name__ == "MergeModulelist" and stack.dim == 0
+        if not is_stack or any(type(op).__name__ != "Concatenate" or op.dim == 0 for op in others):
+            return self, 0
+        of_pattern: dict[str, list[tuple[str, str]]] = {}
+        for pattern, key in self.sources:
+            of_pattern.setdefault(pattern, []).append((pattern, key))
+        sources = tuple(source for rows in of_pattern.values() for source in rows[low:high])
+        return replace(self, sources=sources), low
 
 
 @dataclass

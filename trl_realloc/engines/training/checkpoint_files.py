@@ -56,20 +56,28 @@ class CheckpointFiles:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Read]:
         computed: dict[str, Tensor] = {}  # results of the latest conversion, perhaps several parameters
+        sources: tuple[tuple[str, str], ...] = ()  # the tensors that they were computed from
         with opened(self.files) as handles:
 
             def read(name: str, box: Box, target: Tensor) -> None:
+                nonlocal sources
+                if not target.numel():
+                    return
                 index = tuple(slice(start, stop) for start, stop in box) or ...
                 name = self._aliases.get(name, name)
                 if (key := self._keys.get(name)) is not None:
                     target.copy_(handles[key].get_slice(key)[index])
                     return
-                if name not in computed:
+                (low, high), *others = box
+                conversion, first = self._conversions[name].of_rows(low, high)
+                if name not in computed or sources != conversion.sources:
                     assert self._structure is not None, "a model with conversions keeps its structure"
                     computed.clear()
                     whole_tensor = lambda key: handles[key].get_tensor(key)  # noqa: E731
-                    computed.update(self._conversions[name].compute(whole_tensor, self._structure))
-                target.copy_(computed[name][index])
+                    computed.update(conversion.compute(whole_tensor, self._structure))
+                    sources = conversion.sources
+                part = computed[name][low - first : high - first]
+                target.copy_(part[(slice(None), *(slice(start, stop) for start, stop in others))])
 
             yield read
 
