@@ -105,7 +105,7 @@ def _ppo_trainer(script: RunArguments, model: ModelConfig, rewards: list[Any], *
     if further := sorted(_loading(model)):
         raise RecipeError(f"{' and '.join(further)}: PPO loads models by their own settings; load them in a script.")
     if quantized := [name for name in QUANTIZED if getattr(model, name)]:
-        raise RecipeError(f"{' and '.join(quantized)}: PPO trains no quantized models; leave it out.")
+        raise RecipeError(f"{' and '.join(quantized)}: PPO takes a quantized policy from a script alone; leave it out.")
     policy = model.model_name_or_path or args.sft_model_path
     path = script.reward_model_name_or_path or args.reward_model_path
     is_given = path != next(field.default for field in dataclasses.fields(args) if field.name == "reward_model_path")
