@@ -21,6 +21,7 @@ from transformers.utils import logging
 from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ...algorithms.rollout import Ragged, Rollouts
+from ...algorithms.router_loss import ROUTER_COUNTS, ROUTER_PROBS
 from ...engines.base import BackgroundEngine, Generation, Rate, ScoringEngine
 from ...engines.model_configs import table_positions
 from ...engines.requests import Completion, GenerationRequest, Sampling, Unfinished
@@ -224,7 +225,8 @@ def forward(
     placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step, *, keeps: bool = True
 ) -> Rollouts:
     """Compute the call's outputs for this rank's samples: a number per token from a policy or a value model, a number
-    per sample from a role of the kind `score`. The second output of a policy is the entropy at each token.
+    per sample from a role of the kind `score`. The second output of a policy is the entropy at each token. A policy
+    with an auxiliary loss adds the columns of its routers.
 
     Args:
         keeps: a model that will be trained on the samples may keep their graphs. Not for streamed samples: their order
@@ -240,6 +242,7 @@ def forward(
         return Rollouts()
     columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)
     outputs = {name: out[column] for name, column in zip(call.outputs, columns, strict=False)}
+    outputs |= {name: out[name] for name in (ROUTER_COUNTS, ROUTER_PROBS) if name in out}
     return Rollouts(index=samples.tensor("index"), **outputs)
 
 

@@ -190,7 +190,8 @@ class EngineBuilder:
     def _head(self, role: Role, model: PreTrainedModel) -> RoleHead:
         match self.roles[role].kind:
             case "policy":
-                return PolicyHead(model, self.options.temperature, self.options.sampling_mask)
+                sums = self.options.router_sums and role in self.graph.trained_roles
+                return PolicyHead(model, self.options.temperature, self.options.sampling_mask, router_sums=sums)
             case "value":
                 return ValueHead(model)
             case "score":

@@ -31,6 +31,7 @@ from ..checks import model_checks
 from ..checks.config_checks import ConfigError, best_model_problems
 from ..checks.input_checks import check_context, check_positions
 from ..checks.optimizer_checks import check_optimizer
+from ..checks.trainable import router_loss_coefficient
 from ..checks.unfollowed_settings import Then, unfollowed_settings
 from ..grpo_config import PolicyConfig, check_init_kwargs, given_attention, given_dtype, reward_dtype
 from ..run.job_builder import policy_job
@@ -203,7 +204,8 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
         context_length=context,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    options = replace(job.options, sampling_mask=None if args.full_vocabulary_logprobs else sampling.mask)
+    mask = None if args.full_vocabulary_logprobs else sampling.mask
+    options = replace(job.options, sampling_mask=mask, router_sums=router_loss_coefficient(args, config) != 0.0)
     return replace(job, options=options, streams=not turns and stays is None)
 
 
