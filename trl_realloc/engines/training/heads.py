@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
 from ...algorithms.router_loss import router_sums
+from ...plan.algorithm_graphs import ROUTES
 from ...plan.assignment import MAX_LOGITS
 from ...plan.batching import PrefixTree
 from ..dropout import has_dropout
@@ -29,6 +30,7 @@ from .expert_routing import experts_per_token, recorded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, shares_rows
 from .packed_row import PackedRow
 from .probe_model import packs
+from .router_replay import ARGUMENT, replays, routes_of
 from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced
 from .tensor_parallel import is_split
 from .token_logprobs import TokenLogprobs
@@ -154,6 +156,7 @@ class PolicyHead(RoleHead):
     Args:
         sampling_mask: tokens of the distribution, see `TokenLogprobs`.
         router_sums: whether to compute also what the auxiliary loss of a mixture of experts needs (`router_loss`).
+        replays_routes: whether to compute with the experts of the column `routes`, if the samples have it.
     """
 
     def __init__(
@@ -163,8 +166,10 @@ class PolicyHead(RoleHead):
         sampling_mask: SamplingMask | None = None,
         *,
         router_sums: bool = False,
+        replays_routes: bool = False,
     ) -> None:
         super().__init__(model)
+        self._routers = replays(model) if replays_routes else 0
         self.temperature, self.sampling_mask, self.router_sums = temperature, sampling_mask, router_sums
         # (logits, targets, temperature, support) -> logprobs, entropy; `vocab_parallel` for tensor parallelism
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = TokenLogprobs.apply
@@ -178,11 +183,14 @@ class PolicyHead(RoleHead):
 
     def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples, packed_row)
+        width = arguments["input_ids"].shape[1]
+        if self._routers and ROUTES in samples:
+            arguments[ARGUMENT] = routes_of(samples, row, column, width, packed_row, self._routers)
         with recorded(self.model if self.router_sums else None) as router_logits:
             outputs = self._of_responses(samples, dict(arguments), row, column)
         if not router_logits:
             return outputs
-        device, width = router_logits[0].device, arguments["input_ids"].shape[1]
+        device = router_logits[0].device
         of_sample = on_device(torch.repeat_interleave(torch.arange(len(samples)), samples.lengths), device)
         token_places = on_device(row * width + column, device)
         top_k = experts_per_token(base_of(self.model).config)

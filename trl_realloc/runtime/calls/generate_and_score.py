@@ -26,6 +26,7 @@ from ...engines.base import BackgroundEngine, Generation, Rate, ScoringEngine
 from ...engines.model_configs import table_positions
 from ...engines.requests import Completion, GenerationRequest, Sampling, Unfinished
 from ...engines.training.replicated import ReplicatedEngine
+from ...plan.algorithm_graphs import ROUTES
 from ...plan.dataflow import Call, Role
 from ...plan.spans import REWARD_FUNCTION, Span
 from ..placement.placement import Placement
@@ -205,7 +206,8 @@ def completed(
     names: Sequence[str] = ("responses", "logprobs"),
 ) -> Rollouts:
     """The columns of finished completions: token ids int64 and log-probabilities float32, ragged; and `has_eos` (n,)
-    bool, true if the response ended (`Completion.stopped` or `eos_token_id`) before its length limit.
+    bool, true if the response ended (`Completion.stopped` or `eos_token_id`) before its length limit. Completions with
+    routes also have the column `routes`.
 
     Args:
         names: names of the columns of token ids and log-probabilities.
@@ -218,6 +220,10 @@ def completed(
             [c.stopped or eos_token_id in c.token_ids for c in completions], dtype=torch.bool
         ),
     }
+    recorded = next((torch.from_numpy(c.routes) for c in completions if c.routes is not None), None)
+    if recorded is not None:  # a completion from a checkpoint without routes has none
+        routes = [recorded[:0] if c.routes is None else torch.from_numpy(c.routes) for c in completions]
+        columns[ROUTES] = Ragged.of(routes, recorded.dtype)
     return Rollouts(index=torch.tensor([c.index for c in completions], dtype=torch.long), **columns)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -31,6 +31,7 @@ from ...runtime.calls.training_calls import GRAD_NORM
 from ..checks.config_checks import ConfigError
 from ..checks.trainable import users_method
 from ..trl_compat import is_scaled_for_accumulation
+from .sampled_routes import SampledRoutes
 from .step_buffer import LossBatch, MicroBatch, Rows, StepBuffer
 
 
@@ -48,14 +49,15 @@ class EngineLoss:
     Args:
         trainer: a `PlannedPolicyTrainer`.
         calls: runs the calls.
+        routes: experts of the completions.
 
     Attributes:
         step_buffer: micro-batches of the current optimizer step.
         untrained: number of micro-batches whose optimizer step is still to come, or has failed.
     """
 
-    def __init__(self, trainer: Trainer, calls: CallServer) -> None:
-        self.trainer, self.calls = trainer, calls
+    def __init__(self, trainer: Trainer, calls: CallServer, routes: SampledRoutes) -> None:
+        self.trainer, self.calls, self._routes = trainer, calls, routes
         self.step_buffer = StepBuffer(calls)
         self.untrained = 0
         self._leaves: LossInputs | None = None  # leaves of the current micro-batch
@@ -110,6 +112,8 @@ class EngineLoss:
             raise ConfigError("compute_loss called _get_per_token_logps_and_entropies twice; call it once.")
         later = self._inputs[1:] if trains else ()
         all_rows = [rows, *(Rows.of_inputs(inputs, all_rows=keeps_all) for inputs in later)]
+        all_rows = [replace(part, samples=self._routes.attach(part.samples)) for part in all_rows]
+        rows = all_rows[0]
         if trains and self.trainer.is_in_train and is_computed_in_engines(self.trainer):
             micro_batches = [
                 MicroBatch(inputs, part, rows_with_grad(self.trainer, inputs)[part.numbers])

@@ -18,6 +18,7 @@ from ...engines.model_configs import ModelError
 from ...runtime.call_server import CallServer
 from ..checks.trainable import users_method
 from .ahead import PromptsAhead
+from .sampled_routes import SampledRoutes
 from .single_candidates import SingleCandidates
 from .user_spans import FunctionSpans
 
@@ -88,6 +89,7 @@ class EngineGeneration:
         max_model_len: maximum tokens of a prompt with its completion, which TRL's loop over tool calls reads.
         ahead: announces the prompts of later generations.
         forced: gets the log-probabilities of each generation.
+        routes: gets the experts of each completion.
         eos_token_id: eos token of the policy's tokenizer.
 
     An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
@@ -97,7 +99,7 @@ class EngineGeneration:
         ages: age in generations of the policy that sampled each token of these responses; `None` if all are current.
     """
 
-    __slots__ = ("_prompts", "ages", "ahead", "calls", "eos_token_id", "forced", "llm", "logprobs")
+    __slots__ = ("_prompts", "ages", "ahead", "calls", "eos_token_id", "forced", "llm", "logprobs", "routes")
 
     def __init__(
         self,
@@ -105,9 +107,10 @@ class EngineGeneration:
         max_model_len: int,
         ahead: PromptsAhead,
         forced: SingleCandidates,
+        routes: SampledRoutes,
         eos_token_id: int | None = None,
     ) -> None:
-        self.calls, self.ahead, self.forced = calls, ahead, forced
+        self.calls, self.ahead, self.forced, self.routes = calls, ahead, forced, routes
         self.llm, self.eos_token_id = length_limits(max_model_len), eos_token_id
         self.begin(None)
 
@@ -167,6 +170,7 @@ class EngineGeneration:
             outputs = self.calls.generate(prompts, _texts(given, len(prompts)) if self.calls.reads_texts else None)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
+        self.routes.add(prompts, outputs)
         if given is not None:
             self.forced.begin_generation(self.logprobs)
         return for_trl(prompts, outputs, self.eos_token_id)

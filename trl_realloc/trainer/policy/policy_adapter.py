@@ -39,6 +39,7 @@ from .loss import REFERENCE, EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
 from .planned_generation import EngineGeneration, wrapped_turns
 from .rewards import Scoring
+from .sampled_routes import SampledRoutes
 from .single_candidates import SingleCandidates
 from .taken_over import TakenOver
 from .trl_sampling import tokenizer_of
@@ -76,6 +77,7 @@ class PolicyAdapter:
         self.trainer = trainer
         self.spans = FunctionSpans(trainer)
         self.scoring, self.ahead = Scoring(trainer, self.spans), PromptsAhead(trainer)
+        self.routes = SampledRoutes()
         self._generations = 0  # generations under earlier plans
         self._random_states = _random_states()  # before the latest generation of the training
 
@@ -192,6 +194,7 @@ class PolicyAdapter:
         self._begin_calls(evaluates=not trains)
         self.trainer.vllm_generation.begin([row.get("prompt") for row in rows])
         self.mismatch.begin_generation()
+        self.routes.begin_generation(trains=trains)
         with self.trainer.run.checkpoints.saving_good_state() if trains else contextlib.nullcontext():
             yield
         self.forced.end_generation()
@@ -253,10 +256,15 @@ class PolicyAdapter:
     def follow(self, executor: Executor) -> None:
         trainer = self.trainer
         self.calls = CallServer(executor, self.mode_kept, self._generations)
-        self.loss = EngineLoss(trainer, self.calls)
+        self.loss = EngineLoss(trainer, self.calls, self.routes)
         context_length = executor.placement.options.context_length
         trainer.vllm_generation = EngineGeneration(
-            self.calls, context_length, self.ahead, self.forced, tokenizer_of(trainer.processing_class).eos_token_id
+            self.calls,
+            context_length,
+            self.ahead,
+            self.forced,
+            self.routes,
+            tokenizer_of(trainer.processing_class).eos_token_id,
         )
         # TRL's loop then begins with a generation, like a new trainer's
         trainer._step, trainer._buffered_inputs = 0, None
