@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mixtures
 import tiny
 import trl
 from moved import Forced
@@ -34,6 +35,7 @@ def train(
     generates: bool = False,
     evaluates: bool = False,
     reward_model: bool = False,
+    mixture: str | None = None,
     moves_to: Any = None,
     after: int = 1,
     measures: bool = False,
@@ -49,6 +51,7 @@ def train(
         generates: the plan's engines generate, in the place of fixed responses.
         evaluates: there are prompts for evaluations.
         reward_model: there is a reward model beside the function.
+        mixture: the family of the policy, if it is a mixture of experts.
         moves_to: the plan that the run changes to after so many generations, whatever the planner thinks.
         measures: as soon as the run may measure its machine, it does.
         rows: of the training prompts, if not those of `make`.
@@ -59,6 +62,8 @@ def train(
     given: dict[str, Any] = {"eval_dataset": tiny.prompts(8)} if evaluates else {}
     if reward_model:
         given |= {"reward_funcs": [tiny.classifier(), unequal], "reward_processing_classes": [tiny.tokenizer(), None]}
+    if mixture is not None:
+        given["model"] = mixtures.mixture(mixture)
     if rows is not None:
         given["train_dataset"] = tiny.prompts(rows)
     made = make(library, folder, base=base, given=given, **settings)

@@ -46,6 +46,7 @@ APART: dict[str, Any] = {
 GRPO: dict[str, Any] = {"steps_per_generation": 4, "max_steps": 4, "beta": 0.04, "entropy_coef": 0.1}
 GRPO |= {"mask_truncated_completions": True, "num_generations": 8}
 RLOO: dict[str, Any] = {"kind": "RLOO", "num_iterations": 2, "max_steps": 4}
+MIXTURE: dict[str, Any] = {**GRPO, "beta": 0.0, "mixture": "qwen3_moe", "router_aux_loss_coef": 0.5}
 PLANS: dict[str, Any] = {"flatten": "flatten", "separate": "separate", "tensor parallel": plan(engine="megatron", tp=2)}
 
 
@@ -78,7 +79,13 @@ def test_every_plan_logs_and_learns_what_trl_does_under_ddp(run: Callable[..., P
     runs["resumed"] = {**runs["tensor parallel"], "resumes": "separate/checkpoint-2"}
     runs["RLOO by trl"] = {"by": "trl", "ddp_backend": "gloo", **RLOO}
     runs["RLOO"] = {"by": "trl_realloc", "plan": "separate", **RLOO}
+    # TRL takes the auxiliary loss of a mixture over the samples of one process, a plan over those of all
+    layouts = ("flatten", "separate", plan(engine="zero", dp=2, zero_stage=3))
+    mixtures = {f"mixture {number}": layout for number, layout in enumerate(layouts)}
+    runs |= {name: {"by": "trl_realloc", "plan": layout, **MIXTURE} for name, layout in mixtures.items()}
     folder = run("grpo_plans.py", 2, runs, "grpo", limit_s=150)
+    for name in mixtures:
+        check_equal(folder / name, folder / "mixture 0")
     for name in [*PLANS, "resumed"]:
         check_equal(folder / name, folder / "trl")
     check_equal(folder / "RLOO", folder / "RLOO by trl")

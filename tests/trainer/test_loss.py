@@ -25,6 +25,7 @@ from trl_realloc.trainer.policy.loss import (
     is_computed_in_engines,
     rows_with_grad,
 )
+from trl_realloc.trainer.policy.sampled_routes import SampledRoutes
 from trl_realloc.trainer.policy.step_buffer import LossBatch, MicroBatch, Rows
 
 
@@ -221,7 +222,7 @@ def test_rows_without_any_response_take_part_in_the_calls_of_policy_and_referenc
         placement=SimpleNamespace(started=True), accelerator=SimpleNamespace(device=torch.device("cpu"))
     )
     calls: Any = SimpleNamespace(forward=forward)
-    loss = EngineLoss(trainer, calls)
+    loss = EngineLoss(trainer, calls, SampledRoutes())
     ids, mask = torch.tensor([[3, 7], [4, 7]]), torch.tensor([[1, 0], [1, 0]])
     with torch.no_grad():
         for model in (nn.Identity(), ReferenceInEngine()):

@@ -23,6 +23,7 @@ from trl_realloc.runtime.call_server import CallServer
 from trl_realloc.trainer.policy.ahead import PromptsAhead
 from trl_realloc.trainer.policy.mismatch import EngineMismatch
 from trl_realloc.trainer.policy.planned_generation import EngineGeneration
+from trl_realloc.trainer.policy.sampled_routes import SampledRoutes
 from trl_realloc.trainer.policy.single_candidates import SingleCandidates
 from trl_realloc.trainer.policy.turns import Turns
 from trl_realloc.trainer.run.mismatch_gate import MismatchError
@@ -103,7 +104,7 @@ def trainer_of(**changes: Any) -> Any:
         plan={"actor.generate": SimpleNamespace(engine="vllm")},
         vllm_generation=EngineGeneration(
             cast(CallServer, SimpleNamespace(begin_generation=lambda: None)),
-            *(8, cast(PromptsAhead, None), cast(SingleCandidates, None), cast(Turns, None)),
+            *(8, cast(PromptsAhead, None), cast(SingleCandidates, None), cast(Turns, None), SampledRoutes()),
         ),
         run=SimpleNamespace(checkpoints=SimpleNamespace(saving_good_state=nullcontext)),
         _metrics={"train": defaultdict(list)},

@@ -12,12 +12,12 @@ import tiny
 import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import BartConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import BartConfig, GPT2Config, LlamaConfig, LlavaConfig, PhimoeConfig, Qwen3Config, Qwen3MoeConfig
 from trl import GRPOConfig, RLOOConfig
 
 from trl_realloc import ReallocationPlugin
 from trl_realloc.engines.model_configs import ModelError
-from trl_realloc.trainer.checks.trainable import why_not_trained
+from trl_realloc.trainer.checks.trainable import router_loss_coefficient, why_not_trained
 from trl_realloc.trainer.grpo_config import GRPOConfig as ReallocGRPOConfig
 from trl_realloc.trainer.grpo_config import RLOOConfig as ReallocRLOOConfig
 from trl_realloc.trainer.policy.accelerate_fallback import checkpoint_of_trainer, config_or_model, follow_trl
@@ -45,7 +45,8 @@ def test_dense_text_models_are_trained_by_the_engines(kind: Any, peft_config: An
     [
         ({}, LlavaConfig(), None, "llava reads images"),
         ({}, BartConfig(dropout=0.0), None, "encoder-decoder"),
-        ({}, EXPERTS, None, "mixture of experts with router_aux_loss_coef 0.001"),
+        ({}, PhimoeConfig(num_hidden_layers=1), None, "phimoe has an auxiliary loss, router_aux_loss_coef 0.001"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, EXPERTS, None, "use_reentrant"),
         ({"use_liger_kernel": True}, tiny.config(), None, "Liger"),
         ({"cast_lm_head_to_fp32": True}, tiny.config(), None, "cast_lm_head_to_fp32"),
         ({"sync_ref_model": True}, tiny.config(), None, "sync_ref_model"),
@@ -64,11 +65,17 @@ def test_what_accelerate_must_train_is_named(settings: Any, model: Any, peft_con
     assert reason.startswith("Accelerate trains, because ") and reason.endswith(".") and reason.count(".  ") == 0
 
 
-def test_a_mixture_of_experts_without_its_auxiliary_loss_is_trained_by_the_engines() -> None:
-    assert why_not_trained(SimpleNamespace(router_aux_loss_coef=0.0), EXPERTS, None, {}) is None
-    # newer releases of TRL take the model's own coefficient
-    own = why_not_trained(SimpleNamespace(router_aux_loss_coef=None), EXPERTS, None, {})
-    assert own is not None and "router_aux_loss_coef" in own
+@pytest.mark.parametrize("coefficient", [None, 0.0, 0.001])
+def test_a_mixture_of_experts_is_trained_by_the_engines(coefficient: float | None) -> None:
+    assert why_not_trained(SimpleNamespace(router_aux_loss_coef=coefficient), EXPERTS, None, {}) is None
+
+
+@pytest.mark.parametrize("coefficient", [None, 0.001])
+def test_the_coefficient_of_the_config_or_of_the_model_makes_an_auxiliary_loss(coefficient: float | None) -> None:
+    """Newer releases of TRL take the model's own."""
+    args: Any = SimpleNamespace(router_aux_loss_coef=coefficient)
+    assert router_loss_coefficient(args, EXPERTS) == 0.001
+    assert router_loss_coefficient(args, tiny.config()) == 0.0
 
 
 @pytest.mark.parametrize("model", [tiny.config(attention_dropout=0.25), GPT2Config()])

@@ -6,7 +6,8 @@ A loss L of a policy depends on its model only through the log-probability l_t a
 chain rule dL/dw = Σ dL/dl_t · dl_t/dw + Σ dL/dH_t · dH_t/dw, which is the gradient of the linear loss Σ a_t · l_t + Σ
 b_t · H_t with the constants a_t = dL/dl_t and b_t = dL/dH_t at the current weights w. Code outside the engines, such as
 TRL's `_compute_loss`, can therefore compute L and its token gradients on leaf tensors, while the engines compute the
-gradient. Token gradients are those of the whole global mini-batch, so they do not depend on the plan.
+gradient. Token gradients are those of the whole global mini-batch, so they do not depend on the plan. The auxiliary
+loss of a mixture of experts depends on the model through sums of router probabilities, in the same way (`router_loss`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..plan.dataflow import DataflowGraph
 from .algorithm import TrainingLoss
 from .rollout import Ragged, Rollouts
+from .router_loss import ROUTER_GRADS, ROUTER_PROBS
 
 
 LOGPROB_GRADS = "logprob_grads"  # column: dL/d log-probability of each response token, float32
@@ -32,7 +34,8 @@ class LinearLoss:
     """Σ token gradient · log-probability + Σ token gradient · entropy over the response tokens, as a `base.TokenLoss`.
 
     Reads the column `logprob_grads` and, if the samples have it, `entropy_grads`: ragged, one float32 per response
-    token. Without the second the engines compute no gradient of the entropies. A token whose gradient is 0 is left out,
+    token. Without the second the engines compute no gradient of the entropies. With the column `router_grads` the loss
+    also has Σ router gradient · sum of router probabilities over the experts. A token whose gradient is 0 is left out,
     even if its log-probability is infinite.
 
     Only the gradient of the loss is that of L, not its value. The statistics have each sample's part of the value
@@ -46,6 +49,8 @@ class LinearLoss:
         per_sample = _weighted_sums(outputs["logprobs"], samples, LOGPROB_GRADS)
         if ENTROPY_GRADS in samples:
             per_sample = per_sample + _weighted_sums(outputs["entropy"], samples, ENTROPY_GRADS)
+        if ROUTER_GRADS in samples:
+            per_sample = per_sample + _weighted_sums(outputs[ROUTER_PROBS], samples, ROUTER_GRADS)
         return per_sample.sum(), {LINEAR_LOSS: per_sample.detach()}
 
 
@@ -73,10 +78,11 @@ def without_zero_grads(samples: Rollouts) -> Rollouts:
     weights by momentum and weight decay, and it counts in the learning rate's schedule.
 
     Args:
-        samples: samples with the columns `prompts`, `responses`, `logprob_grads` and perhaps `entropy_grads`.
+        samples: samples with the columns `prompts`, `responses`, `logprob_grads` and perhaps `entropy_grads` and
+            `router_grads`.
     """
     used = torch.zeros(len(samples), dtype=torch.bool)
-    for name in (LOGPROB_GRADS, ENTROPY_GRADS):
+    for name in (LOGPROB_GRADS, ENTROPY_GRADS, ROUTER_GRADS):
         if name in samples:
             grads = samples.ragged(name)
             used[grads.row_of[grads.values != 0].cpu()] = True

@@ -6,7 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    # (tokens, layers times k) uint8 or int16: the experts that the routers chose for each token, of the prompt's first
+    # token on. The last token of a response has none, because the engine has not computed it.
+    Routes = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,14 @@ class Unfinished:
         token_ids: all tokens sampled so far, including those of earlier engines.
         logprobs: log-probability of each token, as in `Completion`.
         versions: parameter version of each token, as in `Completion`.
+        routes: experts of each token, as in `Completion`.
     """
 
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    routes: Routes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,7 @@ class Completion:
         versions: the engine's `version` when each token was sampled.
         cached_tokens: number of tokens of the prompt and of `begun` whose keys and values came from the engine's cache.
         ended_at: end time in seconds of `time.time`; `None` if the engine does not report it.
+        routes: the experts of the tokens; `None` if they are not recorded.
     """
 
     index: int
@@ -125,3 +136,4 @@ class Completion:
     versions: tuple[int, ...]
     cached_tokens: int = field(default=0, compare=False)
     ended_at: float | None = field(default=None, compare=False)
+    routes: Routes | None = field(default=None, compare=False)

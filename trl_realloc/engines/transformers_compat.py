@@ -268,6 +268,20 @@ def recompute_activations(model: PreTrainedModel, settings: Mapping[str, object]
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **of_model)
 
 
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The routers of a mixture's layers, in the order of the layers, each with the index of its logits in its outputs;
+    empty for a model without routers, or whose routers Transformers does not name."""
+    for module in model.modules():
+        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        target = getattr(recorder, "target_class", None)
+        if recorder is not None and target is not None and getattr(recorder, "layer_name", None) is None:
+            return [(part, recorder.index) for part in module.modules() if isinstance(part, target)]
+    return []
+
+
 # --- checkpoints at SIGTERM -------------------------------------------------------------------------------------------
 
 

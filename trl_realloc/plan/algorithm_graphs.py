@@ -10,6 +10,9 @@ _TRAINING = ("prompts", "responses", "logprobs", "ref_logprobs", "values", "scor
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 PROXIMAL_CALL = "actor.forward"
 POLICY_LOGPROBS, ENTROPIES = "policy_logprobs", "entropies"
+# Column that no graph declares, because only an engine with a mixture of experts adds it to its generation: the experts
+# of the samples' tokens, which the other calls of the same role read (`engines.training.router_replay`).
+ROUTES = "routes"
 
 
 def ppo_graph(*, proximal: bool = False) -> DataflowGraph:
@@ -53,6 +56,11 @@ def grpo_graph(*, reference: bool = True, reward_models: bool = True) -> Dataflo
             Call(Role.ACTOR, CallKind.TRAIN, (*_SAMPLE, "logprobs", POLICY_LOGPROBS, *scored)),
         )
     )
+
+
+def columns_read_by(call: Call) -> tuple[str, ...]:
+    """The columns that a call reads, with `ROUTES` if the samples have it."""
+    return (*call.inputs, ROUTES) if call.role is Role.ACTOR and call.kind is not CallKind.GENERATE else call.inputs
 
 
 def has_host_loop(graph: DataflowGraph) -> bool:

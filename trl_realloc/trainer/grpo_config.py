@@ -51,6 +51,10 @@ class GenerationSettings(PlanSettings):
         vllm_enable_sleep_mode (`bool`, *optional*):
             Sleep mode of vLLM engines: they free their memory while others use their GPUs. Default: as in the plan; the
             planner lets them sleep if no plan fits otherwise.
+        router_replay (`str`, *optional*):
+            Experts of a mixture in the training. `rollout`: those with which the vLLM engine sampled each token.
+            `none`: those that the trained model chooses. Default: `rollout` where both compute in 16 bits, in which the
+            two choose differently for some tokens. See docs/mismatch.md
         max_staleness (`int`, *optional*, defaults to `0`):
             Maximum number of generations that completions may be generated ahead. They are generated on separate
             devices during training, by a policy that lacks the training on up to this many generations. The loss must
@@ -77,6 +81,10 @@ class GenerationSettings(PlanSettings):
     )
     vllm_enable_sleep_mode: bool | None = setting(
         None, "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG
+    )
+
+    router_replay: str | None = setting(
+        None, "Experts of a mixture in the training: the engine's (`rollout`) or its own (`none`)."
     )
 
     max_staleness: int = setting(0, "Maximum number of generations that completions may be generated ahead.")

@@ -8,12 +8,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..base import DecodeStep, EngineError, Generation, Updates
 from ..child_process import Message
 from ..requests import Completion, GenerationRequest, Sampling, Unfinished
 from .engine_process import EngineProcess
 from .sample_versions import Run, versions_of
 from .sampling_checks import RequestChecks
+
+
+if TYPE_CHECKING:
+    from ..requests import Routes
 
 
 class BackgroundGeneration:
@@ -123,7 +129,16 @@ class BackgroundGeneration:
             for *partial, stopped, cached in samples:
                 whole = self._with_begun(*partial)
                 self._finished.append(
-                    Completion(whole.index, whole.token_ids, whole.logprobs, stopped, whole.versions, cached, ended_at)
+                    Completion(
+                        whole.index,
+                        whole.token_ids,
+                        whole.logprobs,
+                        stopped,
+                        whole.versions,
+                        cached,
+                        ended_at,
+                        whole.routes,
+                    )
                 )
         return message[0] in ("samples", "progress")
 
@@ -134,7 +149,12 @@ class BackgroundGeneration:
         return [self._with_begun(*sample) for sample in samples]
 
     def _with_begun(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], runs: Sequence[Run]
+        self,
+        index: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        runs: Sequence[Run],
+        routes: Routes | None,
     ) -> Unfinished:
         """A sample with the tokens that it began with, before the given ones of this generation."""
         begun = self._begun[index]
@@ -143,6 +163,7 @@ class BackgroundGeneration:
             begun.token_ids + tuple(tokens),
             begun.logprobs + tuple(logprobs),
             begun.versions + versions_of(runs),
+            _joined(begun.routes, routes),
         )
 
     @property
@@ -172,6 +193,14 @@ class BackgroundGeneration:
         ]
         self._process.send("add", sent)
         self._begun |= begun
+
+
+def _joined(begun: Routes | None, routes: Routes | None) -> Routes | None:
+    """The routes of a sample: those with which its begun tokens were drawn, and then those of this engine, which has
+    computed these tokens again."""
+    if begun is None or routes is None:
+        return begun if routes is None else routes
+    return np.concatenate([begun, routes[len(begun) :]])
 
 
 if TYPE_CHECKING:  # the type checker verifies that the protocol is implemented

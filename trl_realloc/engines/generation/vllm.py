@@ -52,6 +52,7 @@ class VLLMEngine:
         gpu_memory_utilization: share of each GPU's memory for weights, keys and values.
         repeatable_sampling: use this package's sampler on a GPU, whose draws depend on a sample's seed and on the
             probabilities alone, instead of vLLM's own with vLLM's newest model runner. A CPU always uses it.
+        routes: record the experts that a mixture's routers choose, if this vLLM release tells them.
         sleep_level: level of vLLM's sleep mode that `sleep` enters: 1 keeps the weights in host memory, 2 drops them; 0
             for an engine that never sleeps.
         tokenizer: a directory with the actor's tokenizer, for `Sampling.regex` and those `Sampling.extra` that read
@@ -81,6 +82,7 @@ class VLLMEngine:
         kv_cache_gib: float | None = None,
         gpu_memory_utilization: float = MEMORY_SHARE,
         repeatable_sampling: bool = False,
+        routes: bool = False,
         sleep_level: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
         engine_kwargs: Mapping[str, object] | None = None,
@@ -115,6 +117,7 @@ class VLLMEngine:
             "kv_cache_gib": kv_cache_gib,
             "gpu_memory_utilization": gpu_memory_utilization,
             "repeatable_sampling": repeatable_sampling,
+            "routes": routes,
             "sleep_level": sleep_level,
             "tokenizer": None if tokenizer is None else str(tokenizer),
             "engine_kwargs": dict(engine_kwargs or {}),
@@ -172,7 +175,9 @@ class VLLMEngine:
         self._process.check_alive()
         if not self._process.is_ready:
             with working("waiting for the vLLM engine to start", "it loads and compiles, 10 to 60 s as a rule"):
-                _, dtype, wider = self._process.wait_ready()
+                _, dtype, wider, no_routes = self._process.wait_ready()
+            if no_routes is not None:
+                logger.warning(f"{self.name}: {no_routes}, so a mixture is trained without its router replay.")
             self._buffers.dtype, self._buffers.wider = getattr(torch, dtype), frozenset(wider)
             if self._buffers.cuda_ipc:
                 self._probe_ipc()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -20,6 +21,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -27,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -229,6 +233,108 @@ def start_workers_in_turn() -> None:
     MultiprocExecutor._can_start_workers_concurrently = lambda self, inherited_fds: False
 
 
+# --- mixtures of experts -------------------------------------------------------------------------------
+
+
+def pack_experts_again() -> None:
+    """Make new weights of experts on a CPU be packed for their kernel, as those of the engine's start are. vLLM 0.32
+    packs only the latter, so after an update its experts compute with weights in the wrong order."""
+    setup = getattr(UnquantizedFusedMoEMethod, "_setup_kernel", None)
+    if setup is None:
+        return
+
+    def set_up(method: Any, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        is_update = method.moe_kernel is not None
+        setup(method, layer, *args, **kwargs)
+        pack = getattr(getattr(method.moe_kernel, "fused_experts", None), "process_weights_after_loading", None)
+        if is_update and pack is not None:
+            pack(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = set_up
+
+
+class NoRoutes(Exception):
+    """The experts that this engine chooses cannot be told by token. The message says why."""
+
+
+def watch_routers(model: nn.Module, see: Callable[[int, Tensor], None]) -> int:
+    """Make the routers of a mixture call `see` with their number and the chosen experts, (tokens, k), in each forward.
+    Returns the number of routers.
+
+    Raises:
+        NoRoutes: a router has no such callback.
+    """
+    runners: list[Any] = [
+        module for module in model.modules() if hasattr(module, "router") and hasattr(module, "layer_id")
+    ]
+    if not runners:
+        raise NoRoutes("vLLM's model has no routers")
+    for number, runner in enumerate(runners):
+        if not hasattr(runner.router, "set_capture_fn") or runner._quant_method.is_monolithic:
+            raise NoRoutes(f"in this vLLM release {type(runner).__name__} does not tell the experts it chooses")
+        runner.router.set_capture_fn(partial(see, number))
+    return len(runners)
+
+
+def full_attention_group(kv_cache_config: Any) -> tuple[int, str]:
+    """The number of a group of layers whose keys and values stay in the cache to a request's end, and one of its
+    layers.
+
+    Raises:
+        NoRoutes: there is none.
+    """
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, FullAttentionSpec) and group.layer_names:
+            return number, group.layer_names[0]
+    raise NoRoutes("no layer keeps all of a request's keys and values")
+
+
+def slots_of_forward(layer: str) -> Tensor | None:
+    """(tokens,) the places in the cache of the keys and values of the tokens of the current forward, -1 for padding;
+    `None` in a forward without a cache."""
+    slots = get_forward_context().slot_mapping
+    found: Tensor | None = slots.get(layer) if isinstance(slots, dict) else None
+    return found
+
+
+class BlocksOfRequests:
+    """The blocks of the cache in which requests have their keys and values, also right after a request's end, when
+    vLLM has freed them and no later forward has run.
+
+    Args:
+        group: number of the group of layers (`full_attention_group`).
+    """
+
+    def __init__(self, engine: LLMEngine, group: int) -> None:
+        self._processor, self._group = engine.output_processor, group
+        self._manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self.block_size: int = self._manager.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        self._freed: dict[str, list[int]] = {}
+        free = self._manager.free
+
+        def note_and_free(request: Any) -> None:
+            self._freed[request.request_id] = self._blocks(request.request_id)
+            free(request)
+
+        self._manager.free = note_and_free
+
+    def name(self, request_id: str) -> str:
+        """vLLM's own name of an unfinished request."""
+        (internal_id,) = self._processor.external_req_ids[request_id]
+        return str(internal_id)
+
+    def take(self, name: str, *, ended: bool) -> list[int]:
+        """The blocks of a request, by vLLM's own name. Those of a request that has `ended` are forgotten then."""
+        return self._freed.pop(name) if ended else self._blocks(name)
+
+    def forget(self) -> None:
+        """Forget the blocks of requests that have ended."""
+        self._freed.clear()
+
+    def _blocks(self, name: str) -> list[int]:
+        return list(self._manager.get_block_ids(name)[self._group])
+
+
 def draws_by_position(engine: LLMEngine) -> bool:
     """True if vLLM's own sampler chooses a token by the request's seed and the token's position in the text. Its newest
     model runner does (`tl.randint(seed, pos)` in v1/worker/gpu/sample/gumbel.py of 0.27.1; read, not run), so a
@@ -239,7 +345,9 @@ def draws_by_position(engine: LLMEngine) -> bool:
 
 __all__ = [
     "BatchUpdate",
+    "BlocksOfRequests",
     "LogitsProcessor",
+    "NoRoutes",
     "WeightTransferConfig",
     "WeightTransferEngine",
     "WeightTransferInitInfo",
@@ -252,15 +360,19 @@ __all__ = [
     "draws_by_position",
     "end_grammars_by_eos",
     "finalize_layerwise_reload",
+    "full_attention_group",
     "incomplete_layers",
     "initialize_layerwise_reload",
     "meet_in",
+    "pack_experts_again",
     "packed_products",
     "process_dict_updates",
     "processed_layers",
     "register_transfer",
     "replace_draw",
+    "slots_of_forward",
     "start_workers_in_turn",
     "unloaded_parameters",
     "wait_without_yielding",
+    "watch_routers",
 ]

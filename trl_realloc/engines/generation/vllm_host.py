@@ -9,7 +9,7 @@ Messages are tuples whose first element is a word:
 
 | from the parent | to the parent |
 | --- | --- |
-| | `ready` (dtype, wider parameters) once; `failed` (why) at any time, and the end |
+| | `ready` (dtype, wider parameters, why routes are not recorded) once; `failed` (why) at any time, and the end |
 | `load` (version), then `bucket` (slot, size, tensors)... | `free` (slot) after each bucket |
 | `done` (whether complete, digests, kept tensors) after the last | `loaded` (fields of `weight_sender.SentWeights`) |
 | `generate` (sampling, version) | |
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from .vllm_requests import CachedKeys, Sample
+    from .vllm_routes import RequestRoutes
     from .weight_receiver import WeightUpdates
 
 PARENT = "TRL_REALLOC_PARENT_PID"
@@ -145,10 +146,13 @@ def build(settings: dict[str, Any]) -> LLM:
     if settings["folder"] is not None:
         meet_in(settings["folder"])
     llm = LLM(**{**arguments, **settings["engine_kwargs"]})
+    if settings["routes"]:
+        llm.collective_rpc("record_routes")
     if by_seed:
         llm.collective_rpc("draw_by_seed")
     if on_cpu:
         llm.collective_rpc("use_amx")
+        llm.collective_rpc("pack_experts")
     if on_cpu and settings["tensor_parallel_size"] > 1:  # this process and its workers wait for each other
         wait_without_yielding()
         llm.collective_rpc("share_cores")
@@ -221,6 +225,7 @@ class RunningGeneration:
             turn of a conversation computes only its new tokens.
         sampling: fields of `requests.Sampling`.
         version: version of the engine's parameters.
+        routes: reads the experts of a mixture; `None` if they are not recorded.
     """
 
     def __init__(
@@ -230,6 +235,7 @@ class RunningGeneration:
         weights: WeightUpdates,
         by_seed: bool,
         keys: CachedKeys,
+        routes: RequestRoutes | None,
         sampling: dict[str, Any],
         version: int,
     ) -> None:
@@ -237,7 +243,7 @@ class RunningGeneration:
 
         self._channel, self._weights = channel, weights
         self._next_version, self._keys = version, keys
-        self._requests = RunningRequests(llm, sampling, by_seed, version, keys)
+        self._requests = RunningRequests(llm, sampling, by_seed, version, keys, routes)
 
     def run(self) -> bool:
         """Generate for requests that come as messages, until the generation is ended. Samples are sent when they
@@ -334,7 +340,18 @@ def tie_to_workers(channel: Channel) -> threading.Event:
     return closing
 
 
-def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
+def read_routes(llm: LLM, settings: dict[str, Any]) -> tuple[RequestRoutes | None, str | None]:
+    """What reads the experts of a mixture, if the engine records them; or the reason why it cannot."""
+    from .vllm_compat import NoRoutes
+    from .vllm_routes import RequestRoutes
+
+    try:
+        return (RequestRoutes(llm), None) if settings["routes"] else (None, None)
+    except NoRoutes as error:
+        return None, str(error)
+
+
+def serve(llm: LLM, channel: Channel, settings: dict[str, Any], routes: RequestRoutes | None) -> None:
     """Run commands until `close`, or until the parent ends (EOFError)."""
     from vllm.platforms import current_platform
 
@@ -354,7 +371,7 @@ def serve(llm: LLM, channel: Channel, settings: dict[str, Any]) -> None:
         elif word == "generate":
             if "weights" in memory.wake("weights", "kv_cache"):
                 weights.prove_again()
-            if RunningGeneration(llm, channel, weights, by_seed, keys, *arguments).run():
+            if RunningGeneration(llm, channel, weights, by_seed, keys, routes, *arguments).run():
                 return
         elif word == "check":
             channel.send("checked", why_not_sampled(llm, *arguments))
@@ -381,12 +398,13 @@ def main() -> None:
         llm = build(settings)
         workers = multiprocessing.active_children()
         closing = tie_to_workers(channel)
-        channel.send("ready", *llm.collective_rpc("weight_dtypes")[0])
+        routes, problem = read_routes(llm, settings)
+        channel.send("ready", *llm.collective_rpc("weight_dtypes")[0], problem)
         gc.collect()
         gc.freeze()  # otherwise a collection between two decode steps looks at 650,000 objects for 0.4 s
         gc.enable()
         with contextlib.suppress(EOFError):  # the parent has ended
-            serve(llm, channel, settings)
+            serve(llm, channel, settings, routes)
         closing.set()
     except BaseException as error:
         traceback.print_exc()

@@ -23,6 +23,9 @@ from .vllm_compat import abort, count_drawn, drain, drawn_so_far, draws_by_posit
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
+    from ..requests import Routes
+    from .vllm_routes import RequestRoutes
+
 
 @dataclass(frozen=True)
 class Request:
@@ -43,10 +46,10 @@ class Request:
 
 MIN_STEPS = 4  # fewest decode steps that a mean is taken of
 
-# index, tokens sampled here, their log-probabilities and versions
-Partial = tuple[int, list[int], list[float], list[Run]]
+# index, tokens sampled here, their log-probabilities and versions, routes of the prompt's and these tokens
+Partial = tuple[int, list[int], list[float], list[Run], "Routes | None"]
 # the same, and: whether it stopped, number of prompt tokens that were in the prefix cache
-Sample = tuple[int, list[int], list[float], list[Run], bool, int]
+Sample = tuple[int, list[int], list[float], list[Run], "Routes | None", bool, int]
 
 
 class CachedKeys:
@@ -110,11 +113,12 @@ def why_not_sampled(llm: LLM, sampling: dict[str, Any]) -> str | None:
 @dataclass(frozen=True)
 class _Submitted:
     """A request that was submitted to vLLM. `length` is its prompt's number of tokens minus the number of decode steps
-    before it; adding the current number of steps gives its tokens now."""
+    before it; adding the current number of steps gives its tokens now. `name` is vLLM's own, if routes are recorded."""
 
     request: Request
     marks: VersionMarks
     length: int
+    name: str = ""
 
 
 class _DecodeTimes:
@@ -149,14 +153,23 @@ class RunningRequests:
         by_seed: whether `vllm_sampler` samples the tokens.
         version: version of the engine's parameters.
         keys: usable keys and values.
+        routes: reads the experts of a mixture; `None` if they are not recorded.
 
     Attributes:
         step_ended: end of the last decode step, seconds of `time.monotonic`.
         times: durations of the decode steps, except those that read prompts.
     """
 
-    def __init__(self, llm: LLM, sampling: dict[str, Any], by_seed: bool, version: int, keys: CachedKeys) -> None:
-        self._engine, self._by_seed, self._keys = llm.llm_engine, by_seed, keys
+    def __init__(
+        self,
+        llm: LLM,
+        sampling: dict[str, Any],
+        by_seed: bool,
+        version: int,
+        keys: CachedKeys,
+        routes: RequestRoutes | None = None,
+    ) -> None:
+        self._engine, self._by_seed, self._keys, self._routes = llm.llm_engine, by_seed, keys, routes
         self._arguments = sampling_arguments(llm, sampling)
         self._by_position = not by_seed and draws_by_position(self._engine)
         self._most = self._engine.vllm_config.scheduler_config.max_num_seqs
@@ -224,6 +237,8 @@ class RunningRequests:
         self._waiting.clear()
         self._abort(list(self._submitted))
         drain(self._engine)
+        if self._routes is not None:
+            self._routes.forget()
 
     def updated(self, version: int) -> None:
         """Set the version of new parameters. Keys and values of the earlier ones are kept, but requests without a token
@@ -251,7 +266,8 @@ class RunningRequests:
         )
         prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": self._keys.salt}
         self._engine.add_request(name, prompt, params)
-        submitted = _Submitted(request, VersionMarks(self._version), len(request.prompt) - self._steps)
+        internal = "" if self._routes is None else self._routes.name(name)
+        submitted = _Submitted(request, VersionMarks(self._version), len(request.prompt) - self._steps, internal)
         self._submitted[name], self._name_of[request.index] = submitted, name
         self._reading, self._lengths = 2, self._lengths + submitted.length
 
@@ -266,7 +282,8 @@ class RunningRequests:
             tokens, submitted = list(sample.token_ids), self._let_go(output.request_id)
             index = submitted.request.index
             runs, cached = submitted.marks.runs(len(tokens)), output.num_cached_tokens or 0
-            samples.append((index, tokens, sample.logprobs.logprobs, runs, stopped, cached))
+            routes = self._routes_of(submitted, len(tokens), ended=True)
+            samples.append((index, tokens, sample.logprobs.logprobs, runs, routes, stopped, cached))
         return samples
 
     def _left(self, part: Partial) -> int:
@@ -277,9 +294,17 @@ class RunningRequests:
     def _partial(self, index: int) -> Partial:
         name = self._name_of.get(index)
         if name is None:
-            return index, [], [], []
+            return index, [], [], [], None
         tokens, logprobs = drawn_so_far(self._engine, name)
-        return index, tokens, logprobs, self._submitted[name].marks.runs(len(tokens))
+        submitted = self._submitted[name]
+        routes = self._routes_of(submitted, len(tokens), ended=False) if tokens else None
+        return index, tokens, logprobs, submitted.marks.runs(len(tokens)), routes
+
+    def _routes_of(self, submitted: _Submitted, drawn: int, *, ended: bool) -> Routes | None:
+        """The routes of a request's tokens. The last of the `drawn` tokens has not been computed."""
+        if self._routes is None:
+            return None
+        return self._routes.take(submitted.name, len(submitted.request.prompt) + drawn - 1, ended=ended)
 
     def _abort(self, names: Sequence[str]) -> None:
         abort(self._engine, names)

@@ -18,19 +18,23 @@ from torch import Tensor, nn
 from ..child_process import Message
 from ..torch_compat import use_amx
 from .vllm_compat import (
+    NoRoutes,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
     copy_pending,
     finalize_layerwise_reload,
+    full_attention_group,
     incomplete_layers,
     initialize_layerwise_reload,
     not_loaded,
+    pack_experts_again,
     register_transfer,
     replace_draw,
     unloaded_parameters,
     wait_without_yielding,
 )
+from .vllm_routes import SlotRoutes
 from .vllm_sampler import SeededDraw, SeededRows
 from .weight_proof import LoadedWeights, Sent, WorkerAnswer, difference, joined
 from .weight_sender import Handle
@@ -301,7 +305,10 @@ class RolloutWorker:
     model_config: PretrainedConfig
     model_runner: Any
     weight_transfer_engine: Any
+    rank: int
     _plain: list[tuple[Tensor, Tensor]]
+    _slot_routes: SlotRoutes
+    _no_routes: str | None
 
     def draw_by_seed(self) -> None:
         """Replace the sampler by `SeededDraw`. Called once, after the engine's start."""
@@ -311,9 +318,32 @@ class RolloutWorker:
         """Call `torch_compat.use_amx`. Called once, after the engine's start."""
         use_amx()
 
+    def pack_experts(self) -> None:
+        """Call `pack_experts_again`. Called once, after the engine's start."""
+        pack_experts_again()
+
     def share_cores(self) -> None:
         """Call `wait_without_yielding`. Called once, after the engine's start."""
         wait_without_yielding()
+
+    def record_routes(self) -> None:
+        """Record the experts that the routers choose. Called once, before the engine's first token."""
+        try:
+            self._slot_routes, self._no_routes = SlotRoutes(self.model_runner), None
+        except NoRoutes as error:
+            self._no_routes = str(error)
+
+    def why_no_routes(self) -> str | None:
+        """The reason why routes are not recorded; `None` if they are."""
+        return self._no_routes or self._slot_routes.problem()
+
+    def route_group(self) -> int:
+        """See `full_attention_group`."""
+        return full_attention_group(self.model_runner.kv_cache_config)[0]
+
+    def routes_at(self, slots: Any) -> Any:
+        """`SlotRoutes.at` in the first worker; `None` in the others, which have the same."""
+        return self._slot_routes.at(slots) if self.rank == 0 else None
 
     def weight_dtypes(self) -> tuple[str, list[str]]:
         """The name of the dtype that the model computes in, and the parameters that it holds in a wider one."""

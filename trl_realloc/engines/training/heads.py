@@ -18,15 +18,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places, prefix_tree
+from ...algorithms.router_loss import router_sums
+from ...plan.algorithm_graphs import ROUTES
 from ...plan.assignment import MAX_LOGITS
 from ...plan.batching import PrefixTree
 from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
 from ..model_changes import forward_changes
 from ..requests import SamplingMask
+from .expert_routing import experts_per_token, recorded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, shares_rows
 from .packed_row import PackedRow
 from .probe_model import packs
+from .router_replay import ARGUMENT, replays, routes_of
 from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced
 from .tensor_parallel import is_split
 from .token_logprobs import TokenLogprobs
@@ -151,11 +155,22 @@ class PolicyHead(RoleHead):
 
     Args:
         sampling_mask: tokens of the distribution, see `TokenLogprobs`.
+        router_sums: whether to compute also what the auxiliary loss of a mixture of experts needs (`router_loss`).
+        replays_routes: whether to compute with the experts of the column `routes`, if the samples have it.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, sampling_mask: SamplingMask | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        sampling_mask: SamplingMask | None = None,
+        *,
+        router_sums: bool = False,
+        replays_routes: bool = False,
+    ) -> None:
         super().__init__(model)
-        self.temperature, self.sampling_mask = temperature, sampling_mask
+        self._routers = replays(model) if replays_routes else 0
+        self.temperature, self.sampling_mask, self.router_sums = temperature, sampling_mask, router_sums
         # (logits, targets, temperature, support) -> logprobs, entropy; `vocab_parallel` for tensor parallelism
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = TokenLogprobs.apply
         self.vocabulary_group: MeshGroup | None = None  # group over which the language head is split
@@ -168,6 +183,23 @@ class PolicyHead(RoleHead):
 
     def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples, packed_row)
+        width = arguments["input_ids"].shape[1]
+        if self._routers and ROUTES in samples:
+            arguments[ARGUMENT] = routes_of(samples, row, column, width, packed_row, self._routers)
+        with recorded(self.model if self.router_sums else None) as router_logits:
+            outputs = self._of_responses(samples, dict(arguments), row, column)
+        if not router_logits:
+            return outputs
+        device = router_logits[0].device
+        of_sample = on_device(torch.repeat_interleave(torch.arange(len(samples)), samples.lengths), device)
+        token_places = on_device(row * width + column, device)
+        top_k = experts_per_token(base_of(self.model).config)
+        return outputs | router_sums(router_logits, token_places, of_sample, len(samples), top_k)
+
+    def _of_responses(
+        self, samples: Rollouts, arguments: dict[str, Any], row: Tensor, column: Tensor
+    ) -> dict[str, Ragged]:
+        """Log-probabilities and entropies. `arguments`, `row` and `column` are those of `_inputs`."""
         responses = samples.ragged("responses")
         before = _response_positions(samples) - 1  # a token is predicted at the position before it
         row, column = row[before], column[before]

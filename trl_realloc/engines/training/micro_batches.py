@@ -18,6 +18,7 @@ from torch import Tensor
 from ...algorithms.algorithm import TokenLoss
 from ...algorithms.nonfinite import guarded
 from ...algorithms.rollout import Ragged, Rollouts, token_keys
+from ...plan.algorithm_graphs import ROUTES
 from ...plan.batching import PrefixTree, micro_batches
 from ..device import has_room, is_accelerator
 from ..mesh_group import MeshGroup
@@ -146,7 +147,7 @@ def run_forward(
         graphs: stores the graphs for `run_training`.
         tree: prefix tree of the samples if they share tokens.
     """
-    inputs = samples.only(("index", "prompts", "responses"))
+    inputs = samples.only([name for name in ("index", "prompts", "responses", ROUTES) if name in samples])
     batches = cut(inputs, budget, group, in_step, tree)
     parts: list[Mapping[str, Ragged]] = []
     with torch.no_grad():

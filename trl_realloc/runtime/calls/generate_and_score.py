@@ -21,10 +21,12 @@ from transformers.utils import logging
 from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rewards import FunctionReward, ModelReward, decode, weighted_scores
 from ...algorithms.rollout import Ragged, Rollouts
+from ...algorithms.router_loss import ROUTER_COUNTS, ROUTER_PROBS
 from ...engines.base import BackgroundEngine, Generation, Rate, ScoringEngine
 from ...engines.model_configs import table_positions
 from ...engines.requests import Completion, GenerationRequest, Sampling, Unfinished
 from ...engines.training.replicated import ReplicatedEngine
+from ...plan.algorithm_graphs import ROUTES
 from ...plan.dataflow import Call, Role
 from ...plan.spans import REWARD_FUNCTION, Span
 from ..placement.placement import Placement
@@ -210,7 +212,8 @@ def completed(
     names: Sequence[str] = ("responses", "logprobs"),
 ) -> Rollouts:
     """The columns of finished completions: token ids int64 and log-probabilities float32, ragged; and `has_eos` (n,)
-    bool, true if the response ended (`Completion.stopped` or `eos_token_id`) before its length limit.
+    bool, true if the response ended (`Completion.stopped` or `eos_token_id`) before its length limit. Completions with
+    routes also have the column `routes`.
 
     Args:
         names: names of the columns of token ids and log-probabilities.
@@ -223,6 +226,10 @@ def completed(
             [c.stopped or eos_token_id in c.token_ids for c in completions], dtype=torch.bool
         ),
     }
+    recorded = next((torch.from_numpy(c.routes) for c in completions if c.routes is not None), None)
+    if recorded is not None:  # a completion from a checkpoint without routes has none
+        routes = [recorded[:0] if c.routes is None else torch.from_numpy(c.routes) for c in completions]
+        columns[ROUTES] = Ragged.of(routes, recorded.dtype)
     return Rollouts(index=torch.tensor([c.index for c in completions], dtype=torch.long), **columns)
 
 
@@ -230,7 +237,8 @@ def forward(
     placement: Placement, settings: CallSettings, call: Call, samples: Rollouts, step: Step, *, keeps: bool = True
 ) -> Rollouts:
     """Compute the call's outputs for this rank's samples: a number per token from a policy or a value model, a number
-    per sample from a role of the kind `score`. The second output of a policy is the entropy at each token.
+    per sample from a role of the kind `score`. The second output of a policy is the entropy at each token. A policy
+    with an auxiliary loss adds the columns of its routers.
 
     Args:
         keeps: a model that will be trained on the samples may keep their graphs. Not for streamed samples: their order
@@ -246,6 +254,7 @@ def forward(
         return Rollouts()
     columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)
     outputs = {name: out[column] for name, column in zip(call.outputs, columns, strict=False)}
+    outputs |= {name: out[name] for name in (ROUTER_COUNTS, ROUTER_PROBS) if name in out}
     return Rollouts(index=samples.tensor("index"), **outputs)
 
 

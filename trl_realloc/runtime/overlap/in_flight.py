@@ -79,9 +79,11 @@ class BatchInFlight:
             self._seconds[index] = sample.seconds
             content = (sample.token_ids, sample.logprobs)
             if sample.stopped is None:
-                self.begun[index] = Unfinished(index, *content, versions=sample.versions)
+                self.begun[index] = Unfinished(index, *content, versions=sample.versions, routes=sample.routes)
             else:
-                self.completions[index] = Completion(index, *content, sample.stopped, versions=sample.versions)
+                self.completions[index] = Completion(
+                    index, *content, sample.stopped, versions=sample.versions, routes=sample.routes
+                )
                 self._ended_at[index] = time.time()
 
     def admit(self, settings: CallSettings, call: Call) -> list[GenerationRequest]:
@@ -124,10 +126,12 @@ class BatchInFlight:
         result = {}
         for index, unfinished in {**self.begun, **peeked}.items():
             seconds = self._seconds.get(index, 0.0) + (now - self._since if index in peeked else 0.0)
-            result[index] = Drawn(unfinished.token_ids, unfinished.logprobs, unfinished.versions, None, seconds)
+            content = (unfinished.token_ids, unfinished.logprobs, unfinished.versions)
+            result[index] = Drawn(*content, None, seconds, unfinished.routes)
         for index, done in self.completions.items():
             seconds = self._seconds.get(index, 0.0)
-            result[index] = Drawn(done.token_ids, done.logprobs, done.versions, done.stopped, seconds)
+            content = (done.token_ids, done.logprobs, done.versions)
+            result[index] = Drawn(*content, done.stopped, seconds, done.routes)
         return {index: sample for index, sample in result.items() if sample.token_ids}
 
     def outputs(self, settings: CallSettings, call: Call, update_of: Mapping[int, int]) -> Rollouts:

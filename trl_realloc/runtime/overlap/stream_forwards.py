@@ -16,6 +16,7 @@ from typing import Any
 
 from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Rollouts
+from ...plan.algorithm_graphs import ROUTES, columns_read_by
 from ...plan.dataflow import CallKind, Role
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.spans import Span
@@ -132,7 +133,7 @@ class ForwardRunner:
         """The columns of a call's outputs that streamed calls read, by sample index."""
         if not self._columns[name] or not len(outputs):
             return {}
-        read = outputs.only(("index", *self._columns[name]))
+        read = outputs.only(column for column in ("index", *self._columns[name], ROUTES) if column in outputs)
         index = outputs.tensor("index").tolist()
         return {sample: read.select([row]).to_bytes() for row, sample in enumerate(index)}
 
@@ -151,7 +152,8 @@ class ForwardRunner:
         call = self.plan.graph.call(task.call)
         prompts = rows_of(batch.prompts, task.samples)
         texts = (calls.TEXTS,) if call.role is Role.REWARD and calls.TEXTS in prompts else ()
-        return prompts.plus(**columns).only(("index", *call.inputs, *texts))
+        samples = prompts.plus(**columns)
+        return samples.only(name for name in ("index", *columns_read_by(call), *texts) if name in samples)
 
 
 def _columns_read(plan: ExecutionPlan) -> dict[str, list[str]]:

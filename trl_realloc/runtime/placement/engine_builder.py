@@ -192,7 +192,14 @@ class EngineBuilder:
     def _head(self, role: Role, model: PreTrainedModel) -> RoleHead:
         match self.roles[role].kind:
             case "policy":
-                return PolicyHead(model, self.options.temperature, self.options.sampling_mask)
+                options, trains = self.options, role in self.graph.trained_roles
+                return PolicyHead(
+                    model,
+                    options.temperature,
+                    options.sampling_mask,
+                    router_sums=options.router_sums and trains,
+                    replays_routes=options.replays_routes and trains,
+                )
             case "value":
                 return ValueHead(model)
             case "score":

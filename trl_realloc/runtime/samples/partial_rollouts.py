@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
@@ -15,6 +15,9 @@ from ...algorithms.prompt_batches import PromptBatch
 from ...algorithms.rollout import Ragged
 from ...engines.requests import Sampling
 
+
+if TYPE_CHECKING:
+    from ...engines.requests import Routes
 
 logger = logging.get_logger(__name__)
 _UNFINISHED = -1  # value of `stopped` in a file
@@ -28,6 +31,7 @@ class Drawn:
         versions: the engine's parameter version for each token.
         stopped: `Completion.stopped`; `None` if the sample has not ended.
         seconds: time in generation.
+        routes: `Completion.routes`.
     """
 
     token_ids: tuple[int, ...]
@@ -35,6 +39,7 @@ class Drawn:
     versions: tuple[int, ...]
     stopped: bool | None = None
     seconds: float = 0.0
+    routes: Routes | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -113,7 +118,14 @@ class PartialRollouts:
 
 def _columns(samples_by_index: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
     partial_rollouts = list(samples_by_index.values())
+    recorded = next((sample.routes for sample in partial_rollouts if sample.routes is not None), None)
+    routes: dict[str, torch.Tensor] = {}
+    if recorded is not None:
+        parts = [recorded[:0] if sample.routes is None else sample.routes for sample in partial_rollouts]
+        column = Ragged.of(map(torch.from_numpy, parts), torch.from_numpy(recorded).dtype)
+        routes = {"routes": column.values, "route_lengths": column.lengths}
     return {
+        **routes,
         "index": torch.tensor(list(samples_by_index), dtype=torch.long),
         "lengths": torch.tensor([len(sample.token_ids) for sample in partial_rollouts], dtype=torch.long),
         "token_ids": Ragged.of([sample.token_ids for sample in partial_rollouts], torch.long).values,
@@ -127,6 +139,10 @@ def _columns(samples_by_index: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
 def _drawn(columns: Mapping[str, torch.Tensor]) -> dict[int, Drawn]:
     lengths = columns["lengths"]
     ragged = {name: Ragged(columns[name], lengths).rows() for name in ("token_ids", "logprobs", "versions")}
+    routes: list[Routes | None] = [None] * len(lengths)
+    if "routes" in columns:
+        rows = Ragged(columns["routes"], columns["route_lengths"]).rows()
+        routes = [part.numpy() if len(part) else None for part in rows]
     result = {}
     for row, index in enumerate(columns["index"].tolist()):
         stopped = int(columns["stopped"][row])
@@ -136,6 +152,7 @@ def _drawn(columns: Mapping[str, torch.Tensor]) -> dict[int, Drawn]:
             tuple(ragged["versions"][row].tolist()),
             None if stopped == _UNFINISHED else bool(stopped),
             float(columns["seconds"][row]),
+            routes[row],
         )
     return result
 

@@ -21,6 +21,7 @@ import torch
 from ...algorithms.algorithm import Algorithm
 from ...algorithms.corrections import OF_GENERATION
 from ...algorithms.rollout import Ragged, Rollouts, prefix_tree
+from ...plan.algorithm_graphs import columns_read_by
 from ...plan.batching import balance, balance_shared, work
 from ...plan.dataflow import Call, CallKind
 from ...plan.execution_plan import ExecutionPlan
@@ -138,7 +139,7 @@ def shares_of_samples(
         answered: prefix affinity of a call that generates. The prompts are added to it.
     """
     dp = plan[call.name].strategy.dp
-    read = samples.only(name for name in ("index", FIRST_INDEX, *call.inputs) if name in samples)
+    read = samples.only(name for name in ("index", FIRST_INDEX, *columns_read_by(call)) if name in samples)
     if call.kind is CallKind.GENERATE:
         prompts = samples.ragged(call.inputs[0])
         positions = deal(prompts, dp, [] if answered is None else answered.homes(prompts))

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArg
 
 from ...engines.dropout import dropout_rates
 from ...engines.model_configs import ModelError
+from ...engines.training.expert_routing import BALANCED_FAMILIES
 from ...engines.training.packed_attention import base_of
 from .model_checks import check_trained_adapter
 from .obstacles import config_obstacles, model_obstacles, quantized_obstacles
@@ -114,15 +115,23 @@ def _config_reasons(args: TrainingArguments, config: PretrainedConfig) -> Iterat
     if any(getattr(config, f"{sense}_config", None) is not None for sense in ("vision", "audio")):
         yield f"{kind} reads images or sounds, and the engines train on text alone"
     yield from (obstacle.reason for obstacle in config_obstacles(config, "model"))
+    if coefficient := router_loss_coefficient(args, config):
+        loss = f"an auxiliary loss, router_aux_loss_coef {coefficient:g}"
+        if kind not in BALANCED_FAMILIES:
+            yield f"{kind} has {loss}, that the engines do not compute; router_aux_loss_coef 0 trains without it"
+        elif (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant"):
+            yield f"use_reentrant in gradient_checkpointing_kwargs loses the gradient of {loss}; leave it out"
+
+
+def router_loss_coefficient(args: TrainingArguments, config: PretrainedConfig) -> float:
+    """The coefficient of the auxiliary loss of a mixture of experts by TRL's rules; 0 for other models."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", None) is None:
+        return 0.0
     coefficient = getattr(args, "router_aux_loss_coef", 0.0)
     if coefficient is None:  # TRL uses the model's
         coefficient = getattr(text, "router_aux_loss_coef", 0.0)
-    if getattr(text, "output_router_logits", None) is not None and coefficient:
-        yield (
-            f"{kind} is a mixture of experts with router_aux_loss_coef {coefficient:g}, and the engines have no "
-            f"auxiliary loss; router_aux_loss_coef 0 trains without it"
-        )
+    return float(coefficient or 0.0)
 
 
 def _class_reasons(model: PreTrainedModel) -> Iterator[str]:

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ...algorithms.rollout import Ragged, Rollouts, on_device
+from ...algorithms.router_loss import ROUTER_COUNTS, ROUTER_PROBS, balance_loss, over_samples
 from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
+from ...engines.training.expert_routing import experts_per_token
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...plan.dataflow import Role
 from ...runtime.call_server import CallServer
@@ -29,6 +31,7 @@ from ...runtime.calls.training_calls import GRAD_NORM
 from ..checks.config_checks import ConfigError
 from ..checks.trainable import users_method
 from ..trl_compat import is_scaled_for_accumulation
+from .sampled_routes import SampledRoutes
 from .step_buffer import LossBatch, MicroBatch, Rows, StepBuffer
 
 
@@ -46,14 +49,15 @@ class EngineLoss:
     Args:
         trainer: a `PlannedPolicyTrainer`.
         calls: runs the calls.
+        routes: experts of the completions.
 
     Attributes:
         step_buffer: micro-batches of the current optimizer step.
         untrained: number of micro-batches whose optimizer step is still to come, or has failed.
     """
 
-    def __init__(self, trainer: Trainer, calls: CallServer) -> None:
-        self.trainer, self.calls = trainer, calls
+    def __init__(self, trainer: Trainer, calls: CallServer, routes: SampledRoutes) -> None:
+        self.trainer, self.calls, self._routes = trainer, calls, routes
         self.step_buffer = StepBuffer(calls)
         self.untrained = 0
         self._leaves: LossInputs | None = None  # leaves of the current micro-batch
@@ -90,20 +94,26 @@ class EngineLoss:
         logits_to_keep: int,
         *_: Any,
         compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
         **__: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """(rows, `logits_to_keep`) log-probabilities and, if requested, entropies, computed by the plan's calls; leaf
-        tensors if gradients are enabled."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(rows, `logits_to_keep`) log-probabilities and, if requested, entropies and the auxiliary loss of a mixture
+        of experts over these rows, computed by the plan's calls; leaf tensors if gradients are enabled."""
         if not self.trainer.placement.started:  # outside of a training
             self.trainer.run.placed.start()
-        rows, device = Rows.of(input_ids, attention_mask, logits_to_keep), self.trainer.accelerator.device
+        keeps_all = has_router_loss(self.trainer) and not isinstance(model, ReferenceInEngine)
+        rows = Rows.of(input_ids, attention_mask, logits_to_keep, all_rows=keeps_all)
+        device = self.trainer.accelerator.device
         if isinstance(model, ReferenceInEngine):
             outputs = self.calls.forward(REFERENCE, rows.samples)
             return rows.padded(outputs, "ref_logprobs", device), None, None
         trains = torch.is_grad_enabled()
         if trains and self._leaves is not None and self.trainer.is_in_train:
             raise ConfigError("compute_loss called _get_per_token_logps_and_entropies twice; call it once.")
-        all_rows = [rows, *map(Rows.of_inputs, self._inputs[1:])] if trains else [rows]
+        later = self._inputs[1:] if trains else ()
+        all_rows = [rows, *(Rows.of_inputs(inputs, all_rows=keeps_all) for inputs in later)]
+        all_rows = [replace(part, samples=self._routes.attach(part.samples)) for part in all_rows]
+        rows = all_rows[0]
         if trains and self.trainer.is_in_train and is_computed_in_engines(self.trainer):
             micro_batches = [
                 MicroBatch(inputs, part, rows_with_grad(self.trainer, inputs)[part.numbers])
@@ -113,10 +123,19 @@ class EngineLoss:
         else:
             outputs = self.step_buffer.forward(all_rows)
         logprobs, entropies = (rows.padded(outputs, name, device) for name in (POLICY_LOGPROBS, ENTROPIES))
+        router_loss = None
+        if compute_aux_loss:
+            counts, probs = (over_samples(outputs.ragged(name)) for name in (ROUTER_COUNTS, ROUTER_PROBS))
+            router_loss = balance_loss(counts, probs, self._top_k).to(device)
         if trains:
             entropies.requires_grad_(has_entropy_term(self.trainer))
-            self._leaves = LossInputs(rows, logprobs.requires_grad_(), entropies, outputs)
-        return logprobs, entropies if compute_entropy else None, None
+            router_loss = router_loss if router_loss is None else router_loss.requires_grad_()
+            self._leaves = LossInputs(rows, logprobs.requires_grad_(), entropies, outputs, router_loss)
+        return logprobs, entropies if compute_entropy else None, router_loss
+
+    @property
+    def _top_k(self) -> int:
+        return experts_per_token(self.trainer.model.config)
 
     def backward(self, loss: Tensor) -> None:
         """Collect the token gradients of a micro-batch. Replaces Accelerate's backward."""
@@ -127,8 +146,10 @@ class EngineLoss:
             )
         loss.backward()  # type: ignore[no-untyped-call]
         accelerator = self.trainer.accelerator
-        # losses are averaged over processes
-        self.step_buffer.add(leaves.token_grads(1 / accelerator.num_processes), leaves.rows.spare)
+        scale = 1 / accelerator.num_processes  # losses are averaged over processes
+        self.step_buffer.add(leaves.token_grads(scale), leaves.rows.spare)
+        if leaves.router_loss is not None and leaves.router_loss.grad is not None:
+            self.step_buffer.add_router_loss(float(leaves.router_loss.grad) * scale, self._top_k)
         if accelerator.sync_gradients:
             self.untrained = len(self.step_buffer)
 
@@ -168,17 +189,21 @@ class LossInputs:
         entropies: (rows, width) float32; also a leaf if the loss has an entropy term.
         outputs: outputs for the samples of the rows, with the token gradients whose parameter gradients the engines
             have already added, if any.
+        router_loss: the auxiliary loss of the rows, a leaf; `None` without one.
     """
 
     rows: Rows
     logprobs: Tensor
     entropies: Tensor
     outputs: Rollouts
+    router_loss: Tensor | None = None
 
     def token_grads(self, scale: float) -> Rollouts:
         """The samples of the rows with the gradients of the leaves times `scale`, minus the token gradients of
-        `outputs`."""
+        `outputs`; with an auxiliary loss also the counts of their experts."""
         columns: dict[str, Ragged] = {}
+        if self.router_loss is not None:
+            columns[ROUTER_COUNTS] = self.outputs.ragged(ROUTER_COUNTS)
         for name, leaf in ((LOGPROB_GRADS, self.logprobs), (ENTROPY_GRADS, self.entropies)):
             if not leaf.requires_grad:
                 continue
@@ -191,8 +216,15 @@ class LossInputs:
 
 def is_computed_in_engines(trainer: Trainer) -> bool:
     """True if the engines compute the loss. Not for a user's loss, which would run more often than its author expects,
-    nor with `top_entropy_quantile`, whose threshold needs the entropies of all processes."""
-    return users_method(type(trainer), _METHODS) is None and getattr(trainer, "top_entropy_quantile", 1.0) == 1.0
+    nor with `top_entropy_quantile`, whose threshold needs the entropies of all processes, nor with an auxiliary loss,
+    whose gradient needs the experts of all tokens of the optimizer step."""
+    needs_all = getattr(trainer, "top_entropy_quantile", 1.0) != 1.0 or has_router_loss(trainer)
+    return users_method(type(trainer), _METHODS) is None and not needs_all
+
+
+def has_router_loss(trainer: Trainer) -> bool:
+    """True if the loss has the auxiliary loss of a mixture of experts."""
+    return bool(getattr(trainer, "aux_loss_enabled", False))
 
 
 def has_entropy_term(trainer: Trainer) -> bool:

@@ -16,6 +16,7 @@ from ...algorithms.rollout import Rollouts
 from ...engines.model_configs import ModelError
 from ...runtime.call_server import CallServer
 from .ahead import PromptsAhead
+from .sampled_routes import SampledRoutes
 from .single_candidates import SingleCandidates
 
 
@@ -92,6 +93,7 @@ class EngineGeneration:
         ahead: announces the prompts of later generations.
         turns: draws completions that do not wait for each other.
         forced: gets the log-probabilities of each generation.
+        routes: gets the experts of each completion.
         eos_token_id: eos token of the policy's tokenizer.
 
     An attribute of TRL's class that this one does not have, such as the temperature, cannot be set either.
@@ -101,7 +103,7 @@ class EngineGeneration:
         ages: age in generations of the policy that sampled each token of these responses; `None` if all are current.
     """
 
-    __slots__ = ("_prompts", "ages", "ahead", "calls", "eos_token_id", "forced", "llm", "logprobs", "turns")
+    __slots__ = ("_prompts", "ages", "ahead", "calls", "eos_token_id", "forced", "llm", "logprobs", "routes", "turns")
 
     def __init__(
         self,
@@ -110,9 +112,10 @@ class EngineGeneration:
         ahead: PromptsAhead,
         forced: SingleCandidates,
         turns: TurnTaking,
+        routes: SampledRoutes,
         eos_token_id: int | None = None,
     ) -> None:
-        self.calls, self.ahead, self.forced, self.turns = calls, ahead, forced, turns
+        self.calls, self.ahead, self.forced, self.turns, self.routes = calls, ahead, forced, turns, routes
         self.llm, self.eos_token_id = length_limits(max_model_len), eos_token_id
         self._forget(None)
 
@@ -183,6 +186,7 @@ class EngineGeneration:
                 outputs = self.calls.generate(prompts, texts, of=of)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
+        self.routes.add(prompts, outputs)
         if given is not None:
             self.forced.begin_generation(self.logprobs)
         return for_trl(prompts, outputs, self.eos_token_id)

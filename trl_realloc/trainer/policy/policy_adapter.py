@@ -40,6 +40,7 @@ from .loss import REFERENCE, EngineLoss, ModelInEngine, ReferenceInEngine
 from .mismatch import EngineMismatch
 from .planned_generation import EngineGeneration
 from .rewards import Scoring
+from .sampled_routes import SampledRoutes
 from .single_candidates import SingleCandidates
 from .taken_over import TakenOver
 from .trl_sampling import tokenizer_of
@@ -79,6 +80,7 @@ class PolicyAdapter:
         self.trainer = trainer
         self.spans = FunctionSpans(trainer)
         self.scoring, self.ahead = Scoring(trainer, self.spans), PromptsAhead(trainer)
+        self.routes = SampledRoutes()
         self._generations = 0  # generations under earlier plans
         self._random_states = _random_states()  # before the latest generation of the training
 
@@ -202,6 +204,7 @@ class PolicyAdapter:
         self.trainer.vllm_generation.begin([row.get("prompt") for row in rows])
         self.scoring.groups.begin_generation(rows)
         self.mismatch.begin_generation()
+        self.routes.begin_generation(trains=trains)
         with self.trainer.run.checkpoints.saving_good_state() if trains else contextlib.nullcontext():
             yield
         self.forced.end_generation()
@@ -264,7 +267,7 @@ class PolicyAdapter:
     def follow(self, executor: Executor) -> None:
         trainer = self.trainer
         self.calls = CallServer(executor, self.mode_kept, self._generations)
-        self.loss = EngineLoss(trainer, self.calls)
+        self.loss = EngineLoss(trainer, self.calls, self.routes)
         context_length = executor.placement.options.context_length
         trainer.vllm_generation = EngineGeneration(
             self.calls,
@@ -272,6 +275,7 @@ class PolicyAdapter:
             self.ahead,
             self.forced,
             self.turns,
+            self.routes,
             tokenizer_of(trainer.processing_class).eos_token_id,
         )
         # TRL's loop then begins with a generation, like a new trainer's

@@ -19,6 +19,7 @@ from ...engines.generation.sampling_checks import engine_only_settings, why_not_
 from ...engines.model_configs import most_positions, read_config
 from ...engines.models import changes_base, check_trains, has_adapters
 from ...engines.requests import Sampling
+from ...engines.training.router_replay import has_replay
 from ...engines.training.weight_source import fill
 from ...plan.algorithm_graphs import grpo_graph
 from ...plan.dataflow import DataflowGraph, Role
@@ -32,6 +33,7 @@ from ..checks.config_checks import ConfigError, best_model_problems
 from ..checks.input_checks import check_context, check_positions
 from ..checks.obstacles import check_quantized
 from ..checks.optimizer_checks import check_optimizer
+from ..checks.trainable import router_loss_coefficient
 from ..checks.unfollowed_settings import Then, unfollowed_settings
 from ..grpo_config import (
     PolicyConfig,
@@ -41,7 +43,7 @@ from ..grpo_config import (
     given_quantization,
     reward_dtype,
 )
-from ..run.job_builder import policy_job
+from ..run.job_builder import compute_dtype, policy_job
 from ..run.plan_request import PlanRequest, read_plan_request
 from ..run.role_models import reward_sources, role_configs
 from ..run.run_inputs import RunInputs
@@ -213,8 +215,39 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
         context_length=context,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    options = replace(job.options, sampling_mask=None if args.full_vocabulary_logprobs else sampling.mask)
+    mask = None if args.full_vocabulary_logprobs else sampling.mask
+    options = replace(job.options, sampling_mask=mask, router_sums=router_loss_coefficient(args, config) != 0.0)
+    if replays_routes(args, config, by_vllm=request.by_vllm):
+        options = replace(options, replays_routes=True, vllm={**options.vllm, "routes": True})
     return replace(job, options=options, streams=not turns and stays is None)
+
+
+def replays_routes(args: PolicyConfig, config: Any, *, by_vllm: bool) -> bool:
+    """True if the policy is trained with the experts that its vLLM engines chose.
+
+    Raises:
+        ConfigError: it shall be, and cannot.
+    """
+    text = config.get_text_config()
+    if args.router_replay == "none" or (args.router_replay is None and not hasattr(text, "num_experts_per_tok")):
+        return False
+    obstacle = None
+    if not hasattr(text, "num_experts_per_tok"):
+        obstacle = f"{text.model_type} is not a mixture of experts"
+    elif not by_vllm:
+        obstacle = "the training's own model generates, and chooses the same experts"
+    elif not has_replay(config):
+        obstacle = f"the experts of {text.model_type} cannot be replaced"
+    if args.router_replay == "rollout":
+        if obstacle is not None:
+            raise ConfigError(f"router_replay is rollout, but {obstacle}; leave it out.")
+        return True
+    dtype = compute_dtype(args) or getattr(config, "dtype", None) or torch.float32
+    if dtype.itemsize > 2:
+        return False
+    if obstacle is not None and by_vllm:
+        notice(f"the policy is trained without router replay, because {obstacle}")
+    return obstacle is None
 
 
 def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> ContextLimit | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...algorithms.algorithm import TokenLoss
 from ...algorithms.rollout import Ragged, Rollouts
+from ...algorithms.router_loss import ROUTER_COUNTS, ROUTER_GRADS, balance_grads, over_samples, with_router_grads
 from ...algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS
 from ...plan.algorithm_graphs import ENTROPIES, POLICY_LOGPROBS
 from ...runtime.call_server import CallServer
@@ -30,45 +31,48 @@ class Rows:
     """The rows of a micro-batch, without padding.
 
     Args:
-        samples: `prompts` and `responses` of the rows that have a response, int64 on the CPU.
+        samples: `prompts` and `responses` of the kept rows, int64 on the CPU.
+        kept: (rows,) bool on the CPU; the rows that have a response, or all.
         mask: (rows, width) bool on the CPU; true for response tokens in TRL's tensor.
         spare: one token of the first prompt and one of its response, even if that response is masked.
     """
 
     samples: Rollouts
+    kept: Tensor
     mask: Tensor
     spare: Rollouts
 
     @staticmethod
-    def of(input_ids: Tensor, attention_mask: Tensor, width: int) -> Rows:
+    def of(input_ids: Tensor, attention_mask: Tensor, width: int, *, all_rows: bool = False) -> Rows:
         """The rows of TRL's tensors, without padding.
 
         Args:
             input_ids: (rows, length) prompts, padded on the left, and responses, padded on the right.
             attention_mask: (rows, length); 0 for padding and for masked responses.
             width: number of response columns.
+            all_rows: keep also the rows without a response, whose prompts count in the auxiliary loss.
         """
         ids, mask = input_ids.cpu(), attention_mask.cpu().bool()
         parts = {"prompts": slice(None, -width), "responses": slice(-width, None)}
         ragged = {name: Ragged(ids[:, part][mask[:, part]], mask[:, part].sum(1)) for name, part in parts.items()}
-        has_response = ragged["responses"].lengths.nonzero()[:, 0]
+        kept = (ragged["responses"].lengths > 0) | all_rows
         first_token = Ragged(ids[:1, -width], torch.ones(1, dtype=torch.long))
         prompt = ragged["prompts"].select([0])
         spare = Rollouts(prompts=prompt.crop(prompt.lengths.clamp(max=1)), responses=first_token)
-        return Rows(Rollouts(**ragged).select(has_response), mask[:, -width:], spare)
+        return Rows(Rollouts(**ragged).select(kept.nonzero()[:, 0]), kept, mask[:, -width:], spare)
 
     @staticmethod
-    def of_inputs(inputs: Mapping[str, Any]) -> Rows:
+    def of_inputs(inputs: Mapping[str, Any], *, all_rows: bool = False) -> Rows:
         """The rows of the inputs of TRL's loss, without padding."""
         ids, masks = (
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
         )
-        return Rows.of(ids, masks, inputs["completion_ids"].size(1))
+        return Rows.of(ids, masks, inputs["completion_ids"].size(1), all_rows=all_rows)
 
     @property
     def numbers(self) -> Tensor:
         """(samples,) int64: the row index of each sample."""
-        return self.mask.any(1).nonzero()[:, 0]
+        return self.kept.nonzero()[:, 0]
 
     def padded(self, outputs: Rollouts, name: str, device: torch.device) -> Tensor:
         """(rows, width): the column `name` of the samples' outputs, 0 where there is no response token."""
@@ -79,8 +83,7 @@ class Rows:
 
     def unpadded(self, tensor: Tensor) -> Ragged:
         """The values of the response tokens in a (rows, width) tensor, a row per sample."""
-        lengths = self.mask.sum(1)
-        return Ragged(tensor.detach().cpu()[self.mask], lengths[lengths > 0])
+        return Ragged(tensor.detach().cpu()[self.mask], self.mask.sum(1)[self.kept])
 
 
 @dataclass
@@ -152,6 +155,8 @@ class StepBuffer:
         self._computed: list[MicroBatch] = []  # those whose gradients the engines have added
         self._grads: list[Rollouts] = []
         self._spare = Rollouts()
+        self._router_weight: float | None = None
+        self._top_k = 0
 
     def __len__(self) -> int:
         """The number of micro-batches whose token gradients have been collected."""
@@ -226,21 +231,42 @@ class StepBuffer:
         self._grads.append(samples)
         self._spare = spare
 
+    def add_router_loss(self, weight: float, top_k: int) -> None:
+        """Add to the weight of the auxiliary loss in the optimizer step. The collected samples then have the column
+        `ROUTER_COUNTS`.
+
+        Args:
+            weight: derivative of this rank's micro-batch's part of the loss with respect to the auxiliary loss.
+            top_k: experts per token.
+        """
+        self._router_weight, self._top_k = (self._router_weight or 0.0) + weight, top_k
+
     def take(self) -> Rollouts:
         """The samples of the optimizer step with their token gradients; cached outputs are forgotten. If all token
         gradients are 0, it is one sample, so that the optimizer still steps on gradients that were already added,
-        momentum and weight decay."""
+        momentum and weight decay. All ranks together."""
         samples, spare = Rollouts.cat(self._grads), self._spare
+        if self._router_weight is not None:
+            samples = self._with_router_grads(samples, self._router_weight)
         self.forget()
         names = [name for name in (LOGPROB_GRADS, ENTROPY_GRADS) if name in samples]
-        if any(bool((samples.ragged(name).values != 0).any()) for name in names):
+        if ROUTER_GRADS in samples or any(bool((samples.ragged(name).values != 0).any()) for name in names):
             return samples
         zero = Ragged(torch.zeros(1), torch.ones(1, dtype=torch.long))
         return spare.plus(**dict.fromkeys(names, zero))
 
+    def _with_router_grads(self, samples: Rollouts, weight: float) -> Rollouts:
+        """The samples with the derivatives of the auxiliary loss over all ranks' samples of the step."""
+        counts, control = samples.ragged(ROUTER_COUNTS), self.calls.executor.placement.control
+        ranks = all_gather_object((over_samples(counts), weight), control)
+        total, weights = (sum(parts[1:], parts[0]) for parts in zip(*ranks, strict=True))
+        grads = weights * balance_grads(total, self._top_k)
+        names = [name for name in samples if name != ROUTER_COUNTS]
+        return samples.only(names).plus(**{ROUTER_GRADS: with_router_grads(counts, grads)})
+
     def forget(self) -> None:
         """Forget token gradients and log-probabilities: the policy has changed, or a step was abandoned."""
-        self._grads, self._computed = [], []
+        self._grads, self._computed, self._router_weight = [], [], None
         self.forget_logprobs()
 
     def forget_logprobs(self) -> None:

@@ -129,10 +129,12 @@ class Turns:
         if not self._has_threads or self.why_in_rounds is not None:
             return None
         first: dict[int, Rollouts] = {}
-        eos_token_id = self.trainer.vllm_generation.eos_token_id
+        prompt_of: dict[int, list[int]] = {}  # of the latest turn
+        engine = self.trainer.vllm_generation
         with self.calls().drawing(len(prompt_ids)) as turns:
 
             def draw(prompts: Mapping[int, list[int]], is_busy: bool) -> dict[int, Any] | None:
+                prompt_of.update(prompts)
                 for position, ids in prompts.items():
                     turns.add(position, ids)
                 if not turns.unfinished:
@@ -140,7 +142,8 @@ class Turns:
                 ended = turns.poll(TOOL_POLL_S if is_busy else FAILURE_POLL_S)
                 for position, row in ended.items():
                     first.setdefault(position, row)
-                return {position: for_trl([()], row, eos_token_id) for position, row in ended.items()}
+                    engine.routes.add([prompt_of[position]], row)
+                return {position: for_trl([()], row, engine.eos_token_id) for position, row in ended.items()}
 
             self._loops = self._run(
                 lambda completion, position: completion.whole(self._prompts[position], list(prompt_ids[position])),

@@ -1,0 +1,66 @@
+"""`SampledRoutes`: the experts with which a mixture's engine sampled this rank's completions, for the policy's
+forwards.
+
+TRL's loop does not carry them, so they are found by the token ids of prompt and completion together. After several
+turns the engine's last answer has the experts of all turns. Equal completions have the experts of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...algorithms.rollout import Ragged, Rollouts, token_keys
+from ...plan.algorithm_graphs import ROUTES
+
+
+class SampledRoutes:
+    """The routes of the completions of this rank's latest generation of the training, and of its latest evaluation."""
+
+    def __init__(self) -> None:
+        self._of_mode: dict[bool, dict[bytes, Tensor]] = {True: {}, False: {}}
+        self._trains = True
+        self._empty: Tensor | None = None  # (0, layers times k)
+
+    def begin_generation(self, *, trains: bool) -> None:
+        """Forget the completions of the earlier generation, of the training or of evaluations."""
+        self._trains = trains
+        self._of_mode[trains] = {}
+
+    def add(self, prompts: Sequence[Sequence[int]], outputs: Rollouts) -> None:
+        """Keep the routes of an engine's completions.
+
+        Args:
+            outputs: columns `responses` and, if the engine records them, `routes`.
+        """
+        if ROUTES not in outputs:
+            return
+        samples = outputs.plus(prompts=Ragged.of(prompts, torch.long))
+        routes = outputs.ragged(ROUTES).rows()
+        self._empty = routes[0][:0]
+        self._of_mode[self._trains].update(zip(_keys(samples), routes, strict=True))
+
+    def attach(self, samples: Rollouts) -> Rollouts:
+        """The samples with the column `routes`, if this rank has any. The routes of a sample that goes on after the
+        engine's answer, such as with a tool's result, are those of the longest beginning that the engine has answered
+        with; those of an unknown sample are empty."""
+        if self._empty is None or not len(samples):
+            return samples
+        found = [self._find(key) for key in _keys(samples)]
+        return samples.plus(**{ROUTES: Ragged.of(found, self._empty.dtype)})
+
+    def _find(self, key: bytes) -> Tensor:
+        assert self._empty is not None, "there are routes"
+        for known in self._of_mode.values():
+            if key in known:
+                return known[key]
+        begun = [beginning for known in self._of_mode.values() for beginning in known if key.startswith(beginning)]
+        if not begun:
+            return self._empty
+        longest = max(begun, key=len)
+        return next(known[longest] for known in self._of_mode.values() if longest in known)
+
+
+def _keys(samples: Rollouts) -> list[bytes]:
+    return [prompt + response for prompt, response in token_keys(samples)]
