@@ -35,7 +35,10 @@ class Picky:
         """As an engine in bfloat16 whose router and norms are in float32."""
         return {name: torch.bfloat16 for name in dtypes if "norm" not in name} if self.is_narrow else {}
 
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+    def kept(self, frozen: Any) -> frozenset[str]:
+        return frozenset()
+
+    def load(self, buckets: Iterable[Bucket], version: int, frozen: Any = None) -> None:
         self.version = -1
         for bucket in buckets:
             for name, tensor in bucket:

@@ -124,7 +124,10 @@ class ReplayingEngine:
         while generation.unfinished:
             yield from generation.poll(1.0)
 
-    def load(self, buckets: Iterable[Bucket], version: int) -> None:
+    def kept(self, frozen: Any) -> frozenset[str]:
+        return frozenset()
+
+    def load(self, buckets: Iterable[Bucket], version: int, frozen: Any = None) -> None:
         self._end()
         self.version = -1
         for bucket in buckets:

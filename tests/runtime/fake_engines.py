@@ -200,7 +200,10 @@ class FakeEngine:
         while generation.unfinished:
             yield from generation.poll(1.0)
 
-    def load(self, buckets: Any, version: int) -> None:
+    def kept(self, frozen: Any) -> frozenset[str]:
+        return frozenset()
+
+    def load(self, buckets: Any, version: int, frozen: Any = None) -> None:
         generation = self.generation
         if generation is not None and not generation.closed and generation.updates is not Updates.END:
             generation.update(version)

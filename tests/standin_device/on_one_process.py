@@ -593,7 +593,10 @@ class Engine:
     def sleep(self) -> None:
         self.reserved_when_asleep = torch.accelerator.memory_reserved(SIM)
 
-    def load(self, buckets: Any, version: int) -> None:
+    def kept(self, frozen: Any) -> frozenset[str]:
+        return frozenset()
+
+    def load(self, buckets: Any, version: int, frozen: Any = None) -> None:
         self.unused_when_loaded = torch.accelerator.memory_reserved(SIM) - allocated()
         self.version = version
         for _ in buckets:
