@@ -22,7 +22,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -239,6 +238,10 @@ def start_workers_in_turn() -> None:
 def pack_experts_again() -> None:
     """Make new weights of experts on a CPU be packed for their kernel, as those of the engine's start are. vLLM 0.32
     packs only the latter, so after an update its experts compute with weights in the wrong order."""
+    try:
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    except ImportError:  # a release that computes experts on a CPU in another way
+        return
     setup = getattr(UnquantizedFusedMoEMethod, "_setup_kernel", None)
     if setup is None:
         return
@@ -292,7 +295,7 @@ def full_attention_group(kv_cache_config: Any) -> tuple[int, str]:
 def slots_of_forward(layer: str) -> Tensor | None:
     """(tokens,) the places in the cache of the keys and values of the tokens of the current forward, -1 for padding;
     `None` in a forward without a cache."""
-    slots = get_forward_context().slot_mapping
+    slots = getattr(get_forward_context(), "slot_mapping", None)
     found: Tensor | None = slots.get(layer) if isinstance(slots, dict) else None
     return found
 

@@ -347,7 +347,7 @@ def read_routes(llm: LLM, settings: dict[str, Any]) -> tuple[RequestRoutes | Non
 
     try:
         return (RequestRoutes(llm), None) if settings["routes"] else (None, None)
-    except NoRoutes as error:
+    except (NoRoutes, AttributeError) as error:  # a release with other attributes
         return None, str(error)
 
 

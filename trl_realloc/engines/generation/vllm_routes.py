@@ -2,7 +2,7 @@
 the keys and values of each token, `RequestRoutes` reads those of a request. Tokens from the prefix cache then have the
 routes with which their keys and values were computed.
 
-Both are in vLLM's process; what the routes are used for is in `training.expert_routing`.
+Both are in vLLM's process; what the routes are used for is in `training.router_replay`.
 """
 
 from __future__ import annotations

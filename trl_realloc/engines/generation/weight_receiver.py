@@ -330,8 +330,8 @@ class RolloutWorker:
         """Record the experts that the routers choose. Called once, before the engine's first token."""
         try:
             self._slot_routes, self._no_routes = SlotRoutes(self.model_runner), None
-        except NoRoutes as error:
-            self._no_routes = str(error)
+        except (NoRoutes, AttributeError) as error:  # a release with other attributes
+            self._no_routes = f"the experts of each token are not told: {error}"
 
     def why_no_routes(self) -> str | None:
         """The reason why routes are not recorded; `None` if they are."""

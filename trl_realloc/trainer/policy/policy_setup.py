@@ -246,7 +246,7 @@ def replays_routes(args: PolicyConfig, config: Any, *, by_vllm: bool) -> bool:
     if dtype.itemsize > 2:
         return False
     if obstacle is not None and by_vllm:
-        notice(f"the policy is trained without router replay, because {obstacle}")
+        notice(f"the policy is trained without router replay, because {obstacle}.")
     return obstacle is None
 
 
