@@ -217,13 +217,30 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
     )
     mask = None if args.full_vocabulary_logprobs else sampling.mask
     options = replace(job.options, sampling_mask=mask, router_sums=router_loss_coefficient(args, config) != 0.0)
-    if replays_routes(args, config, by_vllm=request.by_vllm):
+    split = split_policy_call(request.plan)
+    if options.router_sums and split is not None:
+        raise ConfigError(
+            f"{split} has engine megatron, which does not compute the auxiliary loss of {config.model_type}; use "
+            f"engine zero, or set router_aux_loss_coef to 0."
+        )
+    if replays_routes(args, config, by_vllm=request.by_vllm, split=split):
         options = replace(options, replays_routes=True, vllm={**options.vllm, "routes": True})
-    return replace(job, options=options, streams=not turns and stays is None)
+    is_whole = options.router_sums or options.replays_routes  # megatron has neither
+    engines = tuple(engine for engine in job.engines if engine != "megatron" or not is_whole)
+    return replace(job, options=options, engines=engines, streams=not turns and stays is None)
 
 
-def replays_routes(args: PolicyConfig, config: Any, *, by_vllm: bool) -> bool:
+def split_policy_call(plan: ExecutionPlan | None) -> str | None:
+    """The first call of a plan in which engine megatron scores with the policy or trains it; `None` without one."""
+    calls = () if plan is None else plan.graph.uses_of(Role.ACTOR)
+    return next((name for name in calls if plan is not None and plan[name].engine == "megatron"), None)
+
+
+def replays_routes(args: PolicyConfig, config: Any, *, by_vllm: bool, split: str | None = None) -> bool:
     """True if the policy is trained with the experts that its vLLM engines chose.
+
+    Args:
+        split: see `split_policy_call`.
 
     Raises:
         ConfigError: it shall be, and cannot.
@@ -238,6 +255,8 @@ def replays_routes(args: PolicyConfig, config: Any, *, by_vllm: bool) -> bool:
         obstacle = "the training's own model generates, and chooses the same experts"
     elif not has_replay(config):
         obstacle = f"the experts of {text.model_type} cannot be replaced"
+    elif split is not None:
+        obstacle = f"{split} has engine megatron, whose forward does not take them"
     if args.router_replay == "rollout":
         if obstacle is not None:
             raise ConfigError(f"router_replay is rollout, but {obstacle}; leave it out.")
