@@ -66,7 +66,7 @@ def _case(draw: random.Random, family: str) -> tuple[int, dict[str, Any]]:
         "num_key_value_heads": 4,
     }
     case = {"family": family, "tp": tp, "pp": draw.choice([1, ranks // tp]), "config": config, "shard_size": "1GB"}
-    settings = {"shard": draw.random() < 0.5, "checkpointing": draw.random() < 0.5, "tokens": draw.choice([8, 20, 40])}
+    settings = {"shard": draw.random() < 0.5, "checkpointing": draw.random() < 0.5, "tokens": draw.choice([40, 60])}
     return ranks, {**case, **settings}
 
 

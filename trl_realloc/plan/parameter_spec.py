@@ -49,7 +49,7 @@ class ParameterSpec:
     @property
     def is_of_experts(self) -> bool:
         """True if the parameter has all experts of a layer, (experts, outputs, inputs), of which a token uses a few."""
-        return len(self.shape) == 3
+        return len(self.shape) == 3 and ".experts." in self.name
 
     @property
     def is_router(self) -> bool:
