@@ -26,8 +26,8 @@ class Tools:
 
     def __init__(self) -> None:
         self.fault: Callable[[Tools], Any] = lambda tools: None
-        self.calls = 0
         self.trainer: Any = None
+        self.calls = 0
         self.completions: list[Any] = []
         self.lengths: list[int] = []
         self.released = threading.Event()
@@ -97,15 +97,16 @@ def fail(_: Any) -> None:
 
 
 def answer_once_at_length(tools: Tools) -> str:
-    tools.calls += 1  # the first alone, because its tokens take seconds
-    return "w77 " * (2_500_000 if tools.calls == 1 else 1)  # 10 MB
+    """10 MB. The first call alone, because their tokens take seconds."""
+    tools.calls += 1
+    return " ".join(["x" * 100_000] * 100) if tools.calls == 1 else "w77"
 
 
 READ: dict[str, tuple[Callable[[Tools], Any], set[str]]] = {
     "hangs": (hang, {"{'error': 'look_up took longer than tool_timeout, 0.3 s'}"}),
     "returns after its limit": (answer_late, {"{'error': 'look_up took longer than tool_timeout, 0.3 s'}"}),
     "raises": (fail, {"{'error': 'no such word'}"}),
-    "returns 10 MB": (answer_once_at_length, {"w77 "}),  # TRL leaves out what has no room, and the completion ends
+    "returns 10 MB": (answer_once_at_length, {"w77"}),  # TRL leaves out what has no room, and the completion ends
 }
 
 
