@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / place) for place in ("trainer"
 
 import result_file  # noqa: E402
 import shared_memory  # noqa: E402
-from faults_table import CAUSES, PLANS, Row, rows  # noqa: E402
+from faults_table import CAUSES, PLANS, READ, Row, rows  # noqa: E402
 
 from trl_realloc.common.ports import reserve_port  # noqa: E402
 from trl_realloc.trainer.checkpoint.resuming import newest_whole  # noqa: E402
@@ -166,6 +166,8 @@ def sentence(row: Row, text: str) -> str:
         "start": "starting|loading",
         "measuring": "starting|measuring|of update",
         "replan": "move to",
+        "tool": "actor.generate",
+        "reset": "of update",
     }
     where = call.get(row.moment, re.escape(row.moment.replace("reallocation", "actor.generate")))
     if row.fault.startswith(("launcher", "all")):  # it ends all ranks, whatever each of them does
@@ -238,14 +240,17 @@ def run(row: Row, work: Path, reference: Path | None) -> Row:
         if row.fault == "disk-readonly":
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         (disk / "filler").unlink(missing_ok=True)
-        if went_on and reference is not None:
+        if went_on and row.fault in READ:
+            row.resumed_equal = None  # the policy has read of the fault
+        elif went_on and reference is not None:
             row.note = equal(out, reference)
             row.resumed_equal = not row.note
         elif at and reference is not None:
             again = Job(folder, row, out, fault=False, resume="auto")
             again.await_end(START_S)
-            # the run that goes on does not move to the other plan again, so it rounds differently
-            tolerance = 1e-4 if row.plan == "replan" else 0.0
+            # The run that goes on does not move to the other plan again, and turns are drawn beside others at other
+            # times, so it rounds differently
+            tolerance = 1e-4 if row.plan in ("replan", "grpo, tools", "grpo, environments") else 0.0
             row.note = equal(out, reference, tolerance) if (out / "log.json").exists() else "resuming failed"
             row.resumed_equal = not row.note
     finally:

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,9 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / place) for place in ("trainer", "multiprocess")]
 
+import pytest  # noqa: E402
 import tiny  # noqa: E402
+import tool_users  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from trl_realloc import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
@@ -53,6 +56,7 @@ class Fault:
         self.rank: int | None = settings.get("rank")
         self.mark = str(settings.get("mark", "")).encode() + b"\0"
         self.saves = bool(settings["options"].get("enable_jit_checkpoint"))
+        self._one_thread = threading.Lock()
 
     def here(self) -> bool:
         """Whether this rank is the one, in the update of the moment: by default the last of the call's mesh; its first
@@ -65,7 +69,8 @@ class Fault:
         if self.done or self.trainer is None:
             return False
         plan, rank = self.trainer.plan, self.trainer.accelerator.process_index
-        calls = {"save": "actor.train", "reallocation": "actor.generate", "replan": "actor.train"}
+        calls = {"save": "actor.train", "replan": "actor.train"}
+        calls |= dict.fromkeys(("reallocation", "tool", "reset"), "actor.generate")
         if self.rank is not None:
             return bool(rank == self.rank)
         ranks = list(plan.mesh(calls.get(self.moment, self.moment)).devices)
@@ -75,7 +80,14 @@ class Fault:
     def _update(self) -> int:
         return int(self.trainer.state.global_step) if self.trainer else 0
 
-    def happen(self) -> None:
+    def in_users_code(self, moment: str) -> Any:
+        """Happen in a tool, or in an environment's reset. Returns a tool's result."""
+        with self._one_thread:
+            is_now = self.moment == moment and self.here()
+            self.done |= is_now
+        return self.happen() if is_now else None
+
+    def happen(self) -> Any:
         """Do what ends or stops a process, or raise."""
         self.done = True
         note = {"time": time.time(), "where": self.where, "pid": os.getpid()}
@@ -84,10 +96,18 @@ class Fault:
         partial.rename(self.notes)
         if self.kind in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
-        elif self.kind == "error":
+        elif self.kind in ("error", "tool-error"):
             raise ValueError("an error made by benchmarks/faults.py")
         elif self.kind == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB (by benchmarks/faults.py)")
+        elif self.kind == "tool-exit":
+            sys.exit("an exit made by benchmarks/faults.py")
+        elif self.kind == "tool-trainer":
+            self.trainer.save_model()  # type: ignore[attr-defined]
+        elif self.kind in ("tool-hang", "tool-late"):
+            time.sleep(600 if self.kind == "tool-hang" else 1.2 * self.trainer.args.tool_timeout)  # type: ignore[attr-defined]
+        elif self.kind == "tool-large":
+            return " ".join(["x" * 100_000] * 100)  # 10 MB
         elif self.kind.startswith(("launcher", "rank", "all", "helpers")):
             whom, how = self.kind.split("-")
             again, kills = how.endswith("2"), how.endswith("kill") and how != "kill"
@@ -241,12 +261,45 @@ class Forced:
         return JobPlan(self.plan) if updates_left == 1 else None
 
 
-def trainer(algorithm: str, out: Path, options: dict[str, Any]) -> Any:
+def trainer(algorithm: str, out: Path, options: dict[str, Any], fault: Fault) -> Any:
+    if algorithm.startswith("grpo, "):
+        return tool_trainer(algorithm, out, options, fault)
     if algorithm == "ppo":
         return tiny.trainer(out, given={"reward_model": [tiny.short, tiny.classifier(2)]}, **options)
     config, kind = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
     data = {"train_dataset": tiny.prompts(), "processing_class": tiny.tokenizer()}
     return kind(tiny.policy(), tiny.short, config(str(out), **{**tiny.BARE, **options}), **data)
+
+
+def tool_trainer(algorithm: str, out: Path, options: dict[str, Any], fault: Fault) -> Any:
+    """A trainer of GRPO whose policy calls tools, or methods of environments."""
+
+    def look_up(word: int) -> Any:
+        """Look up a word.
+
+        Args:
+            word: the word.
+        """
+        time.sleep(0.02)
+        return fault.in_users_code("tool") or f"w{word}"
+
+    class Page:
+        def reset(self, **_: Any) -> None:
+            fault.in_users_code("reset")
+
+        def look_up(self, word: int) -> str:
+            """Look up a word.
+
+            Args:
+                word: the word.
+            """
+            return f"w{word}"
+
+    has_tools = algorithm == "grpo, tools"
+    given = {} if has_tools else {"environment_factory": Page}
+    return tool_users.trainer(
+        out, pytest.MonkeyPatch(), [look_up] if has_tools else [], given=given, **{**tiny.BARE, **options}
+    )
 
 
 def policy_weights(made: Any) -> dict[str, torch.Tensor]:
@@ -274,7 +327,7 @@ def main() -> None:
         fault.before(Transfer, "_post")
         fault.before(RunState, "load_into")
         fault.while_saving()
-    made = trainer(settings["algorithm"], out, settings["options"])
+    made = trainer(settings["algorithm"], out, settings["options"], fault)
     made.run.change.replanner = Forced(settings["to"]) if settings.get("to") else None
     if settings["fault"]:
         fault.trainer = made

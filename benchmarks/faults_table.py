@@ -18,6 +18,9 @@ from test_plans import plan as written_plan
 JIT = {"enable_jit_checkpoint": True, "save_strategy": "no"}
 VLLM = {"generation_engine": "vllm", "response_length": 64}
 GROUPS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 64, **JIT}
+EACH_UPDATE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+TOOLS = {**GROUPS, **EACH_UPDATE, "enable_jit_checkpoint": False, "max_completion_length": 40, "use_vllm": True}
+TOOLS |= {"tool_workers": 4, "tool_timeout": 2.0}
 TWO_WORKERS = {"actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2, "engine": "vllm"}}
 PLANS: dict[str, dict[str, Any]] = {
     "flatten": {"processes": 2, "plan": "flatten"},
@@ -54,12 +57,16 @@ PLANS: dict[str, dict[str, Any]] = {
         "plan": "flatten",
         "options": {**GROUPS, "use_vllm": True},
     },
+    "grpo, tools": {"processes": 2, "algorithm": "grpo, tools", "plan": "flatten", "options": TOOLS},
+    "grpo, environments": {"processes": 2, "algorithm": "grpo, environments", "plan": "flatten", "options": TOOLS},
     "two hosts": {"processes": 2, "plan": "flatten", "hosts": True},
 }
 TRAINING = ("actor.train", "critic.train")
 INSIDE = ("actor.generate", "critic.forward", *TRAINING)
 ENGINE_FAULTS = ("engine-kill", "engine-stop", "kill", "all-term", "all-int", "all-hup", "all-usr1", "helpers-any")
 SAVED_AT = ("all-term", "all-term2", "all-termkill", "launcher-term", "launcher-usr1", "rank-term")
+# what a tool does, and the run goes on: the policy reads an error, or TRL leaves the result out
+READ = ("tool-error", "tool-hang", "tool-late", "tool-large")
 # plan -> fault -> moments
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "flatten": {
@@ -108,6 +115,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "jit, grpo": {"rank-term": ("actor.generate",)},
     "jit, grpo, vllm": {"all-term": ("actor.generate",)},
     "jit, rloo, vllm": {"all-term": ("actor.generate",)},
+    "grpo, tools": dict.fromkeys((*READ, "tool-exit", "tool-trainer", "kill", "engine-kill"), ("tool",)),
+    "grpo, environments": {"error": ("reset",)},
     "two hosts": {
         "host-lost": ("actor.train",),
         "link-down": ("actor.generate", "actor.train", "save"),
@@ -146,6 +155,8 @@ CAUSES = {
     "disk-readonly": r"Read-only file system",
     "host-lost": r"ended at once with (the|its) watchdog|nothing was heard",
     "link-down": r"nothing was heard from",
+    "tool-exit": r"SystemExit",
+    "tool-trainer": r"a tool used the trainer",
 }
 
 
