@@ -248,7 +248,7 @@ WRONG: dict[str, dict[str, tuple[Callable[[Path], None], str]]] = {
     },
     "run/timeline.json": {
         "a span of no device": (_edited(lambda t: t["spans"][0].__setitem__(1, -1)), "spans[0].device is -1"),
-        "a span that is short": (_edited(lambda t: t["spans"][1].pop()), "spans[1] has 8 values for 9 columns"),
+        "a span that is short": (_edited(lambda t: t["spans"][1].pop()), "spans[1] has 9 values for 10 columns"),
     },
     "run/estimate.json": {
         "a span of a time that no clock shows": (
