@@ -38,14 +38,17 @@ if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput
 
 
-# each reload would warn once per layer that rotary embeddings, which have no parameters, were not loaded
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-
 def register_transfer(name: str, engine: LLMEngine) -> None:
     """Register a weight-transfer engine under a name, once: registering a name twice raises."""
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, engine)
+
+
+def finalize_reload(model: nn.Module, config: Any) -> None:
+    """End a reload. Layers without new weights keep theirs, of which vLLM would warn."""
+    # here, because vLLM's configuration of its loggers resets their levels
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    finalize_layerwise_reload(model, config)
 
 
 def not_loaded(parameters: set[str], loaded: set[str]) -> set[str]:
@@ -362,7 +365,7 @@ __all__ = [
     "drawn_so_far",
     "draws_by_position",
     "end_grammars_by_eos",
-    "finalize_layerwise_reload",
+    "finalize_reload",
     "full_attention_group",
     "incomplete_layers",
     "initialize_layerwise_reload",

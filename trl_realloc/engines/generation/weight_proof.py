@@ -212,6 +212,7 @@ class LoadedWeights:
         # of all updates, because the loaders always do the same
         self._parts: dict[Sent, list[_Part]] = {}
         self._parts_of_parameter: dict[str, dict[_Part, None]] = defaultdict(dict)  # and some that are obsolete
+        self._watched: set[Sent] = set()  # tensors whose parts are known
         self._computed: set[Sent] = set()  # tensors from which a loader copies computed values
         self._watched_methods = contextlib.ExitStack()
 
@@ -237,11 +238,12 @@ class LoadedWeights:
         """
         bucket, sent_tensors = _Bucket(tensors, memory), [sent for sent, _ in tensors]
         self._update.received |= dict.fromkeys(sent_tensors)
-        is_known = all(sent in self._parts and sent not in self._computed for sent in sent_tensors)
+        is_known = all(sent in self._watched and sent not in self._computed for sent in sent_tensors)
         if not is_known:
-            self._parts |= {sent: [] for sent in sent_tensors}
+            self._parts |= {sent: self._parts.get(sent, []) for sent in sent_tensors}
         with contextlib.nullcontext() if is_known else _Copies(partial(self._note, bucket)):
             loaded: set[str] | None = self._model.load_weights(bucket.weights())  # type: ignore[operator]
+        self._watched |= {*sent_tensors}  # not of a bucket with a tensor that the model refuses
         for sent in sent_tensors:
             if not self._parts[sent] or sent in self._computed:
                 self._update.received_digests[sent.name] = digest(bucket.tensor(sent))
@@ -293,8 +295,8 @@ class LoadedWeights:
     def _together(self) -> list[list[str]]:
         """See `WorkerAnswer`. A layer with a computed value is left out, as are layers joined to it by a tensor."""
         of_layer: dict[str, set[str]] = defaultdict(set)
-        for sent, parts in self._parts.items():
-            for part in parts:
+        for sent in self._update.received:
+            for part in self._parts[sent]:
                 of_layer[part.place.parameter.rpartition(".")[0]].add(sent.name)
         computed = {place.parameter.rpartition(".")[0] for place in self._update.computed_digests}
         for layer in computed:

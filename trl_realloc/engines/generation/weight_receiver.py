@@ -23,7 +23,7 @@ from .vllm_compat import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
     copy_pending,
-    finalize_layerwise_reload,
+    finalize_reload,
     full_attention_group,
     incomplete_layers,
     initialize_layerwise_reload,
@@ -218,7 +218,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[SharedMemoryInit, SharedMe
             missing = not_loaded(expected, self._loaded)
             missing |= {f"part of {name}" for name in incomplete_layers(self.model)}
             empty = sorted(unloaded_parameters(self.model, expected - missing))
-            finalize_layerwise_reload(self.model, self.model_config)
+            finalize_reload(self.model, self.model_config)
             # a tied head is not loaded, so its packed copy on the CPU has the old weights
             for layer in _tied_layers(self.model, self._kept):
                 layer.quant_method.process_weights_after_loading(layer)
