@@ -12,6 +12,8 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 
+from trl_realloc.engines.torch_compat import memory_of
+
 
 def main() -> None:
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -45,7 +47,7 @@ def main() -> None:
     here = {name: bool(made.placement.engines.get(call)) for name, call in calls.items()}
     here["generator"] = "actor.generate" in made.placement.generators
     models = [engine.head.model for engines in made.placement.engines.values() for engine in engines]
-    storages = [parameter.untyped_storage() for model in models for parameter in model.parameters()]
+    storages = [memory_of(parameter).untyped_storage() for model in models for parameter in model.parameters()]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     engine = getattr(made.placement.engine("actor.train"), "engine", None)
     settings = {}

@@ -16,6 +16,7 @@ import trl_realloc
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.requests import Sampling
+from trl_realloc.trainer.policy.group_rewards import GroupRewards
 from trl_realloc.trainer.policy.single_candidates import SingleCandidates
 from trl_realloc.trainer.policy.turns import Turns
 from trl_realloc.trainer.policy.user_spans import FunctionSpans
@@ -73,7 +74,8 @@ def turns_of(kind: type, forced: SingleCandidates, finish: Any = None, **attribu
     made: Any = object.__new__(kind)
     vars(made).update({"tools": None, "rollout_func": None, **attributes})
     calls: Any = SimpleNamespace(finish_turns=finish)
-    return Turns(made, lambda: calls, FunctionSpans(made), forced).methods()
+    spans = FunctionSpans(made)
+    return Turns(made, lambda: calls, spans, forced, GroupRewards(made, spans)).methods()
 
 
 def test_log_probabilities_are_those_of_all_turns_and_a_single_turn_stays_as_it_is() -> None:
