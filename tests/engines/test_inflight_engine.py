@@ -69,7 +69,7 @@ from trl_realloc.engines.generation.vllm_sampler import SeededRows
 
 settings = dict(model=sys.argv[1], max_model_len=256, max_num_seqs=16, tensor_parallel_size=1, dtype="float32",
                 kv_cache_gib=1 / 32, gpu_memory_utilization=0.3, repeatable_sampling=False, sleep_level=0,
-                engine_kwargs={}, tokenizer=None, folder=None)
+                engine_kwargs={}, tokenizer=None, folder=None, routes=False)
 if __name__ == "__main__":
     llm = build(settings)
     engine, rounds, each = llm.llm_engine, 60, 50
