@@ -1,6 +1,7 @@
 """A rank that trains a policy and a value model in one fused pipeline, beside one whole copy of each.
 
-Writes `<case>.json` on rank 0: the largest difference in statistics, parameters and optimizer state.
+Writes `<case>.json` on rank 0: the largest difference in statistics, parameters and optimizer state; and in 16 bits,
+as `rounding <name>`, that of the whole copies and copies in float32.
 """
 
 from __future__ import annotations
@@ -65,21 +66,28 @@ def at_random(draw: random.Random) -> Callable[[FusedShape], Orders]:
     return orders
 
 
+def values_of(outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: column.values for name, column in outputs.items()}
+
+
 def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
     rank, tp, stages = dist.get_rank(), case.get("tp", 1), case["pp"]
     norm = case.get("max_grad_norm", 0.05)
     torch.use_deterministic_algorithms(bool(case.get("deterministic")))
 
-    def engine(kind: Any, head: str, *place: Any, **more: Any) -> Any:
+    def engine(kind: Any, head: str, *place: Any, precision: str = case.get("kind", ""), **more: Any) -> Any:
         of_head = {**case, **case.get(head, {})}
         make = {"adagrad": adagrad}.get(case.get("optimizer", ""), optimizer)
-        dtype = torch.bfloat16 if case.get("kind") == "autocast" else None
+        dtype = torch.bfloat16 if precision == "autocast" else None
         made = head_of(of_head, head)
-        if case.get("kind") == "bfloat16":
+        if precision == "bfloat16":
             made.to(torch.bfloat16)
         return kind(made, *place, CPU, make_optimizer=make, max_grad_norm=norm, compute_dtype=dtype, **more)
 
     whole = [engine(ReplicatedEngine, head, MeshGroup((rank,), rank)) for head in HEADS]
+    exact = []
+    if "kind" in case:
+        exact = [engine(ReplicatedEngine, head, MeshGroup((rank,), rank), precision="") for head in HEADS]
     places = [groups(world, tp, stages[0]), groups(world, tp, stages[1]).reversed()]
     more = {"shard_optimizer": bool(case.get("shard"))}
     split: list[MegatronEngine] = [
@@ -91,6 +99,10 @@ def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
     budgets = case.get("tokens", [40, 40])
     losses = (LOSSES[0], infinite if case.get("refused") else LOSSES[1])
     differences: dict[str, float] = {}
+
+    def differ(what: str, made: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        differences[what] = max(differences.get(what, 0.0), gap(made, expected))
+
     for _ in range(2):
         shares = []
         for head, pp, loss, budget in zip(HEADS, stages, losses, budgets, strict=True):
@@ -107,24 +119,29 @@ def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
             assert not (case.get("refused") and model), "the value model's step is refused"
             expected = whole[model].train(samples, share.loss, 60, 1e-2)
             at = share.samples.tensor("index")
-            here = {key: sums[at] for key, sums in expected.items()} if len(at) else {}
-            differences["statistics"] = max(differences.get("statistics", 0.0), gap(made, here))
+            differ("statistics", made, {key: sums[at] for key, sums in expected.items()} if len(at) else {})
             norms = split[model].grad_norm, whole[model].grad_norm
             differences["norm"] = max(differences.get("norm", 0.0), abs(norms[0] / norms[1] - 1))
+            if exact:
+                differ("rounding statistics", exact[model].train(samples, share.loss, 60, 1e-2), expected)
+                rounding = abs(exact[model].grad_norm / whole[model].grad_norm - 1)
+                differences["rounding norm"] = max(differences.get("rounding norm", 0.0), rounding)
     for model, share in enumerate(shares):  # in the reversed pipeline by itself
         made = split[model].forward(share.samples, budgets[model])
         if len(share.samples):
-            scores = whole[model].forward(share.samples, 1000)
-            scored = gap({n: c.values for n, c in made.items()}, {n: c.values for n, c in scores.items()})
-            differences["scores"] = max(differences.get("scores", 0.0), scored)
-        whole[model].train(samples, LOSSES[model], 60, 1e-2)
+            differ("scores", values_of(made), scores := values_of(whole[model].forward(share.samples, 1000)))
+            if exact:
+                differ("rounding scores", values_of(exact[model].forward(share.samples, 1000)), scores)
         split[model].train(share.samples, LOSSES[model], budgets[model], 1e-2)
-        state, kept = whole_state(whole[model]), whole_state(split[model])
+        for engine_of in (whole, exact)[: 1 + bool(exact)]:
+            engine_of[model].train(samples, LOSSES[model], 60, 1e-2)
+        states = [whole_state(split[model]), *(whole_state(each[model]) for each in (whole, exact) if each)]
         for key in ("master", "sum") if case.get("optimizer") == "adagrad" else ("master", "exp_avg", "exp_avg_sq"):
             if rank == 0:
-                differences[f"{HEADS[model]} {key}"] = gap(
-                    *({n: c[key] for n, c in s["parameters"].items()} for s in (state, kept))
-                )
+                made, expected, *of_exact = ({n: c[key] for n, c in s["parameters"].items()} for s in states)
+                differ(f"{HEADS[model]} {key}", made, expected)
+                for rounded in of_exact:
+                    differ(f"rounding {HEADS[model]} {key}", rounded, expected)
     told: list[dict[str, float]] = [{} for _ in range(world)]
     dist.all_gather_object(told, differences)
     return {key: max(each.get(key, 0.0) for each in told) for key in told[0]}

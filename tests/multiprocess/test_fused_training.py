@@ -53,15 +53,15 @@ IN_16_BITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("processes", "cases"), [(2, {**TWO, **IN_16_BITS}), (4, FOUR)])
-def test_fused_roles_train_as_whole_models_do(
-    processes: int, cases: dict[str, Any], run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # the same kernels on every CPU: in 16 bits those for AVX-512 round otherwise in rows of another size
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+def test_fused_roles_train_as_whole_models_do(processes: int, cases: dict[str, Any], run: Callable[..., Path]) -> None:
     folder = run("fused.py", processes, {"cases": cases}, "ranks", limit_s=200)
     for name in cases:
-        for what, gap in json.loads((folder / f"{name}.json").read_text()).items():
-            assert gap < (5e-2 if name in IN_16_BITS else 2e-5), (name, what, gap)
+        gaps = json.loads((folder / f"{name}.json").read_text())
+        for what, gap in gaps.items():
+            if name not in IN_16_BITS:
+                assert gap < 2e-5, (name, what, gap)
+            elif not what.startswith("rounding"):  # how 16 bits round depends on the CPU's kernels
+                assert gap < max(5e-2, 2 * gaps[f"rounding {what}"]), (name, what, gaps)
 
 
 FUSED = {"fused": ["actor.train", "critic.train"]}
