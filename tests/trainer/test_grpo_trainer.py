@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -431,13 +432,35 @@ def test_models_may_be_given_by_a_path_that_is_no_text(tmp_path: Path, dropout: 
     assert "rewards/reward/mean" in made.state.log_history[0]
 
 
+class OwnLoop(GRPOTrainer):
+    def _tool_call_loop(self, *args: Any) -> Any:
+        return super()._tool_call_loop(*args)
+
+
+@pytest.mark.parametrize(
+    ("turns", "trainer_class", "workers", "refused"),
+    [
+        ("tools", GRPOTrainer, 1, None),
+        ("rollout_func", GRPOTrainer, 0, None),
+        ("tools", GRPOTrainer, 0, "tool_workers 0 runs tools in the main thread"),
+        ("tools", OwnLoop, 1, "OwnLoop._tool_call_loop replaces a method of TRL's"),
+        ("environment_factory", GRPOTrainer, 1, "the rewards of completions read environments"),
+    ],
+)
+def test_turns_that_only_the_rank_of_the_prompt_can_make_are_not_generated_ahead(
+    tmp_path: Path, turns: str, trainer_class: type, workers: int, refused: str | None
+) -> None:
+    args = settings(tmp_path, max_staleness=1, tool_workers=workers)
+    with pytest.raises(ConfigError, match=re.escape(refused)) if refused else contextlib.nullcontext():
+        check_turns(args, [turns], trainer_class)
+    check_turns(settings(tmp_path, tool_workers=workers), [turns], trainer_class)
+
+
 @pytest.mark.parametrize("turns", ["tools", "rollout_func", "environment_factory"])
-def test_where_completions_take_turns_nothing_is_generated_ahead_or_streams(tmp_path: Path, turns: str) -> None:
+def test_where_completions_take_turns_nothing_streams(tmp_path: Path, turns: str) -> None:
     plan = separate(Cluster(1, 2), graph=grpo_graph())
     request = PlanRequest(plan, plan.cluster, "vllm", (), None)
     streamed = replace(request, plan=replace(plan, streams=Streams()))
-    with pytest.raises(ConfigError, match=f"with {turns} .* set max_staleness to 0"):
-        check_turns(settings(tmp_path, max_staleness=1), [turns])
     assert of_host_loop(streamed, [turns]).plan == plan
     assert of_host_loop(streamed, []) is streamed
 

@@ -72,8 +72,8 @@ class OwnTurns(trl.GRPOTrainer):  # type: ignore[misc]
 
 def turns_of(kind: type, forced: SingleCandidates, finish: Any = None, **attributes: Any) -> Any:
     made: Any = object.__new__(kind)
-    vars(made).update({"tools": None, "rollout_func": None, **attributes})
-    calls: Any = SimpleNamespace(finish_turns=finish)
+    vars(made).update({"tools": None, "rollout_func": None, "args": SimpleNamespace(tool_workers=1), **attributes})
+    calls: Any = SimpleNamespace(finish_turns=finish, generates_turns=False)
     spans = FunctionSpans(made)
     return Turns(made, lambda: calls, spans, forced, GroupRewards(made, spans)).methods()
 

@@ -83,7 +83,8 @@ class Trainer:
         self.model = SimpleNamespace(training=True)
         self.calls: Any = SimpleNamespace(
             ahead=SimpleNamespace(versions=versions),
-            announce=lambda prompts: self.announced.append([of_one[0] for of_one in prompts]),
+            announce=lambda batches: self.announced.append([prompts[0] for prompts, _ in batches]),
+            reads_texts=False,
             take_ages=dict,
         )
         self.ahead = PromptsAhead(self)

@@ -93,18 +93,22 @@ class CallServer:
         self._draws[self._evaluates] += 1
         self._turns = 0
 
-    def announce(self, prompts: Sequence[Sequence[Sequence[int]]]) -> None:
+    def announce(self, batches: Sequence[tuple[Sequence[Sequence[int]], Sequence[bytes] | None]]) -> None:
         """Announce the prompts of later generations, so that they can be generated ahead.
 
         Args:
-            prompts: this rank's prompts of each later generation, in order; at most as many generations as the plan's
-                staleness. A generation that not all ranks announce is not generated ahead.
+            batches: this rank's prompts and texts, as in `generate`, of each later generation, in order; at most as
+                many generations as the plan's staleness. A generation that not all ranks announce is not generated
+                ahead.
         """
-        self._announced = [Rollouts(prompts=Ragged.of(batch, torch.long)) for batch in prompts]
+        self._announced = [_with_texts(*batch) for batch in batches]
 
     @property
     def reads_texts(self) -> bool:
-        """True if a streamed call reads the texts of `generate`."""
+        """True if a streamed call, or code that takes turns ahead (`CallSettings.in_turns`), reads the texts of
+        `generate`."""
+        if self.generates_turns:
+            return True
         graph = self.executor.plan.graph
         return any(graph.call(name).role is Role.REWARD for name in self.executor.plan.streamed)
 
@@ -120,7 +124,7 @@ class CallServer:
         """Responses to this rank's prompts.
 
         Args:
-            texts: input of `CallSettings.reward_tokens` for each prompt, if `reads_texts`.
+            texts: input of `CallSettings.reward_tokens` or `in_turns` for each prompt, if `reads_texts`.
             sampling: replaces the run's sampling, except where batches are generated ahead.
             of: the position of each prompt's sample among this rank's prompts of the generation's first turn. The
                 sampling then does not depend on which other samples take this turn.
@@ -133,10 +137,7 @@ class CallServer:
         Raises:
             JobFailed: the call failed on some rank.
         """
-        samples = Rollouts(prompts=Ragged.of(prompts, torch.long))
-        if texts is not None and self.reads_texts:
-            rows = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
-            samples = samples.plus(**{TEXTS: Ragged.of(rows, torch.uint8)})
+        samples = _with_texts(prompts, texts if self.reads_texts else None)
         if self._turns is None:
             self._draws[self._evaluates] += 1
         if of is not None:
@@ -149,6 +150,11 @@ class CallServer:
         self.generation += not self._evaluates
         (name,) = self.executor.plan.graph.calls_of(CallKind.GENERATE)
         return self._perform(name, samples, finished=finished, sampling=sampling)
+
+    @property
+    def generates_turns(self) -> bool:
+        """True if the next generation's samples take several turns and are generated ahead."""
+        return self.ahead is not None and not self._evaluates and self.executor.runner.settings.in_turns is not None
 
     @property
     def draws_by_itself(self) -> bool:
@@ -427,3 +433,12 @@ class CallServer:
         first = sum(size for size, _ in rank_parts[: self.executor.rank])
         samples = Rollouts.cat([Rollouts.from_bytes(part) for size, part in rank_parts if size] or [Rollouts()])
         return samples.plus(index=torch.arange(len(samples))) if len(samples) else samples, first
+
+
+def _with_texts(prompts: Sequence[Sequence[int]], texts: Sequence[bytes] | None) -> Rollouts:
+    """Samples with these prompts and, if there are texts, with the column `TEXTS`."""
+    samples = Rollouts(prompts=Ragged.of(prompts, torch.long))
+    if texts is None:
+        return samples
+    rows = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
+    return samples.plus(**{TEXTS: Ragged.of(rows, torch.uint8)})

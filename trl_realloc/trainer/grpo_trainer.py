@@ -42,7 +42,7 @@ from .policy.accelerate_fallback import (
     follow_trl,
 )
 from .policy.policy_adapter import PolicyAdapter
-from .policy.policy_setup import prepare_policy
+from .policy.policy_setup import check_turns, prepare_policy, turn_makers
 from .policy.prompt_lengths import check_tokenized
 from .policy.record import PolicyRecord, sampled_completions
 from .policy.rewards import REWARD, planned_rewards
@@ -132,9 +132,15 @@ class PlannedPolicyTrainer(Trainer):
             return arguments
         alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)
         with alarm.guard():
+            turns = turn_makers(arguments)
+            check_turns(args, turns, type(self))
             setup, reward_models = prepare_policy(args, self.plugin, world, arguments)
         adapter = PolicyAdapter(self)
-        settings = replace(setup.call_settings, reward_tokens=adapter.scoring.tokens_for_reward_models)
+        settings = replace(
+            setup.call_settings,
+            reward_tokens=adapter.scoring.tokens_for_reward_models,
+            in_turns=adapter.in_turns if turns else None,
+        )
         setup = replace(setup, call_settings=settings)
         self.run = PlannedRun(adapter, setup, self.plugin, world.process_index, alarm)
         return {

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,8 +37,46 @@ from ..samples.routes import FIRST_INDEX, as_responses, sources
 logger = logging.get_logger(__name__)
 FAILURE_POLL_S = 1.0  # longest time between two checks for another rank's failure
 TEXTS = "texts"  # column of bytes, which `CallSettings.reward_tokens` turns into the reward models' inputs
+OUTCOMES = "outcomes"  # column of bytes: what `CallSettings.in_turns` returns
 TOKENS_READ = "tokens/"  # prefix of columns with the tokens that a reward model read of each sample
 EVALUATION_STEP = 1 << 40  # larger step numbers are evaluations, which have separate seeds
+
+
+class TurnSource(Protocol):
+    """Draws the turns of samples that take several. A turn belongs to a position: one below the number of samples is a
+    sample's, and code that asks for more responses, such as several for one prompt, uses higher ones."""
+
+    def check(self) -> None:
+        """Raise an exception if the samples are not needed any more."""
+
+    def draw(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, Rollouts] | None:
+        """Begin turns, and wait shortly for turns to end.
+
+        Args:
+            prompts: token ids of new turns, by position. A position has one turn at a time.
+
+        Returns:
+            The turns that have ended since the last call, by position, each with the columns of `completed`; `None` if
+            none is being drawn.
+
+        Raises:
+            EngineError: the context has no room for a response, or the engine cannot serve it.
+        """
+
+    def result_of(self, position: int, number: int) -> str | None:
+        """What a tool returned before the run was resumed (`keep_result`); `None` if the call has not ended.
+
+        Args:
+            number: number of the calls of this position before this one.
+        """
+
+    def keep_result(self, position: int, number: int, result: str) -> None:
+        """Keep what a tool has returned, so that a resumed run does not call it again."""
+
+
+# Runs the trainer's code for samples with the prompts and the column `TEXTS`, in a thread of its own. Returns an
+# outcome for each sample.
+InTurns = Callable[[Rollouts, TurnSource], Sequence[bytes]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +95,8 @@ class CallSettings:
             model name; `None` where reward models read prompts and responses.
         attention_at: argument `attention_at` of `plan.batching.work` for each role; a role without it divides samples
             by their tokens.
+        in_turns: runs the trainer's code for samples that take several turns and are generated ahead; `None` if each
+            sample takes one.
         context: context limit of the engines; `None` where every prompt leaves room for the sampling's `max_tokens`.
     """
 
@@ -71,6 +111,7 @@ class CallSettings:
     attention_at: Mapping[Role, float] = field(default_factory=dict)
     context: ContextLimit | None = None
     reward_tokens: Callable[[Rollouts], Mapping[str, Ragged]] | None = None
+    in_turns: InTurns | None = None
 
 
 @dataclass(frozen=True)

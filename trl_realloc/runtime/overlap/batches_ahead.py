@@ -8,12 +8,13 @@ batches.
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
 from ...algorithms.prompt_batches import PromptBatch
 from ...engines.base import BackgroundEngine, EngineError, Generation, Updates
-from ...engines.requests import Sampling, Unfinished
+from ...engines.requests import GenerationRequest, Sampling, Unfinished
 from ...plan.spans import Span
 from ...plan.staleness import calls_ahead
 from ..calls.batch import CallOutput
@@ -23,8 +24,9 @@ from ..failures.alarm import Alarm, JobFailed
 from ..messages import PARTIAL, Channels
 from ..placement.placement import Placement
 from ..samples.partial_rollouts import PartialRollouts, checksum
-from ..samples.routes import RESULTS, replica, shares_of_samples, sources
+from ..samples.routes import RESULTS, replica, rows_of, shares_of_samples, sources
 from .in_flight import BatchInFlight, by_iteration, in_words, request_number, sample_of
+from .turns_in_flight import TurnsInFlight
 
 
 POLL_S = 0.002  # time between two checks for orders during generation; short, because other ranks wait for the results
@@ -70,7 +72,9 @@ class BatchesAhead:
         self._updates = 0  # optimizer updates behind the generating policy
         self._update_of: dict[int, int] = {}  # optimizer updates by version of the engine's parameters
         self._moved: list[Span] = []  # parameter transfers that no output has reported yet
-        self._error: Exception | None = None  # the engine's failure
+        self._error: BaseException | None = None  # the engine's failure, or that of a batch's thread
+        # the threads of batches whose samples take turns use the engine too
+        self._changed = threading.Condition()
 
     def open(self, step: Step, batches: Sequence[PromptBatch], sampling: Sampling) -> BatchInFlight:
         """Create a `BatchInFlight` for each batch that may be under way during this iteration. All ranks together.
@@ -110,6 +114,10 @@ class BatchesAhead:
             samples = share.samples
         batch = self.runner.batch(step, channels, prompts.prompts, running=self.running)
         in_flight = BatchInFlight(batch, prompts, samples)
+        if self.runner.settings.in_turns is not None:
+            place = (self.generate, step, _EngineOf(self, step.number), self._changed)
+            whole = rows_of(prompts.prompts, samples.tensor("index"))  # with the texts, which are no input of the call
+            in_flight.turns = TurnsInFlight(whole, len(prompts), self.runner.settings, *place)
         if self.generate.name in self.placement.generators:
             in_flight.restore(self._restored.for_batch(step.number, prompts, self.versions, self._sampling))
         self._restored.samples.pop(step.number, None)
@@ -119,28 +127,34 @@ class BatchesAhead:
 
     def poll(self, timeout_s: float = POLL_S) -> bool:
         """Collect the engine's finished samples. Returns whether it generates."""
-        if self._generation is None or not self._generation.unfinished:
-            return False
-        try:
-            self._take_finished(self._generation, timeout_s)
-        except JobFailed:
-            raise
-        except Exception as error:
-            self._fail(error)
-        return True
+        if self.runner.settings.in_turns is not None and timeout_s:
+            time.sleep(timeout_s)  # without the lock, which the batches' threads need
+            timeout_s = 0.0
+        with self._changed:
+            if self._generation is None or not self._generation.unfinished:
+                return False
+            try:
+                self._take_finished(self._generation, timeout_s)
+            except JobFailed:
+                raise
+            except Exception as error:
+                self._fail(error)
+            return True
 
     def _take_finished(self, generation: Generation, timeout_s: float) -> None:
         for completion in generation.poll(timeout_s):
             iteration, sample = sample_of(completion.index)
-            self.in_flight[iteration].end(sample, completion, completion.ended_at or generation.ended_at)
+            batch = self.in_flight.get(iteration)
+            if batch is not None:  # a user's rollout function may end before all responses that it asked for
+                batch.end(sample, completion, completion.ended_at or generation.ended_at)
 
     def raise_failure(self) -> None:
-        """Raise this rank's engine failure, if there is one."""
+        """Raise the failure of this rank's engine or of a batch's thread, if there is one."""
         if self._error is not None:
             raise self._error
 
-    def _fail(self, error: Exception) -> None:
-        """Record the engine's failure. Finished batches are still published, the others as failures."""
+    def _fail(self, error: BaseException) -> None:
+        """Record a failure. Finished batches are still published, the others as failures."""
         self._error = error
         self._generation = None
 
@@ -150,15 +164,26 @@ class BatchesAhead:
             batch = self.in_flight[number]
             if batch.is_admitted or number > self._updates + self.versions or not len(batch.samples):
                 continue
-            requests = batch.admit(self.runner.settings, self.generate)
-            try:
-                if self._generation is not None and requests:
-                    self._generation.add(requests)
-            except JobFailed:
-                raise
-            except Exception as error:
-                self._fail(in_words(error, [request.index for request in requests]))
+            with self._changed:
+                requests = batch.admit(self.runner.settings, self.generate)
+                try:
+                    self.add(requests)
+                except JobFailed:
+                    raise
+                except Exception as error:
+                    self._fail(error)
+            if batch.turns is not None:
+                assert self.runner.settings.in_turns is not None
+                batch.turns.begin(self.runner.settings.in_turns, self._fail)
         self.publish()
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin these requests; does nothing while the engine is stopped."""
+        try:
+            if self._generation is not None and requests:
+                self._generation.add(requests)
+        except Exception as error:
+            raise in_words(error, [request.index for request in requests]) from error
 
     def publish(self) -> None:
         """Publish the responses of the batches that have been generated, in their order."""
@@ -177,6 +202,8 @@ class BatchesAhead:
                 in_flight.batch.put(self.generate.name, CallOutput(outputs, spans))
             else:
                 assert self._error is not None
+                if not isinstance(self._error, Exception):
+                    raise self._error
                 in_flight.batch.put_failure([self.generate.name], self._error, is_collective=False)
             self.published(number, not in_flight.is_generated)
 
@@ -208,7 +235,8 @@ class BatchesAhead:
             return
         self.alarm.set_activity(f"{name} (its parameters after {updates} updates)")
         try:
-            moved = self.placement.refresh(name)
+            with self._changed:
+                moved = self.placement.refresh(name)
         except EngineError as error:  # raised on every rank of the update, after its last collective
             self._fail(error)
             return
@@ -226,6 +254,10 @@ class BatchesAhead:
     def stop(self) -> None:
         """Stop the engine, so that it can be used for something else. The next iteration resumes its samples. All ranks
         together."""
+        with self._changed:
+            self._stop()
+
+    def _stop(self) -> None:
         self._is_begun = False
         generation, self._generation = self._generation, None
         if generation is None:
@@ -247,8 +279,12 @@ class BatchesAhead:
 
     def give_up(self) -> None:
         """Drop the samples that are under way. All ranks together."""
-        self.stop()
-        self.in_flight.clear()
+        with self._changed:
+            self._stop()
+            for batch in self.in_flight.values():
+                if batch.turns is not None:
+                    batch.turns.drop()
+            self.in_flight.clear()
         self._restored = PartialRollouts()
         self.restarts += 1
         self.channels = self.channels.twin(apart=True)
@@ -262,18 +298,19 @@ class BatchesAhead:
         at a change of plan, and the next plan has a new group.
         """
         peeked: dict[int, dict[int, Unfinished]] = {}
-        try:
-            if self._generation is not None:
-                peeked = by_iteration(self._generation.peek())
-                self._take_finished(self._generation, 0.0)  # samples that have ended since the last iteration
-        except EngineError as error:  # rank 0 waits for this rank's message
-            self._fail(error)
-        partial_rollouts = PartialRollouts(
-            {n: entry.drawn(peeked.get(n, {})) for n, entry in self.in_flight.items() if n >= first},
-            {n: checksum(entry.prompts) for n, entry in self.in_flight.items() if n >= first},
-            dict(self._update_of),
-            self._sampling,
-        )
+        with self._changed:
+            try:
+                if self._generation is not None:
+                    peeked = by_iteration(self._generation.peek())
+                    self._take_finished(self._generation, 0.0)  # samples that have ended since the last iteration
+            except EngineError as error:  # rank 0 waits for this rank's message
+                self._fail(error)
+            partial_rollouts = PartialRollouts(
+                {n: entry.drawn(peeked.get(n, {})) for n, entry in self.in_flight.items() if n >= first},
+                {n: checksum(entry.prompts) for n, entry in self.in_flight.items() if n >= first},
+                dict(self._update_of),
+                self._sampling,
+            )
         generating = sources(self.plan, self.generate.name)
         if self.rank != RESULTS:
             if self.rank in generating:
@@ -291,3 +328,16 @@ class BatchesAhead:
         self.give_up()
         self._restored, self._latest = partial_samples, None
         self._update_of = dict(partial_samples.update_of)
+
+
+class _EngineOf:
+    """The engine of a batch's turns (`turns_in_flight.Engine`)."""
+
+    def __init__(self, batches: BatchesAhead, number: int) -> None:
+        self._batches, self._number = batches, number
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> None:
+        self._batches.add(self._batches.in_flight[self._number].numbered(requests))
+
+    def collect(self) -> None:
+        self._batches.poll(0.0)

@@ -21,8 +21,9 @@ from ...plan.generation_spans import GenerationSpans
 from ...plan.spans import Span
 from ..calls import generate_and_score as calls
 from ..calls.batch import Batch
-from ..calls.generate_and_score import CallSettings
+from ..calls.generate_and_score import OUTCOMES, CallSettings
 from ..samples.partial_rollouts import Drawn
+from .turns_in_flight import TurnsInFlight
 
 
 _SAMPLE_BITS = 32  # low bits of a request's number; the iteration is in the bits above
@@ -38,6 +39,7 @@ class BatchInFlight:
         samples: the prompts of this rank's generation engine; empty on a rank without one.
 
     Attributes:
+        turns: the turns of these samples, if a sample takes several.
         is_admitted: whether the generation has begun.
         is_published: whether the responses have been sent.
         completions: finished responses by sample index.
@@ -47,6 +49,7 @@ class BatchInFlight:
     batch: Batch
     prompts: PromptBatch
     samples: Rollouts
+    turns: TurnsInFlight | None = None
     is_admitted: bool = False
     is_published: bool = False
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -62,16 +65,23 @@ class BatchInFlight:
 
     @property
     def unfinished(self) -> list[int]:
-        """Indices of the samples that are being generated."""
+        """Indices of the samples, or keys of the turns, that are being generated."""
+        if self.turns is not None:
+            return self.turns.asked if self.is_admitted else []
         index = self.samples.tensor("index").tolist() if self.is_admitted else []
         return [sample for sample in index if sample not in self.completions]
 
     @property
     def is_generated(self) -> bool:
+        if self.turns is not None:
+            return self.turns.outcomes is not None
         return len(self.completions) == len(self.samples)
 
     def restore(self, partial_samples: Mapping[int, Drawn]) -> None:
         """Restore the tokens of this rank's samples."""
+        if self.turns is not None:
+            self.turns.restore(partial_samples)
+            return
         for index in self.samples.tensor("index").tolist():
             sample = partial_samples.get(index)
             if sample is None:
@@ -87,12 +97,18 @@ class BatchInFlight:
                 self._ended_at[index] = time.time()
 
     def admit(self, settings: CallSettings, call: Call) -> list[GenerationRequest]:
-        """Mark the generation as begun. Returns the requests of the samples that have not ended."""
+        """Mark the generation as begun. Returns the requests of the samples that have not ended, or of the turns that
+        have been asked for."""
         self.is_admitted, self._since = True, time.time()
         if self._spans is None:
             self._spans = GenerationSpans(call.name, self.batch.rank, self.number, self._since)
+        if self.turns is not None:
+            return self.numbered(self.turns.requests())
         left = [row for row, i in enumerate(self.samples.tensor("index").tolist()) if i not in self.completions]
-        requests = calls.requests_of(settings, call, self.samples.select(left), self.batch.step, self.begun)
+        return self.numbered(calls.requests_of(settings, call, self.samples.select(left), self.batch.step, self.begun))
+
+    def numbered(self, requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
+        """Requests of this batch's samples with the engine's numbers."""
         return [
             replace(
                 request,
@@ -103,25 +119,33 @@ class BatchInFlight:
         ]
 
     def end(self, index: int, completion: Completion, ended_at: float) -> None:
-        """Record a finished sample."""
+        """Record a finished sample or turn."""
+        assert self._spans is not None, "its generation has begun"
+        self._spans.finished(ended_at, 1, len(completion.token_ids))
+        if self.turns is not None:
+            self.turns.end(index, completion, ended_at)
+            return
         self.completions[index] = replace(completion, index=index)
         self.begun.pop(index, None)
         self._ended_at[index] = ended_at
         self._seconds[index] = self._seconds.get(index, 0.0) + ended_at - self._since
-        assert self._spans is not None, "its generation has begun"
-        self._spans.finished(ended_at, 1, len(completion.token_ids))
 
     def stop(self, index: int, unfinished: Unfinished, stopped_at: float) -> None:
-        """Record a sample that was stopped and will be resumed."""
+        """Record a sample or a turn that was stopped and will be resumed."""
+        if self.turns is not None:
+            self.turns.stop(index, unfinished, stopped_at)
+            return
         self.begun[index] = replace(unfinished, index=index)
         self._seconds[index] = self._seconds.get(index, 0.0) + stopped_at - self._since
 
     def drawn(self, peeked: Mapping[int, Unfinished]) -> dict[int, Drawn]:
-        """Finished and partial samples with at least one token, by index.
+        """Finished and partial samples with at least one token, by index (`TurnsInFlight.drawn`: by key).
 
         Args:
             peeked: partial responses of the samples that are being generated, by index.
         """
+        if self.turns is not None:
+            return self.turns.drawn(peeked)
         now = time.time()
         result = {}
         for index, unfinished in {**self.begun, **peeked}.items():
@@ -140,6 +164,10 @@ class BatchInFlight:
         Args:
             update_of: number of optimizer updates behind each of the engine's parameter versions.
         """
+        if self.turns is not None:
+            for index in self.samples.tensor("index").tolist():
+                completion, self._seconds[index] = self.turns.joined(index)
+                self.completions[index], self._ended_at[index] = completion, completion.ended_at or 0.0
         ended = [self.completions[index] for index in sorted(self.completions)]
         responses = calls.completed(ended, settings.eos_token_id, call.outputs)
         versions: list[list[int]] = [[update_of[version] for version in completion.versions] for completion in ended]
@@ -150,6 +178,11 @@ class BatchInFlight:
             IN_FLIGHT_S: torch.tensor(seconds, dtype=torch.float32),
             GENERATED_AT: torch.tensor(ended_at, dtype=torch.float64),
         }
+        if self.turns is not None:
+            outcomes = [
+                torch.frombuffer(bytearray(outcome), dtype=torch.uint8) for outcome in self.turns.outcomes or ()
+            ]
+            columns[OUTCOMES] = Ragged.of(outcomes, torch.uint8)
         return responses.plus(**columns)
 
     def all_spans(self) -> list[Span]:

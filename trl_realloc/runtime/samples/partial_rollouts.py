@@ -3,9 +3,10 @@ plan keep them, so that a resumed run draws no token again and trains no sample 
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +26,16 @@ _UNFINISHED = -1  # value of `stopped` in a file
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tokens of one sample so far.
+    """The tokens of one sample so far; of a sample that takes several turns, those of the latest turn.
 
     Args:
         versions: the engine's parameter version for each token.
-        stopped: `Completion.stopped`; `None` if the sample has not ended.
+        stopped: `Completion.stopped`; `None` if the sample or the turn has not ended.
         seconds: time in generation.
         routes: `Completion.routes`.
+        prompt_ids: the prompt of a turn.
+        before: the sample's earlier turns.
+        results: what the sample's tools have returned, by number of the call.
     """
 
     token_ids: tuple[int, ...]
@@ -40,6 +44,14 @@ class Drawn:
     stopped: bool | None = None
     seconds: float = 0.0
     routes: Routes | None = field(default=None, compare=False)
+    prompt_ids: tuple[int, ...] = ()
+    before: tuple[Drawn, ...] = ()
+    results: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> tuple[Drawn, ...]:
+        """All turns of the sample so far."""
+        return (*self.before, self)
 
 
 @dataclass
@@ -94,7 +106,10 @@ class PartialRollouts:
         return {
             index: sample
             for index, sample in samples.items()
-            if all(self.update_of.get(version, -1) >= number - versions for version in set(sample.versions))
+            if all(
+                self.update_of.get(version, -1) >= number - versions
+                for version in {version for turn in sample.turns for version in turn.versions}
+            )
         }
 
     def to_tensors(self) -> dict[str, Any]:
@@ -117,7 +132,7 @@ class PartialRollouts:
 
 
 def _columns(samples_by_index: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
-    partial_rollouts = list(samples_by_index.values())
+    partial_rollouts = [turn for sample in samples_by_index.values() for turn in sample.turns]
     recorded = next((sample.routes for sample in partial_rollouts if sample.routes is not None), None)
     routes: dict[str, torch.Tensor] = {}
     if recorded is not None:
@@ -126,7 +141,8 @@ def _columns(samples_by_index: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
         routes = {"routes": column.values, "route_lengths": column.lengths}
     return {
         **routes,
-        "index": torch.tensor(list(samples_by_index), dtype=torch.long),
+        **_of_turns(samples_by_index),
+        "index": torch.tensor([i for i, sample in samples_by_index.items() for _ in sample.turns], dtype=torch.long),
         "lengths": torch.tensor([len(sample.token_ids) for sample in partial_rollouts], dtype=torch.long),
         "token_ids": Ragged.of([sample.token_ids for sample in partial_rollouts], torch.long).values,
         "logprobs": Ragged.of([sample.logprobs for sample in partial_rollouts], torch.float64).values,
@@ -136,6 +152,19 @@ def _columns(samples_by_index: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
     }
 
 
+def _of_turns(samples_by_index: Mapping[int, Drawn]) -> dict[str, torch.Tensor]:
+    """The columns of samples that take turns, whose rows are turns: their prompts, and on the row of a sample's latest
+    turn its results as UTF-8 of JSON."""
+    turns = [(turn, sample) for sample in samples_by_index.values() for turn in sample.turns]
+    if not any(turn.prompt_ids for turn, _ in turns):
+        return {}
+    prompts = Ragged.of([turn.prompt_ids for turn, _ in turns], torch.long)
+    texts = [json.dumps(list(sample.results.items())) if turn is sample else "" for turn, sample in turns]
+    results = Ragged.of([list(text.encode()) for text in texts], torch.uint8)
+    columns = {"prompt_ids": prompts.values, "prompt_lengths": prompts.lengths}
+    return {**columns, "results": results.values, "result_lengths": results.lengths}
+
+
 def _drawn(columns: Mapping[str, torch.Tensor]) -> dict[int, Drawn]:
     lengths = columns["lengths"]
     ragged = {name: Ragged(columns[name], lengths).rows() for name in ("token_ids", "logprobs", "versions")}
@@ -143,9 +172,15 @@ def _drawn(columns: Mapping[str, torch.Tensor]) -> dict[int, Drawn]:
     if "routes" in columns:
         rows = Ragged(columns["routes"], columns["route_lengths"]).rows()
         routes = [part.numpy() if len(part) else None for part in rows]
-    result = {}
+    prompts: Sequence[torch.Tensor] = [torch.empty(0)] * len(lengths)
+    results: Sequence[torch.Tensor] = prompts
+    if "prompt_ids" in columns:
+        prompts = Ragged(columns["prompt_ids"], columns["prompt_lengths"]).rows()
+        results = Ragged(columns["results"], columns["result_lengths"]).rows()
+    result: dict[int, Drawn] = {}
     for row, index in enumerate(columns["index"].tolist()):
         stopped = int(columns["stopped"][row])
+        before = result[index].turns if index in result else ()
         result[index] = Drawn(
             tuple(ragged["token_ids"][row].tolist()),
             tuple(ragged["logprobs"][row].tolist()),
@@ -153,6 +188,9 @@ def _drawn(columns: Mapping[str, torch.Tensor]) -> dict[int, Drawn]:
             None if stopped == _UNFINISHED else bool(stopped),
             float(columns["seconds"][row]),
             routes[row],
+            tuple(prompts[row].tolist()),
+            tuple(replace(turn, before=()) for turn in before),
+            dict(json.loads(bytes(results[row].tolist()) or b"[]")),
         )
     return result
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -167,9 +168,9 @@ class PromptsAhead:
             for name, value in calls.take_ages().items():
                 self.trainer._metrics["train"][name].append(value)
 
-    def _next_prompts(self) -> Iterator[list[list[int]]]:
-        """Token ids of this rank's prompts in each later generation that can be read. TRL's loop yields a generation's
-        batch once per micro-batch that is trained on it."""
+    def _next_prompts(self) -> Iterator[tuple[list[list[int]], list[bytes] | None]]:
+        """Token ids of this rank's prompts, and their texts if calls read them, in each later generation that can be
+        read. TRL's loop yields a generation's batch once per micro-batch that is trained on it."""
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         every = args.steps_per_generation * trainer.num_iterations
         accumulated, left = args.gradient_accumulation_steps, state.max_steps - state.global_step
@@ -180,7 +181,9 @@ class PromptsAhead:
             rows = self._upcoming.after(places)
             if rows is None or self._upcoming.updates_until(places, accumulated, self._step_place) >= left:
                 return
-            yield trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+            prompts = [row["prompt"] for row in rows]
+            texts = [pickle.dumps(prompt) for prompt in prompts] if trainer.calls.reads_texts else None
+            yield trainer._tokenize_prompts(prompts)[0], texts
 
 
 def _sampler_of(loader: Any) -> Any:

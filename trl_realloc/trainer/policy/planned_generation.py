@@ -15,6 +15,7 @@ from ...algorithms.corrections import AGES
 from ...algorithms.rollout import Rollouts
 from ...engines.model_configs import ModelError
 from ...runtime.call_server import CallServer
+from ...runtime.calls.generate_and_score import OUTCOMES
 from .ahead import PromptsAhead
 from .sampled_routes import SampledRoutes
 from .single_candidates import SingleCandidates
@@ -78,6 +79,9 @@ class TurnTaking(Protocol):
 
     def first_turns(self, prompt_ids: Sequence[Sequence[int]]) -> Rollouts | None:
         """The responses of the first turn, if all turns are drawn at once."""
+
+    def first_of(self, ahead: Rollouts) -> Rollouts:
+        """The responses of the first turn of samples that were generated ahead."""
 
     def refuse_use(self) -> None:
         """Raise `ConfigError` if completions are calling tools."""
@@ -184,6 +188,8 @@ class EngineGeneration:
             if outputs is None:
                 texts = _texts(given, len(prompts)) if self.calls.reads_texts else None
                 outputs = self.calls.generate(prompts, texts, of=of)
+                if OUTCOMES in outputs:
+                    outputs = self.turns.first_of(outputs)
         self.logprobs = list(outputs.ragged("logprobs").rows()) if len(outputs) else []
         self.ages = list(outputs.ragged(AGES).rows()) if AGES in outputs else None
         self.routes.add(prompts, outputs)

@@ -21,10 +21,12 @@ from transformers.utils import logging
 
 from ...algorithms.async_functions import event_loop, is_async
 from ...algorithms.prompts import columns_of, is_made_when_read
+from ...algorithms.rollout import Rollouts
 from ...common.notices import notice
 from ...engines.generation.sampling_checks import engine_only_settings
 from ...plan.dataflow import Role
 from ...runtime.call_server import CallServer
+from ...runtime.calls.generate_and_score import TurnSource
 from ...runtime.calls.training_calls import check_first_weights
 from ...runtime.executor import Executor
 from ...runtime.process_groups import all_gather_object, barrier
@@ -120,6 +122,10 @@ class PolicyAdapter:
         self._fixed = fixed_attributes(trainer)  # the settings that may not change
         self.mismatch = EngineMismatch(trainer, engine_only)
 
+    def in_turns(self, samples: Rollouts, source: TurnSource) -> list[bytes]:
+        """`CallSettings.in_turns`."""
+        return self.turns.ahead(samples, source)
+
     def _in_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """TRL's `_compute_loss`, or the user's, which either's `compute_loss` calls."""
 
@@ -150,7 +156,7 @@ class PolicyAdapter:
             run.start()
             check_first_weights(placed.placement, "they were given")
             trainer.record.begin_training()
-            reason = self.turns.why_in_rounds
+            reason = None if trainer.args.max_staleness else self.turns.why_in_rounds
             if reason is not None and trainer.accelerator.is_main_process:
                 notice(f"completions that call tools take their turns together, in rounds: {reason}")
             yield None if self._resumed is None else str(self._resumed.folder)

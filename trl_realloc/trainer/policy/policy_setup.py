@@ -33,7 +33,7 @@ from ..checks.config_checks import ConfigError, best_model_problems
 from ..checks.input_checks import check_context, check_positions
 from ..checks.obstacles import check_quantized
 from ..checks.optimizer_checks import check_optimizer
-from ..checks.trainable import router_loss_coefficient
+from ..checks.trainable import router_loss_coefficient, users_method
 from ..checks.unfollowed_settings import Then, unfollowed_settings
 from ..grpo_config import (
     PolicyConfig,
@@ -75,7 +75,6 @@ def prepare_policy(
     arguments, turns = _given(args, inputs), turn_makers(inputs)
     rewards = reward_sources(arguments, args.seed) if arguments.rewards else Rewards((), (), {})
     graph = grpo_graph(reference=args.beta != 0.0, reward_models=bool(rewards.models))
-    check_turns(args, turns)
     request = of_host_loop(read_plan_request(args, plugin, world, arguments.model, graph), turns)
     run = _check_models(args, plugin, request, world.process_index, arguments, graph, rewards)
     arguments, (config,) = run.given, run.configs[Role.ACTOR]
@@ -180,7 +179,7 @@ def _load_tokenizer(args: PolicyConfig, model: Any) -> Any:
 
 
 def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> Job:
-    """The planner's description of this run. `turns` is as in `check_turns`.
+    """The planner's description of this run. `turns` is as in `turn_makers`.
 
     Raises:
         ConfigError: see `check_moves`.
@@ -276,19 +275,30 @@ def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> Contex
     return None if tokens is None else context_limit(tokens, config)
 
 
-def check_turns(args: PolicyConfig, turns: Sequence[str]) -> None:
-    """Refuse a staleness if a completion may take several turns.
+def check_turns(args: Any, turns: Sequence[str], trainer: type) -> None:
+    """Refuse a staleness if completions take turns that only the rank of their prompt can make.
 
     Args:
         turns: constructor arguments that create turns (`turn_makers`).
+        trainer: class of the trainer.
 
     Raises:
         ConfigError: the run has both.
     """
-    if args.max_staleness and turns:
+    if not args.max_staleness or not turns:
+        return
+    obstacle = None
+    replaced = users_method(trainer, ("_generate", "_generate_single_turn", "_tool_call_loop"))
+    if "environment_factory" in turns:
+        obstacle = "the rewards of completions read environments, which are on another rank than the engine"
+    elif replaced is not None:
+        obstacle = f"{replaced} replaces a method of TRL's that makes their turns"
+    elif turns[0] == "tools" and args.tool_workers == 0:
+        obstacle = "tool_workers 0 runs tools in the main thread, which trains meanwhile"
+    if obstacle is not None:
         raise ConfigError(
-            f"max_staleness is {args.max_staleness}, but with {turns[0]} the next turn of a completion is known only "
-            f"when it is asked for, so nothing can be generated ahead; set max_staleness to 0."
+            f"max_staleness is {args.max_staleness}, but completions with {turns[0]} cannot be generated ahead: "
+            f"{obstacle}. Set max_staleness to 0, or change that."
         )
 
 
@@ -320,7 +330,7 @@ def of_host_loop(request: PlanRequest, turns: Sequence[str]) -> PlanRequest:
     """The request, restricted to plans that TRL's loop can follow.
 
     Args:
-        turns: see `check_turns`.
+        turns: see `turn_makers`.
     """
     plan = request.plan
     if plan is None or plan.streams is None or not turns:

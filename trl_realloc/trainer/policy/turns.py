@@ -4,26 +4,36 @@ Each completion runs TRL's own loop over tool calls in a thread (`completion_thr
 completion alone (`one_completion`). So the tools of different completions run at once, and TRL's code parses, masks,
 limits and reports them. The turns that completions ask for are drawn in rounds, when all of them wait, or, where each
 rank has an engine of its own, each at once.
+
+Under a plan with a staleness the same runs ahead of the training, in a thread of each batch, on the rank of the engine
+(`Turns.ahead`), which returns an outcome for each sample to the rank of its prompt.
 """
 
 from __future__ import annotations
 
 import functools
+import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from ...algorithms.async_functions import is_async
+from ...algorithms.corrections import AGES
 from ...algorithms.rollout import Rollouts
 from ...runtime.call_server import CallServer
-from ...runtime.calls.generate_and_score import FAILURE_POLL_S
+from ...runtime.calls.generate_and_score import FAILURE_POLL_S, OUTCOMES, TEXTS, TurnSource
 from ..checks.config_checks import ConfigError
 from ..checks.trainable import users_method
 from .completion_threads import RUNS_THIS, CompletionThreads, Draw
 from .group_rewards import GroupRewards
-from .one_completion import OneCompletion
+from .one_completion import OneCompletion, one_at_a_time
 from .planned_generation import for_trl
 from .single_candidates import SingleCandidates
+from .trl_sampling import tokenizer_of
 from .user_spans import FunctionSpans
 
 
@@ -57,6 +67,9 @@ class Turns:
         self._prompts: Sequence[Any] = ()  # of the generation, with what environments have added
         self._loops: list[tuple[Any, ...]] | None = None  # results of TRL's loop for each completion, not yet returned
         self._threads: CompletionThreads | None = None  # while completions run in them
+        self._ages: Sequence[Tensor] | None = None  # of all tokens that were generated ahead, for each sample
+        self._rollout_func = getattr(trainer, "rollout_func", None)
+        self._slots = threading.Semaphore(max(1, getattr(trainer.args, "tool_workers", 1)))
         self._overrides = users_method(type(trainer), ("_generate", "_generate_single_turn"))
         self._has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
         is_trls = self._has_tools and users_method(type(trainer), ("_tool_call_loop",)) is None
@@ -71,8 +84,8 @@ class Turns:
         if self._has_tools:
             loop = self._tool_call_loop if self._has_threads else self._finishing(trainer._tool_call_loop)
             wrapped["_tool_call_loop"] = loop
-        if getattr(trainer, "rollout_func", None) is not None:
-            wrapped["rollout_func"] = self._finishing(trainer.rollout_func)
+        if self._rollout_func is not None:
+            wrapped["rollout_func"] = self._rollouts(self._finishing(self._rollout_func))
         if wrapped or self._overrides:
             wrapped["_generate"] = self._around(trainer._generate)
         return wrapped
@@ -97,13 +110,17 @@ class Turns:
         def around(prompts: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._has_threads:
                 self.spans.time_tools()
-            self._prompts, self._loops = prompts, None
+            self._prompts, self._loops, self._ages = prompts, None, None
             outputs = generate(prompts, *args, **kwargs)
             if len(outputs) > 4:  # GRPO returns log-probabilities, joined over turns
                 joined = outputs[4]
             else:
                 joined = self.trainer.vllm_generation.drawn([len(ids) for ids in outputs[1]])
             self.forced.begin_generation(() if joined is None else joined)
+            if self._ages is not None:
+                engine, masks = self.trainer.vllm_generation, outputs[2] or [[1] * len(ids) for ids in outputs[1]]
+                engine.logprobs = [torch.tensor(row) for row in joined]
+                engine.ages = [_beside(row, mask) for row, mask in zip(self._ages, masks, strict=True)]
             return outputs
 
         return around
@@ -191,13 +208,11 @@ class Turns:
 
     def _run(self, function: Callable[[OneCompletion, int], Any], count: int, draw: Draw) -> list[Any]:
         """The results of a function of each completion of this rank."""
-        tokenizing, slots = threading.Lock(), threading.Semaphore(max(1, self.trainer.args.tool_workers))
+        tokenizers = one_at_a_time(self.trainer)
         self._threads = threads = CompletionThreads(self.calls().executor.alarm.check)
         try:
-            functions = [
-                functools.partial(function, OneCompletion(self.trainer, i, threads, tokenizing, slots, self.spans), i)
-                for i in range(count)
-            ]
+            views = [OneCompletion(self.trainer, i, threads, tokenizers, self._slots, self.spans) for i in range(count)]
+            functions = [functools.partial(function, view, i) for i, view in enumerate(views)]
             return threads.results(functions, draw, self._score_groups(self.groups.groups(count)))
         finally:
             self._threads = None
@@ -215,6 +230,69 @@ class Turns:
 
         return ended
 
+    # --- ahead of the training --------------------------------------------------------------------------------------
+
+    def ahead(self, samples: Rollouts, source: TurnSource) -> list[bytes]:
+        """Make the completions of samples, or let the user's `rollout_func` make them (`CallSettings.in_turns`).
+
+        Returns:
+            For each sample the pickled pair of what TRL's loop returns for it, or its row of `rollout_func`'s outputs,
+            and its turns: prompt, and response as `Rollouts`.
+        """
+        # safe: pickled by a rank of this job
+        prompts = [pickle.loads(bytes(row.tolist())) for row in samples.ragged(TEXTS).rows()]
+        prompt_ids = [row.tolist() for row in samples.ragged("prompts").rows()]
+        prompt_of: dict[int, list[int]] = {}  # of the latest turn
+        turns: dict[int, list[tuple[list[int], bytes]]] = defaultdict(list)
+        eos_token_id = tokenizer_of(self.trainer.processing_class).eos_token_id
+
+        def draw(asked: Mapping[int, list[int]], is_busy: bool) -> dict[int, Any] | None:
+            prompt_of.update(asked)
+            ended = source.draw(asked)
+            for position, row in (ended or {}).items():
+                turns[position].append((prompt_of[position], row.to_bytes()))
+            return ended and {position: for_trl([()], row, eos_token_id) for position, row in ended.items()}
+
+        threads, tokenizers = CompletionThreads(source.check), one_at_a_time(self.trainer, copied=True)
+
+        def view(position: int) -> OneCompletion:
+            return OneCompletion(self.trainer, position, threads, tokenizers, self._slots, self.spans, source)
+
+        if self._rollout_func is None:
+            of_samples = enumerate(zip(prompts, prompt_ids, strict=True))
+            functions = [functools.partial(view(i).whole, prompt, ids) for i, (prompt, ids) in of_samples]
+        else:
+            functions = [functools.partial(self._rollout_func, prompts, view(0))]
+        results = threads.results(functions, draw, lambda _: None)
+        if self._rollout_func is not None:
+            results = _rows(results[0], len(prompts))
+        return [pickle.dumps((result, turns[position])) for position, result in enumerate(results)]
+
+    def first_of(self, ahead: Rollouts) -> Rollouts:
+        """The responses of the first turn of samples that were generated ahead. What TRL's loop returned for them is
+        kept for `_tool_call_loop`."""
+        # safe: pickled by a rank of this job
+        outcomes = [pickle.loads(bytes(row.tolist())) for row in ahead.ragged(OUTCOMES).rows()]
+        self._loops, self._ages = [result for result, _ in outcomes], ahead.ragged(AGES).rows()
+        taken = [[(ids, Rollouts.from_bytes(row)) for ids, row in turns] for _, turns in outcomes]
+        for ids, row in (turn for turns in taken for turn in turns):
+            self.trainer.vllm_generation.routes.add([ids], row)
+        return Rollouts.cat([turns[0][1] for turns in taken if turns] or [Rollouts()])
+
+    def _rollouts(self, rollout_func: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's `rollout_func`, unless its completions have been made ahead."""
+
+        @functools.wraps(rollout_func)
+        def rollouts(prompts: Any, trainer: Any) -> Any:
+            if not self.calls().generates_turns:
+                return rollout_func(prompts, trainer)
+            trainer.vllm_generation.generate(trainer._tokenize_prompts(prompts)[0])
+            rows, self._loops = self._loops, None
+            assert rows, "each rank has prompts"
+            return {name: [row[name] for row in rows] for name in rows[0]}
+
+        return rollouts
+
     def refuse_use(self) -> None:
         """Refuse a use of the trainer by a tool, which would run calls of the plan on this rank alone.
 
@@ -229,6 +307,30 @@ class Turns:
             )
             threads.fail(error)
             raise error
+
+
+def _rows(output: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+    """The outputs of a user's `rollout_func`, by sample."""
+    for name, values in output.items():
+        if len(values) != count:
+            raise ValueError(f"rollout_func returned {len(values)} {name} for {count} prompts")
+    return [{name: values[row] for name, values in output.items()} for row in range(count)]
+
+
+def _beside(ages: Tensor, mask: Sequence[int]) -> Tensor:
+    """The ages of a completion's tokens, 0 for those that the policy did not draw; NaN for all if the completion has
+    other tokens than the engine drew for its sample.
+
+    Args:
+        ages: of the tokens that were drawn for the sample, of which TRL may have cut off the last.
+        mask: 1 for each token of the policy.
+    """
+    own = torch.tensor(mask, dtype=torch.bool)
+    if len(ages) < int(own.sum()):
+        return torch.full((len(mask),), torch.nan)
+    beside = torch.zeros(len(mask))
+    beside[own] = ages[: int(own.sum())].float()
+    return beside
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -86,7 +86,8 @@ class FunctionSpans:
     def collect(self) -> None:
         """Send this rank's spans to rank 0. All ranks call this together, after the rewards of a generation."""
         estimates = {key: threaded_seconds(calls, TOOL_WORKERS) for key, calls in self._serial.items()}
-        merged, self._own = _merged(self._own), []
+        local, self._own = self._own, []  # tools of later batches may run meanwhile
+        merged = _merged(local)
         self._serial.clear()
         local_spans = [replace(span, threaded_s=estimates.pop((span.call, span.step), 0.0)) for span in merged]
         per_rank = all_gather_object(local_spans, self.trainer.placement.control)
