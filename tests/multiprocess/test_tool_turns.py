@@ -76,6 +76,7 @@ def test_turns_are_generated_ahead_and_a_resumed_run_goes_on_with_them(run: Call
     saved = torch.load(folder / "whole" / "checkpoint-2" / "samples_under_way.pt", weights_only=True)
     texts = [Ragged(of["results"], of["result_lengths"]).rows() for of in saved["samples"].values()]
     kept = sum(len(json.loads(bytes(row.tolist()))) for rows in texts for row in rows if len(row))
-    calls = sum(row["tools/call_frequency"] * 8 for row in logs["resumed"][-2:])
+    samples = sum(len(rank[-1][0]) for rank in whole["drawn"])
+    calls = sum(row["tools/call_frequency"] * samples for row in logs["resumed"][-2:])
     assert kept > 0 and resumed["called"] == round(calls) - kept, "no call that had returned was made again"
     assert len(made["a rollout function"]["drawn"][0]) == 3
