@@ -24,14 +24,19 @@ from typing import Any
 import result_file
 
 
+sys.path.append(str(result_file.ROOT / "tests"))
+
+import mixtures
+
+
 SCRIPT = result_file.ROOT / "tests" / "multiprocess" / "split.py"
 FOLDERS = ("", "tests", "tests/trainer", "tests/engines", "tests/multiprocess")
-COUNT = {"glm4_moe": "n_routed_experts", "granitemoe": "num_local_experts", "mixtral": "num_local_experts"}
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe")
 EXACT = ("files unlike save_pretrained's", "bits lost in loading")  # counts, which are 0
 
 
-def slices_differences(families: Sequence[str] = FAMILIES, plans: int = 10, seed: int = 0) -> dict[str, float]:
+def slices_differences(
+    families: Sequence[str] = tuple(mixtures.FAMILIES), plans: int = 10, seed: int = 0
+) -> dict[str, float]:
     """The largest difference of each family from the whole model, over so many random plans.
 
     Raises:
@@ -56,15 +61,19 @@ def slices_differences(families: Sequence[str] = FAMILIES, plans: int = 10, seed
 def _case(draw: random.Random, family: str) -> tuple[int, dict[str, Any]]:
     ranks = draw.choice([2, 4])
     tp = draw.choice([n for n in (2, 4) if n <= ranks])
-    experts = draw.choice([3, 5, 6, 8])
-    config = {
-        COUNT.get(family, "num_experts"): experts,
-        "num_experts_per_tok": draw.choice([1, 2, 3]),
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 24,
-        "num_hidden_layers": draw.choice([2, 3]),
-        "num_key_value_heads": 4,
-    }
+    sizes = mixtures.Sizes(
+        hidden=32,
+        heads=4,
+        kv_heads=4,
+        experts=draw.choice([3, 5, 6, 8]),
+        chosen=draw.choice([1, 2, 3]),
+        layers=draw.choice([2, 3]),
+        width=24,
+        vocabulary=131,
+        positions=64,
+        scale=0.02,
+    )
+    config = {**mixtures.settings(family, sizes), "num_labels": 1}
     case = {"family": family, "tp": tp, "pp": draw.choice([1, ranks // tp]), "config": config, "shard_size": "1GB"}
     settings = {"shard": draw.random() < 0.5, "checkpointing": draw.random() < 0.5, "tokens": draw.choice([40, 60])}
     return ranks, {**case, **settings}
@@ -88,7 +97,9 @@ def _launched(ranks: int, cases: Mapping[str, Any]) -> dict[str, dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=FAMILIES, metavar="FAMILY", help="by default all")
+    parser.add_argument(
+        "families", nargs="*", default=tuple(mixtures.FAMILIES), metavar="FAMILY", help="by default all"
+    )
     parser.add_argument("--plans", type=int, default=10, help="random plans of each family")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
