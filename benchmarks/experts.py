@@ -11,7 +11,7 @@ A row for each family, of a random model on this machine's CPU:
 - `difference`: the largest change of a log-probability by the replay in float32. `error`: the largest difference of
   engine and model in float32, with the replay; `flips_float32`: as `flips`.
 - `aux_difference`: between the auxiliary loss of packed samples and Transformers' of the padded batch, relative.
-- `slices_difference`: of `experts_slices.py`, over `--plans` random plans.
+- `slices_difference`, `memory_difference`: those of `experts_slices.py`, over `--plans` random plans.
 
 All families have one set of sizes (`SIZES`). Rows of other families in FILE stay, and so do the other columns of a row
 with `--samples 0` (only the slices) or `--plans 0` (all but these).
@@ -152,6 +152,7 @@ def merge(path: Path, made: dict[str, dict[str, Any]]) -> None:
 def show(rows: dict[str, dict[str, Any]]) -> None:
     columns = {"flips": ".1%", "kl": ".4f", "kl_replayed": ".4f", "times smaller": ".1f"}
     columns |= dict.fromkeys(("difference", "slices_difference", "aux_difference"), ".1e")
+    columns["memory_difference"] = ".1%"
     table = Table("family", *columns)
     for family, row in rows.items():
         if "kl" in row:
@@ -180,8 +181,8 @@ def main() -> None:
                 if asked.json is not None:
                     merge(asked.json, {family: row})
     if asked.plans:
-        for family, difference in experts_slices.slices_differences([*rows], asked.plans).items():
-            rows[family]["slices_difference"] = difference
+        for family, figures in experts_slices.slices([*rows], asked.plans).items():
+            rows[family] |= figures
         if asked.json is not None:
             merge(asked.json, rows)
     show(rows)

@@ -117,6 +117,7 @@ FOUR: dict[str, dict[str, Any]] = {
         name: {
             "family": name.partition(",")[0],
             "shard_size": "1GB",
+            "memory": "lora" not in case,
             **case,
             "config": {**EXPERTS, **case.get("config", {})},
         }
@@ -151,7 +152,7 @@ def test_every_split_trains_scores_and_resumes_as_the_whole_model_does(
     for name in cases:
         for head, gaps in json.loads((folder / f"{name}.json").read_text()).items():
             for what, gap in gaps.items():
-                assert gap < 2e-5, (name, head, what, gap)
+                assert gap < (0.1 if what == "memory" else 2e-5), (name, head, what, gap)
 
 
 def test_a_family_that_cannot_be_split_is_refused_by_name() -> None:
