@@ -9,10 +9,9 @@ and score (`tests/multiprocess/split.py`).
 
 - `slices_difference`: the largest difference of log-probabilities, entropies, the norm of the gradient, parameters, and
   the optimizer's state, also after a resumption.
-- `memory_difference`: the largest difference of a rank's memory from the estimate, as a share of it. The memory is that
-  of all tensors right before the second optimizer step, when activations are gone; the estimate is what the planner
-  counts then for the fullest rank: parameters, gradients and optimizer state. Rank 0, which has the whole model too, is
-  not measured.
+- `memory_difference`: the largest difference of the fullest rank's memory from the estimate, as a share of it. The
+  memory is that of all tensors right before the second optimizer step, when activations are gone. The estimate is what
+  the planner counts then: parameters, gradients and optimizer state.
 """
 
 from __future__ import annotations
