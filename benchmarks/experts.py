@@ -160,7 +160,7 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
         table.add_row(
             family, *("" if row.get(name) is None else format(row[name], form) for name, form in columns.items())
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def main() -> None:
