@@ -25,8 +25,8 @@ def shallow(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 TWO = {"num_hidden_layers": 2}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-EXPERTS |= {"shared_expert_intermediate_size": 24}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EXPERTS |= {"shared_expert_intermediate_size": 56}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe, 6 experts on 4 ranks": {"tp": 4, "config": {"num_key_value_heads": 4, "mlp_only_layers": [0]}, **BOTH},
