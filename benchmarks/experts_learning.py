@@ -1,66 +1,63 @@
 """GRPO of a small mixture of experts in bfloat16 with vLLM, with and without router replay.
 
-    python benchmarks/experts_learning.py --json FILE [--updates 80] [--seeds 2] [--learning-rate 1e-3]
+    python benchmarks/experts_learning.py --json FILE [--updates 64] [--seeds 0] [--learning-rate 5e-4]
 
-The policy is a random Qwen3 mixture with 16 experts a layer. It learns to answer with the first word of the prompt: the
+The policy is a random Qwen3 mixture of the sizes of `experts.py`. It learns to answer with the word of the prompt: the
 reward is the share of a completion's words that are this word. A row for each seed and setting: reward and
-`sampling/token_mult_prob_error` of each update.
+`sampling/token_mult_prob_error` of each update. Rows of other seeds and settings in FILE stay. The table shows means
+of each eighth of the updates.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import json
 import random
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+from unittest import mock
 
+import experts
 import result_file
-import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PrinterCallback
 from trl_runs import tokenizer
 
-from trl_realloc import GRPOConfig, GRPOTrainer
+
+sys.path[:0] = [str(result_file.ROOT), *(str(result_file.ROOT / "tests" / place) for place in (".", "multiprocess"))]
+
+import mixtures  # noqa: E402
+from engine_forks import EngineForks  # noqa: E402
+
+from trl_realloc import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl_realloc.engines.generation import engine_process  # noqa: E402
 
 
-WORDS, LENGTH = 24, 12  # different words of the prompts; words of a completion
+WORDS, LENGTH = 16, 8  # different words; words of a completion
 MISMATCH = "sampling/token_mult_prob_error"
-LAST = 10  # updates of which a mean is shown
+SETTINGS = ("none", "rollout")
+PARTS = 8  # parts of a run of which means are shown
 
 
-def policy(vocabulary: int, seed: int) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=16,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-        initializer_range=0.06,
-        max_position_embeddings=128,
-    )
-    return Qwen3MoeForCausalLM(config)
-
-
-def first_word(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """The share of a completion's words that are the first word of its prompt."""
-    return [text.split().count(prompt.split()[0]) / LENGTH for prompt, text in zip(prompts, completions, strict=True)]
+def same_word(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """The share of a completion's words that are the word of its prompt."""
+    return [text.split().count(prompt) / LENGTH for prompt, text in zip(prompts, completions, strict=True)]
 
 
 def learned(replay: str, seed: int, updates: int, learning_rate: float) -> dict[str, Any]:
     """One run."""
-    words = tokenizer()
-    ids = sorted(words.get_vocab().values())[8 : 8 + WORDS]
+    words = tokenizer(2 + WORDS)
     draw = random.Random(seed)
-    texts = [" ".join(words.convert_ids_to_tokens(draw.sample(ids, 3))) for _ in range(2048)]
+    texts = [f"w{draw.randrange(2, 2 + WORDS)}" for _ in range(4096)]
+    policy = mixtures.mixture("qwen3_moe", seed, replace(experts.SIZES, vocabulary=len(words)))
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder,
@@ -70,7 +67,7 @@ def learned(replay: str, seed: int, updates: int, learning_rate: float) -> dict[
             bf16=True,
             router_replay=replay,
             per_device_train_batch_size=64,
-            num_generations=16,
+            num_generations=8,
             max_completion_length=LENGTH,
             max_steps=updates,
             learning_rate=learning_rate,
@@ -82,9 +79,8 @@ def learned(replay: str, seed: int, updates: int, learning_rate: float) -> dict[
             logging_steps=1,
             disable_tqdm=True,
         )
-        made = GRPOTrainer(
-            policy(len(words), seed), first_word, args, Dataset.from_dict({"prompt": texts}), processing_class=words
-        )
+        made = GRPOTrainer(policy, same_word, args, Dataset.from_dict({"prompt": texts}), processing_class=words)
+        made.remove_callback(PrinterCallback)
         made.train()
         made.close()
     rows = [row for row in made.state.log_history if "reward" in row]
@@ -96,26 +92,38 @@ def learned(replay: str, seed: int, updates: int, learning_rate: float) -> dict[
     }
 
 
+def means(values: list[float]) -> list[float]:
+    """The means of the parts of a run."""
+    edges = [len(values) * part // PARTS for part in range(PARTS + 1)]
+    return [fmean(values[first:stop]) for first, stop in itertools.pairwise(edges)]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The curves of all seeds."""
+    table = Table("seed", "replay", "", *(f"{part + 1}/{PARTS}" for part in range(PARTS)))
+    for row in rows:
+        for what, form in (("reward", ".3f"), ("mismatch", ".4f")):
+            table.add_row(str(row["seed"]), row["replay"], what, *(format(mean, form) for mean in means(row[what])))
+    Console(width=120).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--updates", type=int, default=80)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--updates", type=int, default=64)
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     asked = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    table = Table("seed", "replay", f"reward of the first {LAST}", f"of the last {LAST}", "mismatch", "largest")
-    for seed in range(asked.seeds):
-        for replay in ("none", "rollout"):
-            row = learned(replay, seed, asked.updates, asked.learning_rate)
-            rows.append(row)
-            rewards, mismatch = row["reward"], row["mismatch"]
-            first, last = (sum(part) / len(part) for part in (rewards[:LAST], rewards[-LAST:]))
-            mean = sum(mismatch) / len(mismatch)
-            table.add_row(str(seed), replay, f"{first:.3f}", f"{last:.3f}", f"{mean:.4f}", f"{max(mismatch):.3f}")
-            if asked.json is not None:
-                result_file.merge(asked.json, {"learning": rows})
-    Console().print(table)
+    known = json.loads(asked.json.read_text())["learning"] if asked.json is not None and asked.json.is_file() else []
+    rows = {(row["seed"], row["replay"]): row for row in known}
+    forks = EngineForks.started()
+    with contextlib.closing(forks), mock.patch.object(engine_process, "spawn", forks.spawn):
+        for seed in map(int, asked.seeds.split(",")):
+            for replay in SETTINGS:
+                rows[seed, replay] = learned(replay, seed, asked.updates, asked.learning_rate)
+                if asked.json is not None:
+                    result_file.merge(asked.json, {"learning": [*rows.values()]})
+    show([*rows.values()])
 
 
 if __name__ == "__main__":

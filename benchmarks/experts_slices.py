@@ -1,11 +1,17 @@
-"""Mixtures whose experts are divided over the ranks, against whole models: the largest difference over random splits.
+"""Mixtures whose experts are divided over the ranks, against whole models and against the planner's estimate of memory,
+over random splits.
 
     python benchmarks/experts_slices.py [--plans 10] [--seed 0] [FAMILY ...]
 
-`slices_differences` gives the column `slices_difference` of `experts.py`. Each plan draws the ranks (2 or 4), tp, pp,
-the number of experts and those of a token, ZeRO stage 1, checkpointing and the tokens of a micro-batch. Tiny models
-train two steps in float32 and score (`tests/multiprocess/split.py`): log-probabilities, entropies, the norm of the
-gradient, parameters, and the optimizer's state, also after a resumption.
+`slices` gives these columns of `experts.py`. Each plan draws the ranks (2 or 4), tp, pp, the number of experts and
+those of a token, ZeRO stage 1, checkpointing and the tokens of a micro-batch. Small models train two steps in float32
+and score (`tests/multiprocess/split.py`).
+
+- `slices_difference`: the largest difference of log-probabilities, entropies, the norm of the gradient, parameters, and
+  the optimizer's state, also after a resumption.
+- `memory_difference`: the largest difference of the fullest rank's memory from the estimate, as a share of it. The
+  memory is that of all tensors right before the second optimizer step, when activations are gone. The estimate is what
+  the planner counts then: parameters, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -24,15 +30,18 @@ from typing import Any
 import result_file
 
 
+sys.path.append(str(result_file.ROOT / "tests"))
+
+import mixtures
+
+
 SCRIPT = result_file.ROOT / "tests" / "multiprocess" / "split.py"
 FOLDERS = ("", "tests", "tests/trainer", "tests/engines", "tests/multiprocess")
-COUNT = {"glm4_moe": "n_routed_experts", "granitemoe": "num_local_experts", "mixtral": "num_local_experts"}
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe")
 EXACT = ("files unlike save_pretrained's", "bits lost in loading")  # counts, which are 0
 
 
-def slices_differences(families: Sequence[str] = FAMILIES, plans: int = 10, seed: int = 0) -> dict[str, float]:
-    """The largest difference of each family from the whole model, over so many random plans.
+def slices(families: Sequence[str], plans: int = 10, seed: int = 0) -> dict[str, dict[str, float]]:
+    """The columns of each family, over so many random plans.
 
     Raises:
         RuntimeError: a launch failed, or a saved or loaded model was not bitwise the same.
@@ -43,29 +52,41 @@ def slices_differences(families: Sequence[str] = FAMILIES, plans: int = 10, seed
         for plan in range(plans):
             ranks, case = _case(draw, family)
             cases[ranks][f"{family}, plan {plan}"] = case
-    largest = dict.fromkeys(families, 0.0)
+    largest = {family: {"slices_difference": 0.0, "memory_difference": 0.0} for family in families}
     for ranks, drawn in cases.items():
         for name, gaps in _launched(ranks, drawn).items():
-            family = name.partition(",")[0]
             if any(gaps.pop(what) for what in EXACT):
                 raise RuntimeError(f"{name}: a saved or loaded model is not the same: {drawn[name]}")
-            largest[family] = max(largest[family], *gaps.values())
+            row = largest[name.partition(",")[0]]
+            row["memory_difference"] = max(row["memory_difference"], gaps.pop("memory"))
+            row["slices_difference"] = max(row["slices_difference"], *gaps.values())
     return largest
 
 
 def _case(draw: random.Random, family: str) -> tuple[int, dict[str, Any]]:
     ranks = draw.choice([2, 4])
     tp = draw.choice([n for n in (2, 4) if n <= ranks])
-    experts = draw.choice([3, 5, 6, 8])
-    config = {
-        COUNT.get(family, "num_experts"): experts,
-        "num_experts_per_tok": draw.choice([1, 2, 3]),
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 24,
-        "num_hidden_layers": draw.choice([2, 3]),
-        "num_key_value_heads": 4,
+    sizes = mixtures.Sizes(
+        hidden=32,
+        heads=4,
+        kv_heads=4,
+        experts=draw.choice([3, 5, 6, 8]),
+        chosen=draw.choice([1, 2, 3]),
+        layers=draw.choice([2, 3]),
+        width=64,
+        vocabulary=131,
+        positions=64,
+        scale=0.02,
+    )
+    config = {**mixtures.settings(family, sizes), "num_labels": 1}
+    case = {
+        "family": family,
+        "tp": tp,
+        "pp": draw.choice([1, ranks // tp]),
+        "config": config,
+        "shard_size": "1GB",
+        "memory": True,
     }
-    case = {"family": family, "tp": tp, "pp": draw.choice([1, ranks // tp]), "config": config, "shard_size": "1GB"}
     settings = {"shard": draw.random() < 0.5, "checkpointing": draw.random() < 0.5, "tokens": draw.choice([40, 60])}
     return ranks, {**case, **settings}
 
@@ -88,12 +109,14 @@ def _launched(ranks: int, cases: Mapping[str, Any]) -> dict[str, dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=FAMILIES, metavar="FAMILY", help="by default all")
+    parser.add_argument(
+        "families", nargs="*", default=tuple(mixtures.FAMILIES), metavar="FAMILY", help="by default all"
+    )
     parser.add_argument("--plans", type=int, default=10, help="random plans of each family")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    for family, difference in slices_differences(arguments.families, arguments.plans, arguments.seed).items():
-        print(f"{family}: {difference:.2g}")
+    for family, row in slices(arguments.families, arguments.plans, arguments.seed).items():
+        print(f"{family}: {row['slices_difference']:.2g}, memory {row['memory_difference']:.1%}")
 
 
 if __name__ == "__main__":

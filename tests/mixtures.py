@@ -1,44 +1,98 @@
-"""Tiny mixtures of experts with random weights, of the families whose routers are followed."""
+"""Mixtures of experts with random weights, of the families whose routers are followed. Tests and benchmarks say their
+sizes; what a family calls them is here."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Glm4MoeConfig,
-    GraniteMoeConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    PretrainedConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from trl_realloc.engines.training.expert_routing import experts_per_token, recorded
+from trl_realloc.engines.transformers_compat import routers
 
 
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 2, "vocab_size": 100, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-SIZES |= {"max_position_embeddings": 128, "num_experts_per_tok": 2, "initializer_range": 0.1}
-INNER: dict[str, Any] = {"moe_intermediate_size": 16, "head_dim": 32}
-FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "qwen3_moe": (Qwen3MoeConfig, {**INNER, "num_experts": 8, "norm_topk_prob": True}),
-    "qwen2_moe": (Qwen2MoeConfig, {**INNER, "num_experts": 8, "shared_expert_intermediate_size": 16}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 8, "head_dim": 32}),
-    "olmoe": (OlmoeConfig, {"num_experts": 8, "hidden_size": 64}),
-    # TRL 1.16 reads `num_experts` of any family
-    "granitemoe": (GraniteMoeConfig, {"num_local_experts": 8, "num_experts": 8, "hidden_size": 64}),
-    "glm4_moe": (Glm4MoeConfig, {**INNER, "n_routed_experts": 8, "first_k_dense_replace": 1, "n_shared_experts": 1}),
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a mixture, by default tiny. vLLM on a CPU takes heads and experts of a multiple of 32 channels.
+
+    Args:
+        chosen: experts of a token.
+        width: channels of an expert, a shared expert and a layer without experts.
+        scale: standard deviation of the weights.
+    """
+
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 2
+    kv_heads: int = 2
+    experts: int = 8
+    chosen: int = 2
+    width: int = 32
+    vocabulary: int = 100
+    positions: int = 128
+    scale: float = 0.1
+
+
+class _Family(NamedTuple):
+    """What a family's config calls the number and the width of its experts, and settings of this family alone."""
+
+    experts: str
+    width: str
+    others: dict[str, Any] = {}
+
+
+FAMILIES = {
+    "glm4_moe": _Family(
+        "n_routed_experts", "moe_intermediate_size", {"first_k_dense_replace": 1, "n_shared_experts": 1}
+    ),
+    "granitemoe": _Family("num_local_experts", "intermediate_size"),
+    "mixtral": _Family("num_local_experts", "intermediate_size"),
+    "olmoe": _Family("num_experts", "intermediate_size"),
+    "qwen2_moe": _Family("num_experts", "moe_intermediate_size"),
+    "qwen3_moe": _Family("num_experts", "moe_intermediate_size", {"norm_topk_prob": True}),
 }
 
 
-def config(family: str, **changes: Any) -> PretrainedConfig:
+def settings(family: str, sizes: Sizes = Sizes()) -> dict[str, Any]:
+    """The settings of a family's config with these sizes."""
+    of_family, head = FAMILIES[family], sizes.hidden // sizes.heads
+    common = {"hidden_size": sizes.hidden, "num_hidden_layers": sizes.layers, "vocab_size": sizes.vocabulary}
+    common |= {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": head}
+    common |= {"num_experts_per_tok": sizes.chosen, "intermediate_size": sizes.width, of_family.width: sizes.width}
+    common |= {"max_position_embeddings": sizes.positions, of_family.experts: sizes.experts}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "initializer_range": sizes.scale}
+    if family == "qwen2_moe":
+        special["shared_expert_intermediate_size"] = sizes.width
+    if family == "granitemoe":  # whose attention has this factor; and TRL 1.16 reads `num_experts` of any family
+        special |= {"attention_multiplier": head**-0.5, "num_experts": sizes.experts}
+    return {**common, **special, **of_family.others}
+
+
+def config(family: str, sizes: Sizes = Sizes(), **changes: Any) -> PretrainedConfig:
     """A config of a family; `changes` replace its settings."""
-    kind, settings = FAMILIES[family]
-    return kind(**{**SIZES, **settings, **changes})
+    made: PretrainedConfig = AutoConfig.for_model(family, **{**settings(family, sizes), **changes})
+    return made
 
 
-def mixture(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A model of a family, with random weights."""
+def mixture(family: str, seed: int = 0, sizes: Sizes = Sizes(), **changes: Any) -> Any:
+    """A model of a family, with random weights, and random corrections of its routers' scores."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config(family, **changes))
+    model = AutoModelForCausalLM.from_config(config(family, sizes, **changes))
+    for router, _ in routers(model):
+        for bias in router.buffers():
+            torch.nn.init.normal_(bias, std=sizes.scale)
+    return model
+
+
+def chosen(model: Any, ids: Tensor) -> Tensor:
+    """(tokens, layers, k): the experts that the routers choose for the tokens of a sample."""
+    with torch.no_grad(), recorded(model) as logits:
+        model(input_ids=ids[None], use_cache=False)
+    scores = [layer.float() for layer in logits]
+    for at, (router, _) in enumerate(routers(model)):
+        for bias in router.buffers():
+            scores[at] = scores[at].sigmoid() + bias
+    return torch.stack([layer.topk(experts_per_token(model.config)).indices for layer in scores], dim=1)

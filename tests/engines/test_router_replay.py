@@ -13,7 +13,7 @@ from torch import Tensor
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.algorithms.router_loss import ROUTER_COUNTS, ROUTER_PROBS
 from trl_realloc.engines.mesh_group import MeshGroup
-from trl_realloc.engines.training.expert_routing import BALANCED_FAMILIES, experts_per_token, recorded
+from trl_realloc.engines.training.expert_routing import BALANCED_FAMILIES, experts_per_token
 from trl_realloc.engines.training.heads import PolicyHead
 from trl_realloc.engines.training.replicated import ReplicatedEngine
 from trl_realloc.engines.training.router_replay import REPLAYED_FAMILIES
@@ -37,13 +37,8 @@ def samples() -> Rollouts:
 
 def chosen_by(model: Any, given: Rollouts) -> list[Tensor]:
     """The experts that the routers choose for each token of each sample but its last, as an engine records them."""
-    chosen = []
-    for prompt, response in zip(given.ragged("prompts").rows(), given.ragged("responses").rows(), strict=True):
-        with torch.no_grad(), recorded(model) as logits:
-            model(input_ids=torch.cat([prompt, response])[None])
-        top = [layer.topk(experts_per_token(model.config)).indices for layer in logits]
-        chosen.append(torch.stack(top, 1).flatten(1)[:-1].to(torch.uint8))
-    return chosen
+    rows = zip(given.ragged("prompts").rows(), given.ragged("responses").rows(), strict=True)
+    return [mixtures.chosen(model, torch.cat(row)).flatten(1)[:-1].to(torch.uint8) for row in rows]
 
 
 def trained(model: Any, given: Rollouts, **head: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -53,6 +55,20 @@ def test_a_block_sums_once_forward_and_once_backward(summed: list[torch.dtype], 
     # torch computes no more again than what is kept for the backward, so not the last sum
     assert len(summed) == (5 if recomputes else 4)
     assert x.grad is not None and all(p.grad is not None for p in block.parameters())
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_nothing_of_a_block_is_left_after_its_backward(summed: list[torch.dtype], recomputes: bool) -> None:
+    """No reference cycle keeps the inputs, which would take the memory of a layer for each micro-batch."""
+    block, x = Block(GROUP), torch.randn(3, 8, requires_grad=True)
+    normed: list[weakref.ref[Tensor]] = []
+    for norm in block.norms:
+        norm.register_forward_hook(lambda module, given, output: normed.append(weakref.ref(output)))
+    out: Any = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
+    out.sum().backward()
+    del out
+    gc.collect()
+    assert len(normed) == (4 if recomputes else 2) and not any(reference() is not None for reference in normed)
 
 
 def test_under_autocast_gradients_are_summed_in_the_dtype_of_the_products(summed: list[torch.dtype]) -> None:

@@ -1,11 +1,13 @@
 """A rank that trains and scores tiny models of many families under many splits. Rank 0 has one whole copy of each too.
 
-Writes `<case>.json` on rank 0: the largest difference in statistics, scores, parameters and optimizer state.
+Writes `<case>.json` on rank 0: the largest difference in statistics, scores, parameters and optimizer state, and of the
+memory of the fullest rank from the planner's estimate, as a share of it, if the case asks for it.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import sys
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from replay import rollouts
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from whole_state import load_whole, whole_state
 
@@ -29,8 +32,15 @@ from trl_realloc.engines.training import heads, sliced_head
 from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ValueHead
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.replicated import ReplicatedEngine
+from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.batching import balance
+from trl_realloc.plan.cluster import Cluster, DeviceMesh
+from trl_realloc.plan.dataflow import Call, CallKind, Role
 from trl_realloc.plan.model_spec import ModelSpec
+from trl_realloc.planner.cost.analytic_rates import AnalyticRates
+from trl_realloc.planner.cost.hardware import DEVICES
+from trl_realloc.planner.cost.pricing import Pricing
+from trl_realloc.planner.cost.workload import Workload
 from trl_realloc.realloc.layout import megatron_layout
 from trl_realloc.trainer.checkpoint.model_files import write_model
 from trl_realloc.trainer.checkpoint.write_errors import WriteErrors
@@ -168,18 +178,28 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         dist.broadcast_object_list(found)
         return found[0]
 
+    if case.get("memory"):
+        gc.freeze()  # tensors that were made before are not counted
     split = engine(MegatronEngine, groups(world, tp, pp), shard_optimizer=bool(case.get("shard")))
     layout_gap(split, case, head, tp, pp, world)
     mine = deal(samples, dp, rank // (tp * pp), case)
     differences: dict[str, float] = {}
     budget = case.get("tokens", 40)
+    held: list[int] = []
     for _ in range(2):
         expected, expected_norm = of_whole(lambda w: (w.train(samples, loss, 60, 1e-2), w.grad_norm))
+        hook = register_optimizer_step_pre_hook(lambda *_: held.append(held_bytes(whole) if case.get("memory") else 0))
         made = split.train(mine, loss, budget, 1e-2)
+        hook.remove()
         at = mine.tensor("index")
         here = {name: sums[at] for name, sums in expected.items()} if len(mine) else {}
         differences["statistics"] = max(differences.get("statistics", 0.0), gap(made, here))
         differences["norm"] = max(differences.get("norm", 0.0), abs(split.grad_norm / expected_norm - 1))
+    if case.get("memory"):
+        gc.unfreeze()
+        of_ranks: list[int] = [0] * world
+        dist.all_gather_object(of_ranks, max(held, default=0))
+        differences["memory"] = abs(max(of_ranks) / estimated_bytes(split.head.model.config, case, head, world) - 1)
     assert dp > 1 or split.head.shared_tokens > 0, "the split model computes the common prompt once"
     scores, ours = of_whole(lambda w: w.forward(samples, 1000)), split.forward(mine, budget)
     if len(mine):
@@ -246,12 +266,34 @@ def content(path: Path) -> Any:
     return {key: sorted(map(str, value)) if isinstance(value, list) else value for key, value in values.items()}
 
 
+def held_bytes(whole: ReplicatedEngine | None) -> int:
+    """Bytes of the tensors, and their gradients, that were made since `gc.freeze`, but for the whole model's."""
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+    tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors if not tensor.is_meta]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    found = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    states = [] if whole is None or whole.optimizer is None else whole.optimizer.state.values()
+    for value in (value for state in states for value in state.values() if isinstance(value, Tensor)):
+        found.pop(value.untyped_storage().data_ptr(), None)
+    return sum(found.values())
+
+
+def estimated_bytes(config: Any, case: Mapping[str, Any], head: str, world: int) -> float:
+    """The planner's estimate of the parameters, gradients and optimizer state of the fullest rank."""
+    tp, pp = case.get("tp", 1), case.get("pp", 1)
+    strategy = ParallelStrategy(world // (tp * pp), tp, pp, int(bool(case.get("shard"))))
+    assignment = Assignment(DeviceMesh(0, world), strategy, "megatron")
+    kind = "lm" if head == "policy" else "score"
+    spec = ModelSpec.from_config(config, kind, bytes_per_element=4)
+    pricing = Pricing(Cluster(1, world), Workload(8, 8, (8,)), AnalyticRates(DEVICES["h100"]))
+    cost = pricing.price(Call(Role.ACTOR, CallKind.TRAIN, ()), [spec], assignment)
+    return cost.static + cost.gradients
+
+
 def layout_gap(engine: MegatronEngine, case: Mapping[str, Any], head: str, tp: int, pp: int, world: int) -> None:
     """What the engine holds is what the layout says that is made from the config alone."""
     if "lora" in case or "frozen" in case:
         return
-    from trl_realloc.plan.cluster import DeviceMesh
-
     kind = "lm" if head == "policy" else "score"
     spec = ModelSpec.from_config(engine.head.model.config, kind, bytes_per_element=4)  # type: ignore[arg-type]
     expected = megatron_layout(spec, DeviceMesh(0, world), tp, pp).parts(dist.get_rank())

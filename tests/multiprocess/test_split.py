@@ -25,8 +25,8 @@ def shallow(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 TWO = {"num_hidden_layers": 2}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-EXPERTS |= {"shared_expert_intermediate_size": 24}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EXPERTS |= {"shared_expert_intermediate_size": 56}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe, 6 experts on 4 ranks": {"tp": 4, "config": {"num_key_value_heads": 4, "mlp_only_layers": [0]}, **BOTH},
@@ -117,6 +117,7 @@ FOUR: dict[str, dict[str, Any]] = {
         name: {
             "family": name.partition(",")[0],
             "shard_size": "1GB",
+            "memory": "lora" not in case,
             **case,
             "config": {**EXPERTS, **case.get("config", {})},
         }
@@ -151,7 +152,7 @@ def test_every_split_trains_scores_and_resumes_as_the_whole_model_does(
     for name in cases:
         for head, gaps in json.loads((folder / f"{name}.json").read_text()).items():
             for what, gap in gaps.items():
-                assert gap < 2e-5, (name, head, what, gap)
+                assert gap < (0.1 if what == "memory" else 2e-5), (name, head, what, gap)
 
 
 def test_a_family_that_cannot_be_split_is_refused_by_name() -> None:

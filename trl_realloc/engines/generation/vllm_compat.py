@@ -109,6 +109,18 @@ def processed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
+def loaded_in_place(model: nn.Module) -> set[str]:
+    """During a reload, the names of tensors that vLLM loads at once and keeps in their memory, such as the correction
+    bias of a router, which the routing has a reference to. The others have no memory until their layer is complete."""
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, layer in model.named_modules()
+        for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))
+        if not tensor.is_meta
+        and getattr(getattr(tensor, "weight_loader", None), "__name__", "") != "online_process_loader"
+    }
+
+
 def packed_products(model: nn.Module) -> dict[str, Any]:
     """The products with packed weights by which layers compute on a CPU, by the layers' names. Packing a layer's
     weights creates a new one."""
@@ -369,6 +381,7 @@ __all__ = [
     "full_attention_group",
     "incomplete_layers",
     "initialize_layerwise_reload",
+    "loaded_in_place",
     "meet_in",
     "pack_experts_again",
     "packed_products",

@@ -180,6 +180,7 @@ class _Update:
     tensor_of_storage: dict[int, tuple[str, Tensor]]  # the model's tensors with their names; empty after the update
     packed_products: dict[str, Any]  # before the update
     processed_layers: dict[str, Any]  # by name
+    in_place: set[str]  # parameters that are loaded into their memory, before or after their layer is processed
     received: dict[Sent, None] = field(default_factory=dict)
     copied_places: set[_Place] = field(default_factory=set)
     received_digests: dict[str, Tensor] = field(default_factory=dict)  # of tensors that are compared in the bucket
@@ -190,7 +191,7 @@ class _Update:
     kept_products: dict[str, Any] = field(default_factory=dict)  # of layers that this update leaves out
 
     def is_processed(self, place: _Place) -> bool:
-        return place.parameter.rpartition(".")[0] in self.processed_layers
+        return place.parameter.rpartition(".")[0] in self.processed_layers and place.parameter not in self.in_place
 
 
 class LoadedWeights:
@@ -218,13 +219,13 @@ class LoadedWeights:
 
     def begin(self) -> None:
         """Called when vLLM's layers are ready to load an update."""
-        from .vllm_compat import packed_products, processed_layers
+        from .vllm_compat import loaded_in_place, packed_products, processed_layers
 
         # the name of a module that others share is its first one, as in `named_modules`
         tensors = {_storage(tensor): (name, tensor) for name, tensor in reversed([*_tensors(self._model)])}
         layers = dict(processed_layers(self._model))
         self._before = getattr(self, "_update", None)
-        self._update = _Update(tensors, packed_products(self._model), layers)
+        self._update = _Update(tensors, packed_products(self._model), layers, loaded_in_place(self._model))
         names = {id(layer): name for name, layer in layers.items()}
         for method in {id(layer.quant_method): layer.quant_method for layer in layers.values()}.values():
             self._watch(method, names)
@@ -339,7 +340,8 @@ class LoadedWeights:
         """Note a copy into a tensor of the model. During an update the parameters of most layers are on the meta
         device; when a layer has all of its weights, vLLM repeats the copies into new memory."""
         name, whole = self._update.tensor_of_storage.get(_storage(target), (None, target))
-        if name is None:
+        # vLLM copies a tensor that it has loaded in place to itself
+        if name is None or (name in self._update.in_place and _storage(source) == _storage(target)):
             return
         dims = [d for d, size in enumerate(target.shape) if size > 1]
         sizes, strides = tuple(target.shape[d] for d in dims), tuple(target.stride(d) for d in dims)
@@ -373,7 +375,9 @@ class LoadedWeights:
             if prefix is not None:
                 parameters = layer.named_parameters(prefix, recurse=False)
                 self._update.processed_digests |= {
-                    name: digest(tensor.data) for name, tensor in parameters if tensor.numel()
+                    name: digest(tensor.data)
+                    for name, tensor in parameters
+                    if tensor.numel() and name not in self._update.in_place
                 }
 
         method.process_weights_after_loading = watched

@@ -38,7 +38,8 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: MeshGroup) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(x.new_empty(0))
-        return x.view_as(x)
+        # not a view, which holds its base: the base has it as an attribute (`entered`), so neither would be freed
+        return x.data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -1,6 +1,6 @@
 """GRPO of mixtures of experts: NeMo-RL's published iterations, and this planner's estimates by devices' data sheets.
 
-    python benchmarks/mixtures.py [--json FILE] [--time-limit SECONDS]
+    python benchmarks/nemo_rl.py [--json FILE] [--time-limit SECONDS]
 
 The table (`papers/nemo_rl.csv`) has the on-policy rows for H100s in 16 bits of the performance summary of NeMo-RL 0.6
 (docs/about/performance-summary.md of its repository): samples of a generation, optimizer steps on it, mean and largest
