@@ -1,15 +1,16 @@
-"""A rank that trains a mixture of experts by GRPO in bfloat16, once for each of the given runs. It compares the experts
+"""A rank that trains a mixture of experts in bfloat16, once for each of the given runs. It compares the experts
 of each of the policy's forwards with those that the engines recorded; rank 0 writes the counts.
 
-A run has the settings of a trainer, and may have `tools` (its completions call a tool), `reward_model`, and `resumes`
+A run has the settings of GRPO's trainer, or of PPO's (`ppo`), and may have `tools` (its completions call a tool), `reward_model`, and `resumes`
 (the checkpoint of an earlier run).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class Engines:
 
 @dataclass
 class Forwards:
-    """Notes the experts of each row of each forward of a mixture.
+    """Notes the experts of each row of each forward of a mixture that is trained.
 
     Attributes:
         rows: (whether it is trained, token ids with padding, experts used, experts that the routers choose) of each
@@ -81,8 +82,11 @@ class Forwards:
     _ids: Any = None
     _layers: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def follow(self) -> None:
-        global_hooks.register_module_forward_hook(self._note)
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        handle = global_hooks.register_module_forward_hook(self._note)
+        yield
+        handle.remove()
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
         kind = type(module).__name__
@@ -90,7 +94,8 @@ class Forwards:
             self._ids, self._layers = inputs[0], []
         elif kind == "Qwen3MoeTopKRouter":
             self._layers.append((output[0].detach(), output[2]))
-        elif kind == "Qwen3MoeForCausalLM" and self._ids is not None:  # the check of its head runs it without the rest
+        elif kind == "Qwen3MoeForCausalLM" and self._ids is not None and next(module.parameters()).requires_grad:
+            # the check of the head runs the model without an embedding
             used = torch.stack([indices for _, indices in self._layers], 1)
             chosen = torch.stack([logits.topk(used.shape[-1]).indices for logits, _ in self._layers], 1)
             experts = (part.sort(-1).values.split(self._ids.shape[1]) for part in (used, chosen))
@@ -111,9 +116,11 @@ def look_up(word: int) -> str:
 def made_for(folder: Path, run: dict[str, Any]) -> Any:
     model = mixtures.mixture("qwen3_moe", moe_intermediate_size=32, attn_implementation="eager")
     given: dict[str, Any] = {"model": model}
-    settings = {"bf16": True, "use_cpu": True, "use_vllm": True, "gradient_checkpointing": False, **run}
+    settings = {"bf16": True, "use_cpu": True, "gradient_checkpointing": False, **run}
     if settings.pop("tools", False):
         return tool_user(folder, pytest.MonkeyPatch(), [look_up], given=given, **settings)
+    if settings.pop("ppo", False):
+        return tiny.trainer(folder, given={**given, "train_dataset": tiny_groups.PROMPTS}, **settings)
     if settings.pop("reward_model", False):
         given |= {"reward_funcs": [tiny.classifier()], "reward_processing_classes": [tiny.tokenizer()]}
     return tiny_groups.trainer(folder, given=given, **settings)
@@ -144,7 +151,6 @@ def counts(forwards: Sequence[Any], known: Sequence[tuple[Tokens, Any]]) -> dict
 def main(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     engines, forwards = Engines(), Forwards()
     engines.follow()
-    forwards.follow()
     for name, run in runs.items():
         resumes = run.pop("resumes", None)
         if resumes is None:
@@ -152,7 +158,8 @@ def main(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
         engines.continued = 0
         forwards.rows.clear()
         made = made_for(folder / name, run)
-        made.train(resume_from_checkpoint=None if resumes is None else str(folder / resumes))
+        with forwards.followed():
+            made.train(resume_from_checkpoint=None if resumes is None else str(folder / resumes))
         control = made.placement.control
         all_rows = [row for rows in all_gather_object(forwards.rows, control) for row in rows]
         known = [routes for rank_routes in all_gather_object(engines.routes, control) for routes in rank_routes]
