@@ -1,8 +1,8 @@
 """A rank that trains a mixture of experts in bfloat16, once for each of the given runs. It compares the experts
 of each of the policy's forwards with those that the engines recorded; rank 0 writes the counts.
 
-A run has the settings of GRPO's trainer, or of PPO's (`ppo`), and may have `tools` (its completions call a tool), `reward_model`, and `resumes`
-(the checkpoint of an earlier run).
+A run has the settings of GRPO's trainer, or of PPO's (`ppo`), and may have `tools` (its completions call a tool),
+`reward_model`, and `resumes` (the checkpoint of an earlier run).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mixtures
@@ -13,8 +12,11 @@ import tiny_groups
 import torch
 from routes import Forwards
 
+from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
+from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.dataflow import DataflowGraph
+from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.checks.config_checks import ConfigError
-from trl_realloc.trainer.run.replay_setup import replay_mode
 
 
 BF16: dict[str, Any] = {"bf16": True, "use_cpu": True, "gradient_checkpointing": False, "optim": "sgd"}
@@ -54,17 +56,45 @@ def test_all_updates_on_a_batch_compute_with_the_experts_of_the_forward_before_t
         assert all(same) == (mode == "recompute"), (mode, same)
 
 
-@pytest.mark.parametrize("mode", ["rollout", "recompute"])
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"config": tiny.config()}, "llama is not a mixture of experts"),
-        ({"split": "actor.train"}, "actor.train has engine megatron, whose forward does not take them"),
-        ({"config": mixtures.config("qwen3_moe", model_type="phimoe")}, "the experts of phimoe cannot be replaced"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused_with_the_reason(mode: str, changes: dict[str, Any], words: str) -> None:
-    args = SimpleNamespace(router_replay=mode, bf16=True, fp16=False)
-    given = {"config": mixtures.config("qwen3_moe"), "split": None, **changes}
-    with pytest.raises(ConfigError, match=f"router_replay is {mode}, but {words}; leave it out."):
-        replay_mode(args, given["config"], by_vllm=True, split=given["split"])
+def megatron(graph: DataflowGraph) -> dict[str, Any]:
+    """A plan on one device in which engine megatron trains the policy."""
+    made = flatten(Cluster(1, 1), generation_engine="transformers", graph=graph).to_dict()
+    made["calls"]["actor.train"]["engine"] = "megatron"
+    return made
+
+
+OF_GRPO = {"plan": megatron(grpo_graph(reference=False, reward_models=False)), "router_aux_loss_coef": 0.0}
+OF_PPO = {"plan": megatron(ppo_graph()), "num_ppo_epochs": 1}
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "GRPO: no mixture": (tiny_groups.trainer, {"model": tiny.policy()}, "llama is not a mixture of experts"),
+    "PPO: no mixture": (tiny.trainer, {"model": tiny.policy()}, "llama is not a mixture of experts"),
+    "GRPO: megatron": (tiny_groups.trainer, OF_GRPO, "actor.train has engine megatron, whose forward does not take"),
+    "PPO: megatron": (tiny.trainer, OF_PPO, "actor.train has engine megatron, whose forward does not take them"),
+    "PPO: no forward": (
+        tiny.trainer,
+        {},
+        "no forward of the policy comes before the 2 optimizer steps of a batch; set",
+    ),
+    "GRPO: no vLLM": (tiny_groups.trainer, {"router_replay": "rollout"}, "the training's own model generates"),
+    "PPO: no vLLM": (tiny.trainer, {"router_replay": "rollout"}, "the training's own model generates"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_replay_that_cannot_be_is_refused_with_its_reason_before_anything_starts(tmp_path: Path, case: str) -> None:
+    trainer, changes, reason = REFUSED[case]
+    settings = {**BF16, "router_replay": "recompute", **changes}
+    model = settings.pop("model", None) or mixtures.mixture("qwen3_moe")
+    with pytest.raises(
+        ConfigError, match=f"router_replay is {settings['router_replay']}, but {reason}.*; leave it out"
+    ):
+        trainer(tmp_path, given={"model": model}, **settings)
+
+
+def test_engine_megatron_is_refused_where_the_auxiliary_loss_is_trained(tmp_path: Path) -> None:
+    settings = {**BF16, **OF_GRPO, "router_aux_loss_coef": 0.5}
+    words = (
+        "actor.train has engine megatron, which does not compute the auxiliary loss of qwen3_moe; use engine zero, or"
+    )
+    with pytest.raises(ConfigError, match=words):
+        tiny_groups.trainer(tmp_path, given={"model": mixtures.mixture("qwen3_moe")}, **settings)

@@ -21,8 +21,10 @@ from .job_builder import compute_dtype
 
 def split_policy_call(plan: ExecutionPlan | None) -> str | None:
     """The first call of a plan in which engine megatron scores with the policy or trains it; `None` without one."""
-    calls = () if plan is None else plan.graph.uses_of(Role.ACTOR)
-    return next((name for name in calls if plan is not None and plan[name].engine == "megatron"), None)
+    if plan is None:
+        return None
+    calls = (call for call in plan.graph.calls if call.role is Role.ACTOR)
+    return next((call.name for call in calls if plan[call.name].engine == "megatron"), None)
 
 
 def replay_mode(args: Any, config: Any, *, by_vllm: bool, split: str | None, no_forward: str | None = None) -> str:
