@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...algorithms.rollout import Ragged, Rollouts, on_device, places
 from ...plan.algorithm_graphs import ROUTES
+from ..requests import MOST_IN_A_BYTE
 from ..transformers_compat import routers
 from .deepspeed_compat import full_shape
 from .packed_row import PackedRow
@@ -32,7 +33,6 @@ ARGUMENT = (
     "replayed_routes"  # argument of the model and its layers: (tokens, layers, k) int16, -1 for the router's choice
 )
 RECORD = "recorded_routes"  # argument of the model and its layers: a `ForwardRoutes`
-MOST_IN_A_BYTE = 256  # experts that a byte can number
 # families whose routes are replayed, by tests
 REPLAYED_FAMILIES = frozenset({"glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
