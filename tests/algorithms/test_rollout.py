@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.plan.algorithm_graphs import ROUTES
 from trl_realloc.plan.batching import balance, micro_batches, work
 
 
@@ -145,6 +146,18 @@ def test_parts_without_samples_need_no_columns() -> None:
         Rollouts.cat([nothing, batch(2), nothing, batch(1, start=2)]).only(["index"]), batch(3).only(["index"])
     )
     assert len(Rollouts.cat([nothing, nothing])) == 0
+
+
+@pytest.mark.parametrize("recorded", [(True, False), (False, True), (False, False)])
+def test_samples_of_a_part_without_routes_have_empty_routes(recorded: tuple[bool, bool]) -> None:
+    routes = Ragged.of([torch.ones(3, 4), torch.ones(2, 4)], torch.uint8)
+    parts = [batch(2).plus(**{ROUTES: routes} if has else {}) for has in recorded]
+    together = Rollouts.cat(parts)
+    assert (ROUTES in together) == any(recorded)
+    if any(recorded):
+        lengths = [n for has in recorded for n in ([3, 2] if has else [0, 0])]
+        assert together.ragged(ROUTES).lengths.tolist() == lengths
+        assert together.ragged(ROUTES).values.shape == (5, 4)
 
 
 @fast

@@ -80,6 +80,22 @@ def test_a_model_computes_with_the_experts_it_is_given(family: str, attention: s
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", sorted(REPLAYED_FAMILIES))
+def test_a_model_records_the_experts_of_its_forward(family: str, attention: str) -> None:
+    """Its own, or those that it is given."""
+    model, given = mixtures.mixture(family, attn_implementation=attention), samples()
+    head = PolicyHead(model, 1.0, replays_routes=True, records_routes=True)
+    engine, chosen = ReplicatedEngine(head, ALONE, CPU), chosen_by(model, given)
+    others = [(rows.int() + 1) % EXPERTS for rows in chosen]
+    for expected, columns in ((chosen, {}), (others, {ROUTES: Ragged.of(others, torch.uint8)})):
+        rows = engine.forward(given.plus(**columns), 1000)[ROUTES].rows()
+        assert [len(row) for row in rows] == given.lengths.tolist()
+        for row, wanted in zip(rows, expected, strict=True):
+            pairs = [part[: len(wanted)].int().unflatten(1, (-1, 2)).sort(-1).values for part in (row, wanted)]
+            assert torch.equal(*pairs)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", sorted(BALANCED_FAMILIES))
 def test_a_token_that_samples_share_counts_for_each_of_them(family: str, attention: str) -> None:
     given = samples()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..plan.algorithm_graphs import ROUTES
 from ..plan.batching import PrefixTree
 
 
@@ -186,6 +187,11 @@ def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=to_accelerator)
 
 
+def _empty_rows(like: Ragged, count: int) -> Ragged:
+    """Rows without values, of the dtype and the shape of another column."""
+    return Ragged(like.values[:0], torch.zeros(count, dtype=torch.long))
+
+
 Column = Ragged | Tensor
 
 _SIZE = struct.Struct("<q")  # size of the header of `Rollouts.to_bytes`
@@ -266,8 +272,11 @@ class Rollouts(Mapping[str, Column]):
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
-        """The samples of all parts one after the other; no samples and no columns without parts."""
+        """The samples of all parts one after the other; no samples and no columns without parts. The routes of the
+        samples of a part without this column are empty."""
         full = [p for p in parts if len(p)] or list(parts[:1]) or [Rollouts()]
+        if (recorded := next((p.ragged(ROUTES) for p in full if ROUTES in p), None)) is not None:
+            full = [p if ROUTES in p else p.plus(**{ROUTES: _empty_rows(recorded, len(p))}) for p in full]
         columns: dict[str, Column] = {}
         for name in full[0]:
             cells = [p[name] for p in full]

@@ -178,7 +178,7 @@ SETTINGS: Mapping[str, Setting] = {
     "vllm_load_timeout": _number(least=5, most=86400),
     "max_mismatch": _number(above=1, optional=True),
     "mismatch_action": _one_of("correct", "end"),
-    "router_replay": _one_of("none", "rollout", optional=True),
+    "router_replay": _one_of("none", "rollout", "recompute", optional=True),
     "memory_headroom": _number(least=0, most=0.9),
     "heartbeat_timeout": _number(least=5, optional=True),
 }

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     Routes = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
+MOST_IN_A_BYTE = 256  # experts that a byte of `Completion.routes` can number
+
+
 @dataclass(frozen=True)
 class SamplingMask:
     """Rules for which tokens may be sampled, in the order in which they exclude tokens: min-p, top-k, top-p. The fields

@@ -52,9 +52,10 @@ class GenerationSettings(PlanSettings):
             Sleep mode of vLLM engines: they free their memory while others use their GPUs. Default: as in the plan; the
             planner lets them sleep if no plan fits otherwise.
         router_replay (`str`, *optional*):
-            Experts of a mixture in the training. `rollout`: those with which the vLLM engine sampled each token.
-            `none`: those that the trained model chooses. Default: `rollout` where both compute in 16 bits, in which the
-            two choose differently for some tokens. See docs/mismatch.md
+            Experts of a mixture in the training of the policy. `rollout`: those with which the vLLM engine sampled each
+            token. `recompute`: those of the trained model's forward before the first update on a batch. `none`: those
+            that the trained model chooses in each forward. Default: `rollout` where engine and model compute in 16
+            bits, in which the two choose differently for some tokens. See docs/mismatch.md
         max_staleness (`int`, *optional*, defaults to `0`):
             Maximum number of generations that completions may be generated ahead. They are generated on separate
             devices during training, by a policy that lacks the training on up to this many generations. The loss must
@@ -84,7 +85,8 @@ class GenerationSettings(PlanSettings):
     )
 
     router_replay: str | None = setting(
-        None, "Experts of a mixture in the training: the engine's (`rollout`) or its own (`none`)."
+        None,
+        "Experts of a mixture in the training: the engine's (`rollout`), a first forward's (`recompute`) or `none`.",
     )
 
     max_staleness: int = setting(0, "Maximum number of generations that completions may be generated ahead.")

@@ -57,6 +57,11 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
             Sleep mode of vLLM engines: they free their memory while others use their GPUs (`drop` in a plan). `True`
             for all engines without `offload` in the plan, `False` for no engine of a plan that the planner chooses.
             Default: as in the plan; the planner lets them sleep if no plan fits otherwise.
+        router_replay (`str`, *optional*):
+            Experts of a mixture in the training of the policy. `rollout`: those with which the vLLM engine sampled each
+            token. `recompute`: those of the call `actor.forward`, before the first update on a batch. `none`: those
+            that the trained model chooses in each forward. Default: `rollout` where engine and model compute in 16
+            bits, in which the two choose differently for some tokens. See docs/mismatch.md
     """
 
     _VALID_DICT_FIELDS = [*getattr(ConfigBase, "_VALID_DICT_FIELDS", []), *DICT_FIELDS]
@@ -95,6 +100,11 @@ class PPOConfig(PlanSettings, TRLPPOConfig):
     )
     vllm_enable_sleep_mode: bool | None = setting(
         None, "Whether vLLM engines give their memory back while others use their GPUs.", **FLAG
+    )
+
+    router_replay: str | None = setting(
+        None,
+        "Experts of a mixture in the training: the engine's (`rollout`), a first forward's (`recompute`) or `none`.",
     )
 
     if TYPE_CHECKING:  # defined by TrainingArguments

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..requests import MOST_IN_A_BYTE
 from .vllm_compat import BlocksOfRequests, NoRoutes, full_attention_group, slots_of_forward, watch_routers
 
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from ..requests import Routes
-
-
-MOST_IN_A_BYTE = 256  # experts that a byte can number
 
 
 class SlotRoutes:

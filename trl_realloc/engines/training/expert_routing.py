@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..transformers_compat import routers
+from .deepspeed_compat import full_shape
 
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ def experts_per_token(config: PretrainedConfig) -> int:
     """The number of experts that a router chooses for a token."""
     top_k: int = config.get_text_config().num_experts_per_tok
     return top_k
+
+
+def number_of_experts(model: nn.Module) -> int:
+    """The number of experts among which a router of the model chooses."""
+    return full_shape(routers(model)[0][0].weight)[0]
 
 
 @contextlib.contextmanager

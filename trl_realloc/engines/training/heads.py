@@ -26,11 +26,11 @@ from ..dropout import has_dropout
 from ..mesh_group import MeshGroup
 from ..model_changes import forward_changes
 from ..requests import SamplingMask
-from .expert_routing import experts_per_token, recorded
+from .expert_routing import experts_per_token, number_of_experts, recorded
 from .packed_attention import backbone_of, base_of, packed_arguments, packed_rows, shares_rows
 from .packed_row import PackedRow
 from .probe_model import packs
-from .router_replay import ARGUMENT, replays, routes_of
+from .router_replay import ARGUMENT, RECORD, ForwardRoutes, replays, routes_of
 from .sliced_head import EntropyUse, Unstacked, logits_are_of_head, sliced
 from .tensor_parallel import is_split
 from .token_logprobs import TokenLogprobs
@@ -157,6 +157,7 @@ class PolicyHead(RoleHead):
         sampling_mask: tokens of the distribution, see `TokenLogprobs`.
         router_sums: whether to compute also what the auxiliary loss of a mixture of experts needs (`router_loss`).
         replays_routes: whether to compute with the experts of the column `routes`, if the samples have it.
+        records_routes: whether to compute also that column: the experts of every token. Needs `replays_routes`.
     """
 
     def __init__(
@@ -167,9 +168,11 @@ class PolicyHead(RoleHead):
         *,
         router_sums: bool = False,
         replays_routes: bool = False,
+        records_routes: bool = False,
     ) -> None:
         super().__init__(model)
         self._routers = replays(model) if replays_routes else 0
+        self._experts = number_of_experts(model) if records_routes else 0  # of which routes are recorded
         self.temperature, self.sampling_mask, self.router_sums = temperature, sampling_mask, router_sums
         # (logits, targets, temperature, support) -> logprobs, entropy; `vocab_parallel` for tensor parallelism
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = TokenLogprobs.apply
@@ -184,16 +187,22 @@ class PolicyHead(RoleHead):
     def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples, packed_row)
         width = arguments["input_ids"].shape[1]
-        if self._routers and ROUTES in samples:
-            arguments[ARGUMENT] = routes_of(samples, row, column, width, packed_row, self._routers)
+        device, token_places = arguments["input_ids"].device, row * width + column
+        top_k = experts_per_token(base_of(self.model).config) if self._routers or self.router_sums else 0
+        record: ForwardRoutes | None = None
+        if self._routers and (self._experts or ROUTES in samples):
+            arguments[ARGUMENT] = routes_of(samples, row, column, width, packed_row, self._routers, top_k)
+        if self._experts:
+            arguments[RECORD] = record = ForwardRoutes(self._experts)
         with recorded(self.model if self.router_sums else None) as router_logits:
             outputs = self._of_responses(samples, dict(arguments), row, column)
+        if record is not None:
+            outputs[ROUTES] = record.of_samples(on_device(token_places, device), samples.lengths)
         if not router_logits:
             return outputs
         device = router_logits[0].device
         of_sample = on_device(torch.repeat_interleave(torch.arange(len(samples)), samples.lengths), device)
-        token_places = on_device(row * width + column, device)
-        top_k = experts_per_token(base_of(self.model).config)
+        token_places = on_device(token_places, device)
         return outputs | router_sums(router_logits, token_places, of_sample, len(samples), top_k)
 
     def _of_responses(

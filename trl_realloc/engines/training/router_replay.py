@@ -3,7 +3,8 @@
 In 16 bits the routers of two implementations choose other experts for some tokens, so the log-probabilities of the
 engine that sampled and of the model that is trained are of different networks. `replays` makes a model take routes. A
 router's choice is one `topk` over the experts; its indices are replaced and its values gathered at them, so scores,
-norms and gradients are the family's own. How routes are recorded is in `generation.vllm_routes`.
+norms and gradients are the family's own. The same place records the routes of a forward (`ForwardRoutes`); how an
+engine's are recorded is in `generation.vllm_routes`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...algorithms.rollout import Rollouts, on_device, places
+from ...algorithms.rollout import Ragged, Rollouts, on_device, places
 from ...plan.algorithm_graphs import ROUTES
+from ..requests import MOST_IN_A_BYTE
 from ..transformers_compat import routers
+from .deepspeed_compat import full_shape
 from .packed_row import PackedRow
 
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 ARGUMENT = (
     "replayed_routes"  # argument of the model and its layers: (tokens, layers, k) int16, -1 for the router's choice
 )
+RECORD = "recorded_routes"  # argument of the model and its layers: a `ForwardRoutes`
 # families whose routes are replayed, by tests
 REPLAYED_FAMILIES = frozenset({"glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
@@ -49,6 +53,7 @@ class _Replay(TorchFunctionMode):
     def __init__(self, routes: Tensor, experts: int) -> None:
         super().__init__()
         self._routes, self._experts = routes, experts
+        self.chosen = routes
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -59,8 +64,30 @@ class _Replay(TorchFunctionMode):
         if scores.dim() != 2 or scores.shape[-1] != self._experts or chosen.shape != self._routes.shape:
             return result
         routes = self._routes.to(chosen.dtype)
-        experts = torch.where(routes < 0, chosen, routes)
+        self.chosen = experts = torch.where(routes < 0, chosen, routes)
         return torch.return_types.topk((scores.gather(-1, experts), experts))  # type: ignore[call-arg]
+
+
+class ForwardRoutes:
+    """The routes of one forward, which its layers add. A layer that is computed again for the backward adds the same.
+
+    Attributes:
+        of_layer: (cells, k) int64 by the number of the layer.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.of_layer: dict[int, Tensor] = {}
+        self._dtype = torch.uint8 if experts <= MOST_IN_A_BYTE else torch.int16
+
+    def of_samples(self, token_places: Tensor, lengths: Tensor) -> Ragged:
+        """The column `ROUTES`, (tokens, layers times k).
+
+        Args:
+            token_places: (tokens,) int64, the cell of each token of the samples, on the device of the forward.
+            lengths: (n,) int64 in host memory, the tokens of each sample.
+        """
+        layers = torch.stack([self.of_layer[number] for number in sorted(self.of_layer)], 1).to(self._dtype)
+        return Ragged(layers[token_places].flatten(1), lengths)
 
 
 class _LayerReplay:
@@ -72,18 +99,22 @@ class _LayerReplay:
 
     def __init__(self, number: int | None, experts: int) -> None:
         self._number, self._experts = number, experts
-        self._entered: list[_Replay] = []
+        self._entered: list[tuple[_Replay, ForwardRoutes | None]] = []
 
     def begin(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        routes = kwargs.pop(ARGUMENT, None)
+        routes, record = kwargs.pop(ARGUMENT, None), kwargs.pop(RECORD, None)
         if routes is not None and self._number is not None:
-            self._entered.append(_Replay(routes[:, self._number], self._experts))
-            self._entered[-1].__enter__()
+            replay = _Replay(routes[:, self._number], self._experts)
+            self._entered.append((replay, record))
+            replay.__enter__()
         return args, kwargs
 
     def end(self, layer: nn.Module, args: Any, output: Any) -> None:
         while self._entered:
-            self._entered.pop().__exit__(None, None, None)
+            replay, record = self._entered.pop()
+            replay.__exit__(None, None, None)
+            if record is not None and self._number is not None:
+                record.of_layer[self._number] = replay.chosen
 
 
 def replays(model: PreTrainedModel) -> int:
@@ -94,7 +125,7 @@ def replays(model: PreTrainedModel) -> int:
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
         router = next((module for module in layer.modules() if any(module is one for one in found)), None)
-        experts = 0 if router is None else router.weight.shape[0]
+        experts = 0 if router is None else full_shape(router.weight)[0]
         hooks = _LayerReplay(None if router is None else number, experts)
         layer.register_forward_pre_hook(hooks.begin, with_kwargs=True)
         layer.register_forward_hook(hooks.end, always_call=True)
@@ -103,18 +134,20 @@ def replays(model: PreTrainedModel) -> int:
 
 
 def routes_of(
-    samples: Rollouts, row: Tensor, column: Tensor, width: int, packed: PackedRow | None, layers: int
+    samples: Rollouts, row: Tensor, column: Tensor, width: int, packed: PackedRow | None, layers: int, top_k: int
 ) -> Tensor:
     """(cells, layers, k) int16: the routes of the tokens of a forward, -1 where there are none.
 
     Args:
-        samples: samples with the column `ROUTES`, (tokens, layers times k) per sample, on the device of the forward.
+        samples: samples on the device of the forward, maybe with the column `ROUTES`, (tokens, layers times k).
         row, column: (tokens,) int64 in host memory, the place of each token of the samples.
         width: cells of a row.
         packed: row of the samples if they share tokens. A shared token has the route of one of the samples.
-        layers: number of routers.
+        layers, top_k: number of routers, and of the experts that each chooses.
     """
-    routes, lengths = samples.ragged(ROUTES), samples.lengths
+    lengths, device = samples.lengths, samples.ragged("responses").values.device
+    none = Ragged(torch.empty(0, layers * top_k, dtype=torch.int16, device=device), torch.zeros_like(lengths))
+    routes = samples.ragged(ROUTES) if ROUTES in samples else none
     known = torch.minimum(routes.lengths, lengths)
     position = places(lengths)
     start = torch.repeat_interleave(torch.cumsum(routes.lengths, 0) - routes.lengths, lengths)

@@ -279,7 +279,7 @@ def forward(
 ) -> Rollouts:
     """Compute the call's outputs for this rank's samples: a number per token from a policy or a value model, a number
     per sample from a role of the kind `score`. The second output of a policy is the entropy at each token. A policy
-    with an auxiliary loss adds the columns of its routers.
+    with an auxiliary loss adds the columns of its routers, and one that records its routes these.
 
     Args:
         keeps: a model that will be trained on the samples may keep their graphs. Not for streamed samples: their order
@@ -295,7 +295,7 @@ def forward(
         return Rollouts()
     columns = ("logprobs", "entropy") if placement.roles[call.role].kind == "policy" else ("values",)
     outputs = {name: out[column] for name, column in zip(call.outputs, columns, strict=False)}
-    outputs |= {name: out[name] for name in (ROUTER_COUNTS, ROUTER_PROBS) if name in out}
+    outputs |= {name: out[name] for name in (ROUTER_COUNTS, ROUTER_PROBS, ROUTES) if name in out}
     return Rollouts(index=samples.tensor("index"), **outputs)
 
 

@@ -198,7 +198,8 @@ class EngineBuilder:
                     options.temperature,
                     options.sampling_mask,
                     router_sums=options.router_sums and trains,
-                    replays_routes=options.replays_routes and trains,
+                    replays_routes=options.router_replay != "none" and trains,
+                    records_routes=options.router_replay == "recompute" and trains,
                 )
             case "value":
                 return ValueHead(model)

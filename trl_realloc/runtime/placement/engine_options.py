@@ -29,7 +29,8 @@ class EngineOptions:
         sampling_mask: sampling mask (top-k, top-p, min-p) of the policies' log-probabilities; `None` for all tokens.
         router_sums: whether trained policies compute the sums of the auxiliary loss of a mixture of experts
             (`router_loss`).
-        replays_routes: whether trained policies compute with the experts of the engine that sampled.
+        router_replay: with which experts trained policies compute: `rollout`, those of the engine that sampled;
+            `recompute`, those of the policy's first forward; `none`, those that they choose.
         response_length: maximum number of tokens of a response.
         context_length: number of tokens of the longest prompt and a response together.
         forward_batch_size: prompts or samples of one forward without gradients, if the plan has no token budget.
@@ -56,7 +57,7 @@ class EngineOptions:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     sampling_mask: SamplingMask | None = None
     router_sums: bool = False
-    replays_routes: bool = False
+    router_replay: str = "none"
     generation_batch_size: int | None = None
     usual_length: int = 0
     compute_dtype: torch.dtype | None = None

@@ -122,6 +122,7 @@ class EngineLoss:
             outputs = self.step_buffer.forward_backward(micro_batches, partial(LossInEngine, self.trainer))
         else:
             outputs = self.step_buffer.forward(all_rows)
+        self._routes.record(rows.samples, outputs)
         logprobs, entropies = (rows.padded(outputs, name, device) for name in (POLICY_LOGPROBS, ENTROPIES))
         router_loss = None
         if compute_aux_loss:

@@ -19,7 +19,6 @@ from ...engines.generation.sampling_checks import engine_only_settings, why_not_
 from ...engines.model_configs import most_positions, read_config
 from ...engines.models import changes_base, check_trains, has_adapters
 from ...engines.requests import Sampling
-from ...engines.training.router_replay import has_replay
 from ...engines.training.weight_source import fill
 from ...plan.algorithm_graphs import grpo_graph
 from ...plan.dataflow import DataflowGraph, Role
@@ -43,8 +42,9 @@ from ..grpo_config import (
     given_quantization,
     reward_dtype,
 )
-from ..run.job_builder import compute_dtype, policy_job
+from ..run.job_builder import policy_job
 from ..run.plan_request import PlanRequest, read_plan_request
+from ..run.replay_setup import replay_mode, split_policy_call, with_replay
 from ..run.role_models import reward_sources, role_configs
 from ..run.run_inputs import RunInputs
 from ..run.run_setup import RunSetup, plan_check, plan_run
@@ -222,50 +222,9 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
             f"{split} has engine megatron, which does not compute the auxiliary loss of {config.model_type}; use "
             f"engine zero, or set router_aux_loss_coef to 0."
         )
-    if replays_routes(args, config, by_vllm=request.by_vllm, split=split):
-        options = replace(options, replays_routes=True, vllm={**options.vllm, "routes": True})
-    is_whole = options.router_sums or options.replays_routes  # megatron has neither
-    engines = tuple(engine for engine in job.engines if engine != "megatron" or not is_whole)
-    return replace(job, options=options, engines=engines, streams=not turns and stays is None)
-
-
-def split_policy_call(plan: ExecutionPlan | None) -> str | None:
-    """The first call of a plan in which engine megatron scores with the policy or trains it; `None` without one."""
-    calls = () if plan is None else plan.graph.uses_of(Role.ACTOR)
-    return next((name for name in calls if plan is not None and plan[name].engine == "megatron"), None)
-
-
-def replays_routes(args: PolicyConfig, config: Any, *, by_vllm: bool, split: str | None = None) -> bool:
-    """True if the policy is trained with the experts that its vLLM engines chose.
-
-    Args:
-        split: see `split_policy_call`.
-
-    Raises:
-        ConfigError: it shall be, and cannot.
-    """
-    text = config.get_text_config()
-    if args.router_replay == "none" or (args.router_replay is None and not hasattr(text, "num_experts_per_tok")):
-        return False
-    obstacle = None
-    if not hasattr(text, "num_experts_per_tok"):
-        obstacle = f"{text.model_type} is not a mixture of experts"
-    elif not by_vllm:
-        obstacle = "the training's own model generates, and chooses the same experts"
-    elif not has_replay(config):
-        obstacle = f"the experts of {text.model_type} cannot be replaced"
-    elif split is not None:
-        obstacle = f"{split} has engine megatron, whose forward does not take them"
-    if args.router_replay == "rollout":
-        if obstacle is not None:
-            raise ConfigError(f"router_replay is rollout, but {obstacle}; leave it out.")
-        return True
-    dtype = compute_dtype(args) or getattr(config, "dtype", None) or torch.float32
-    if dtype.itemsize > 2:
-        return False
-    if obstacle is not None and by_vllm:
-        notice(f"the policy is trained without router replay, because {obstacle}.")
-    return obstacle is None
+    mode = replay_mode(args, config, by_vllm=request.by_vllm, split=split)
+    job = with_replay(replace(job, options=options), mode)
+    return replace(job, streams=not turns and stays is None)
 
 
 def _context(args: PolicyConfig, job: Job, config: Any, by_vllm: bool) -> ContextLimit | None:

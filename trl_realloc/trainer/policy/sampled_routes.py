@@ -1,5 +1,5 @@
-"""`SampledRoutes`: the experts with which a mixture's engine sampled this rank's completions, for the policy's
-forwards.
+"""`SampledRoutes`: the experts with which a mixture's engine sampled this rank's completions, or with which the policy
+computed them first, for the policy's forwards.
 
 TRL's loop does not carry them, so they are found by the token ids of prompt and completion together. After several
 turns the engine's last answer has the experts of all turns. Equal completions have the experts of one of them."""
@@ -26,7 +26,7 @@ class SampledRoutes:
     def begin_generation(self, *, trains: bool) -> None:
         """Forget the completions of the earlier generation, of the training or of evaluations."""
         self._trains = trains
-        self._of_mode[trains] = {}
+        self._of_mode = {True: {} if trains else self._of_mode[True], False: {}}
 
     def add(self, prompts: Sequence[Sequence[int]], outputs: Rollouts) -> None:
         """Keep the routes of an engine's completions.
@@ -34,12 +34,22 @@ class SampledRoutes:
         Args:
             outputs: columns `responses` and, if the engine records them, `routes`.
         """
-        if ROUTES not in outputs:
-            return
-        samples = outputs.plus(prompts=Ragged.of(prompts, torch.long))
+        if ROUTES in outputs:
+            self._keep(_keys(outputs.plus(prompts=Ragged.of(prompts, torch.long))), outputs)
+
+    def record(self, samples: Rollouts, outputs: Rollouts) -> None:
+        """Keep the routes of a forward of the policy, if it records them (`router_replay` is `recompute`).
+
+        Args:
+            outputs: outputs for the same samples in the same order.
+        """
+        if ROUTES in outputs:
+            self._keep(_keys(samples), outputs)
+
+    def _keep(self, keys: Sequence[bytes], outputs: Rollouts) -> None:
         routes = outputs.ragged(ROUTES).rows()
         self._empty = routes[0][:0]
-        self._of_mode[self._trains].update(zip(_keys(samples), routes, strict=True))
+        self._of_mode[self._trains].update((key, rows) for key, rows in zip(keys, routes, strict=True) if len(rows))
 
     def attach(self, samples: Rollouts) -> Rollouts:
         """The samples with the column `routes`, if this rank has any. The routes of a sample that goes on after the

@@ -22,6 +22,7 @@ from ..checks.optimizer_checks import check_optimizer
 from ..ppo_config import PPOConfig
 from ..run.job_builder import ppo_job, sampling_temperature
 from ..run.plan_request import PlanRequest
+from ..run.replay_setup import replay_mode, split_policy_call, with_replay
 from ..run.role_models import reward_sources, role_configs
 from ..run.run_inputs import RunInputs
 from ..run.run_setup import RunSetup, plan_check, plan_run
@@ -67,6 +68,9 @@ def prepare(
         context_length=context_length,
         pad_token_id=tokens.pad,
     )
+    split, policy = split_policy_call(request.plan), run.configs[Role.ACTOR][0]
+    mode = replay_mode(args, policy, by_vllm=request.by_vllm, split=split, no_forward=_no_forward(args))
+    job = with_replay(job, mode)
     stops = () if tokens.stop is None else (tokens.stop,)
     call_settings = CallSettings(
         sampling=Sampling(args.response_length, sampling_temperature(args), stops),
@@ -78,6 +82,17 @@ def prepare(
         skip_nonfinite=args.skip_nonfinite_updates,
     )
     return plan_run(run, check, job, call_settings, algorithm, prompts.train), prompts
+
+
+def _no_forward(args: PPOConfig) -> str | None:
+    """The argument `no_forward` of `replay_mode`."""
+    updates = args.num_ppo_epochs * args.num_mini_batches
+    if updates == 1 or args.vllm_importance_sampling_correction:
+        return None
+    return (
+        f"no forward of the policy comes before the {updates} optimizer steps of a batch; set "
+        f"vllm_importance_sampling_correction to True, which adds one (actor.forward)"
+    )
 
 
 def _check_inputs(
