@@ -1,6 +1,6 @@
 """Updates of GRPO whose completions call a slow tool: TRL's loop, tools at once, and each completion by itself.
 
-    python benchmarks/tools.py --json FILE [--modes trl at_once by_itself] [--tool-seconds 0.05 0.3 1.0] [--updates 3]
+    python benchmarks/tools.py --json FILE [--modes trl at_once by_itself two_engines ahead] [--tool-seconds 0.05 1.0]
 
 A toy Llama draws 32 completions of 1 to 6 turns (3 on average) of some 40 tokens each by a real vLLM engine on the CPU.
 Each turn but the last calls a tool, which sleeps: log-normally distributed seconds (sigma 1) with a mean of `tool_s`.
@@ -12,13 +12,21 @@ tokens do the same work.
 `speedup` that of `trl` divided by it, and `equal_tokens` says whether all tokens are those of `trl` (of the first mode,
 if it is left out). `generation_s` is the part of `update_s` until the rewards. `tool_s` 0 is the decoding and training
 alone.
+
+Two modes run on two processes: `two_engines`, where each has half of the completions and an engine, and a completion's
+next turn begins by itself; and `ahead`, where one trains while the other draws the next update's completions. Their
+`speedup` is that over `two_engines`, and `tool_share` is the part of an update of `two_engines` that it does not take
+with `tool_s` 0. `ahead` has seeds of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,6 +54,10 @@ from trl_realloc.runtime.call_server import CallServer  # noqa: E402
 
 
 MODES = ("trl", "at_once", "by_itself")
+PAIR: dict[str, dict[str, Any]] = {
+    "two_engines": {"plan": "flatten"},
+    "ahead": {"plan": "separate", "max_staleness": 1, "vllm_importance_sampling_correction": True},
+}
 SAMPLES, GROUP = 32, 4
 VOCABULARY = 42  # a random policy draws each token alike, so a turn has 42 tokens on average
 TURNS = (1, 1, 2, 3, 3, 4, 4, 6)  # of a completion, by its first token
@@ -152,9 +164,9 @@ def run(mode: str, schedule: Schedule, folder: Path) -> None:
     args = GRPOConfig(
         str(folder),
         **tiny.BARE,
-        plan="flatten",
+        **PAIR.get(mode, {"plan": "flatten"}),
         use_vllm=True,
-        per_device_train_batch_size=SAMPLES,
+        per_device_train_batch_size=SAMPLES // (2 if mode in PAIR else 1),
         num_generations=GROUP,
         max_completion_length=1024,
         max_steps=len(schedule.tool_s),
@@ -178,6 +190,44 @@ def run(mode: str, schedule: Schedule, folder: Path) -> None:
             trainer.close()
 
 
+def run_rank(mode: str, means: Sequence[float], file: Path) -> None:
+    """One process of a mode that has two; the first writes the schedule."""
+    schedule = Schedule(means)
+    with tempfile.TemporaryDirectory() as folder:
+        run(mode, schedule, Path(folder))
+    if schedule.seconds:
+        file.write_text(json.dumps([schedule.seconds, schedule.generation_s]))
+
+
+def run_pair(mode: str, schedule: Schedule, folder: Path) -> None:
+    """Train by a mode that has two processes."""
+    file, log = folder.with_suffix(".json"), folder.with_suffix(".log")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    command += ["--rank", mode, str(file), *map(str, schedule.tool_s)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    with log.open("w") as written:
+        code = subprocess.run(command, env=environment, stdout=written, stderr=written, check=False).returncode
+    if code:
+        sys.exit(f"the job of {mode} failed:\n{log.read_text()[-4000:]}")
+    schedule.seconds, schedule.generation_s = json.loads(file.read_text())
+
+
+def pair_rows(schedules: dict[str, Schedule], tool_s: Sequence[float]) -> list[dict[str, Any]]:
+    """The rows of the modes on two processes."""
+    rows, without = list[dict[str, Any]](), 0.0
+    for mean in tool_s:
+        # the first update with a mean has completions that were begun before it
+        updates = [u for u, of_update in enumerate(schedules["two_engines"].tool_s) if of_update == mean][1:]
+        base = statistics.median(schedules["two_engines"].seconds[u] for u in updates)
+        without = base if not mean else without
+        for mode, schedule in schedules.items():
+            seconds = statistics.median(schedule.seconds[u] for u in updates)
+            row = {"mode": mode, "tool_s": mean, "update_s": round(seconds, 3), "speedup": round(base / seconds, 2)}
+            row["generation_s"] = round(statistics.median(schedule.generation_s[u] for u in updates), 3)
+            rows.append({**row, "tool_share": round(max(0.0, 1 - without / base), 2)})
+    return rows
+
+
 def rows_of(schedules: dict[str, Schedule], tool_s: Sequence[float]) -> list[dict[str, Any]]:
     """The rows of all modes."""
     first, rows = next(iter(schedules.values())), list[dict[str, Any]]()
@@ -195,24 +245,38 @@ def rows_of(schedules: dict[str, Schedule], tool_s: Sequence[float]) -> list[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=[*MODES, *PAIR], default=[*MODES, *PAIR])
     parser.add_argument("--tool-seconds", type=float, nargs="+", default=[0.0, 0.05, 0.3, 1.0])
     parser.add_argument("--updates", type=int, default=3, help="for each of these")
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)  # mode, file and means of a process
     options = parser.parse_args()
+    if options.rank:
+        mode, file, *of_updates = options.rank
+        run_rank(mode, [float(mean) for mean in of_updates], Path(file))
+        return
     # the first update compiles, and is left out
     means = [0.0, *(mean for mean in options.tool_seconds for _ in range(options.updates))]
     schedules: dict[str, Schedule] = {}
     with tempfile.TemporaryDirectory() as folder:
         for mode in options.modes:
-            schedules[mode] = Schedule(means)
-            run(mode, schedules[mode], Path(folder, mode))
-    rows = rows_of(schedules, options.tool_seconds)
+            if mode in MODES:
+                schedules[mode] = Schedule(means)
+                run(mode, schedules[mode], Path(folder, mode))
+        pair_means = [0.0, *(mean for mean in options.tool_seconds for _ in range(options.updates + 1))]
+        pair = {mode: Schedule(pair_means) for mode in PAIR} if {*PAIR} & {*options.modes} else {}
+        for mode, schedule in pair.items():
+            run_pair(mode, schedule, Path(folder, mode))
+    tables = {"": rows_of(schedules, options.tool_seconds) if schedules else []}
+    tables[", on two processes"] = pair_rows(pair, options.tool_seconds) if pair else []
     if options.json:
+        rows = [row for of_table in tables.values() for row in of_table]
         result_file.write(options.json, {**result_file.about(), "samples": SAMPLES, "rows": rows})
-    table = Table(*rows[0], title=f"{SAMPLES} completions that call a tool", title_justify="left")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=120).print(table)
+    for title, of_table in tables.items():
+        if of_table:
+            table = Table(*of_table[0], title=f"{SAMPLES} completions that call a tool{title}", title_justify="left")
+            for row in of_table:
+                table.add_row(*map(str, row.values()))
+            Console(width=120).print(table)
 
 
 if __name__ == "__main__":
