@@ -16,7 +16,8 @@ alone.
 Two modes run on two processes: `two_engines`, where each has half of the completions and an engine, and a completion's
 next turn begins by itself; and `ahead`, where one trains while the other draws the next update's completions. Their
 `speedup` is that over `two_engines`, and `tool_share` is the part of an update of `two_engines` that it does not take
-with `tool_s` 0. `ahead` has seeds of its own.
+with `tool_s` 0. `update_s` is the mean here, because an update of `ahead` waits for what an earlier one began.
+`ahead` has seeds of its own.
 """
 
 from __future__ import annotations
@@ -218,12 +219,12 @@ def pair_rows(schedules: dict[str, Schedule], tool_s: Sequence[float]) -> list[d
     for mean in tool_s:
         # the first update with a mean has completions that were begun before it
         updates = [u for u, of_update in enumerate(schedules["two_engines"].tool_s) if of_update == mean][1:]
-        base = statistics.median(schedules["two_engines"].seconds[u] for u in updates)
+        base = statistics.mean(schedules["two_engines"].seconds[u] for u in updates)
         without = base if not mean else without
         for mode, schedule in schedules.items():
-            seconds = statistics.median(schedule.seconds[u] for u in updates)
+            seconds = statistics.mean(schedule.seconds[u] for u in updates)
             row = {"mode": mode, "tool_s": mean, "update_s": round(seconds, 3), "speedup": round(base / seconds, 2)}
-            row["generation_s"] = round(statistics.median(schedule.generation_s[u] for u in updates), 3)
+            row["generation_s"] = round(statistics.mean(schedule.generation_s[u] for u in updates), 3)
             rows.append({**row, "tool_share": round(max(0.0, 1 - without / base), 2)})
     return rows
 
