@@ -2,6 +2,8 @@
 
     python benchmarks/tools.py --json FILE [--modes trl at_once by_itself two_engines ahead] [--tool-seconds 0.05 1.0]
 
+Rows in FILE with the same mode and seconds are replaced, and others are kept.
+
 A toy Llama draws 32 completions of 1 to 6 turns (3 on average) of some 40 tokens each by a real vLLM engine on the CPU.
 Each turn but the last calls a tool, which sleeps: log-normally distributed seconds (sigma 1) with a mean of `tool_s`.
 Every mode has a run of its own, with the same seeds. Turns and seconds follow from the tokens, so modes with equal
@@ -243,6 +245,20 @@ def rows_of(schedules: dict[str, Schedule], tool_s: Sequence[float]) -> list[dic
     return rows
 
 
+def merge(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Put rows in the file, each with its commit, in place of those of the same mode and seconds."""
+    known = json.loads(path.read_text())["rows"] if path.is_file() else []
+    made = [{**row, "commit": result_file.commit()} for row in rows]
+    of = {(row["mode"], row["tool_s"]): row for row in [*known, *made]}
+    about = {"hardware": result_file.about()["hardware"], "samples": SAMPLES}
+    result_file.write(path, {**about, "rows": [of[key] for key in sorted(of, key=_place)]})
+
+
+def _place(key: tuple[str, float]) -> tuple[bool, float, int]:
+    mode, tool_s = key
+    return mode in PAIR, tool_s, [*MODES, *PAIR].index(mode)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -270,8 +286,7 @@ def main() -> None:
     tables = {"": rows_of(schedules, options.tool_seconds) if schedules else []}
     tables[", on two processes"] = pair_rows(pair, options.tool_seconds) if pair else []
     if options.json:
-        rows = [row for of_table in tables.values() for row in of_table]
-        result_file.write(options.json, {**result_file.about(), "samples": SAMPLES, "rows": rows})
+        merge(options.json, [row for of_table in tables.values() for row in of_table])
     for title, of_table in tables.items():
         if of_table:
             table = Table(*of_table[0], title=f"{SAMPLES} completions that call a tool{title}", title_justify="left")
