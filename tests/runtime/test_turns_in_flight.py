@@ -61,7 +61,7 @@ class Engine:
         made = random.Random(f"{request.prompt_ids} {request.seed}")
         return tuple(made.randrange(50) for _ in range(made.randrange(1, 9)))
 
-    def collect(self) -> None:
+    def collect(self) -> bool:
         self.lives -= 1
         if self.lives < 0:
             raise Killed
@@ -79,6 +79,7 @@ class Engine:
                 self.turns.stop(key, unfinished, 1.0)
             self.running.clear()
             self.begin(self.turns.requests())
+        return True
 
     def peek(self) -> dict[int, Unfinished]:
         result = {}

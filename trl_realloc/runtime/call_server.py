@@ -257,6 +257,11 @@ class CallServer:
         if self.ahead is not None:
             self.ahead.batches.stop()
 
+    def end(self) -> None:
+        """Stop generating ahead for good, before `samples_under_way`. All ranks together."""
+        if self.ahead is not None:
+            self.ahead.batches.end()
+
     def forward(self, name: str, samples: Rollouts, *, trained: bool = True) -> Rollouts:
         """The outputs of a call that scores, for this rank's samples. Equal samples are computed once.
 

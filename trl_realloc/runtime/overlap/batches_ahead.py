@@ -277,13 +277,18 @@ class BatchesAhead:
         for batch in self.in_flight.values():
             batch.is_admitted = False
 
-    def give_up(self) -> None:
-        """Drop the samples that are under way. All ranks together."""
+    def end(self) -> None:
+        """Stop the engine and the batches' threads. What has been drawn stays for `drawn`. All ranks together."""
         with self._changed:
             self._stop()
             for batch in self.in_flight.values():
                 if batch.turns is not None:
                     batch.turns.drop()
+
+    def give_up(self) -> None:
+        """Drop the samples that are under way. All ranks together."""
+        with self._changed:
+            self.end()
             self.in_flight.clear()
         self._restored = PartialRollouts()
         self.restarts += 1
@@ -339,5 +344,5 @@ class _EngineOf:
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         self._batches.add(self._batches.in_flight[self._number].numbered(requests))
 
-    def collect(self) -> None:
-        self._batches.poll(0.0)
+    def collect(self) -> bool:
+        return self._batches.poll(0.0)

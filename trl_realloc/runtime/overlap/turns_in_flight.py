@@ -26,6 +26,9 @@ from ..samples.partial_rollouts import Drawn
 TURN_POLL_S = 0.002  # time between two looks for turns that have ended; short, because tools wait for them
 
 
+STOPPED_POLL_S = 0.1  # the same while the engine is stopped
+
+
 class Dropped(BaseException):
     """Ends the thread of a batch that is not needed any more."""
 
@@ -36,8 +39,8 @@ class Engine(Protocol):
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin these turns of a batch; does nothing while the engine is stopped."""
 
-    def collect(self) -> None:
-        """Take the turns that have ended (`TurnsInFlight.end`)."""
+    def collect(self) -> bool:
+        """Take the turns that have ended (`TurnsInFlight.end`). Returns whether the engine generates."""
 
 
 @dataclass
@@ -100,9 +103,9 @@ class TurnsInFlight:
             self.check()
             for position, ids in prompts.items():
                 self._ask(position, tuple(ids))
-            self._engine.collect()
+            is_generating = self._engine.collect()
             if not self._ready and self._asked:
-                self._changed.wait(TURN_POLL_S)
+                self._changed.wait(TURN_POLL_S if is_generating else STOPPED_POLL_S)
                 self.check()
                 self._engine.collect()
             ready, self._ready = self._ready, {}

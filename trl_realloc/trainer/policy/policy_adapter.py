@@ -288,7 +288,7 @@ class PolicyAdapter:
         trainer._step, trainer._buffered_inputs = 0, None
 
     def stop_early(self) -> None:
-        self.calls.stop()
+        self.calls.end()
         self._generations = self.calls.generation
 
     def samples_under_way(self) -> PartialRollouts | None:

@@ -70,6 +70,7 @@ class Turns:
         self._ages: Sequence[Tensor] | None = None  # of all tokens that were generated ahead, for each sample
         self._rollout_func = getattr(trainer, "rollout_func", None)
         self._slots = threading.Semaphore(max(1, getattr(trainer.args, "tool_workers", 1)))
+        self._copies = one_at_a_time(trainer, copied=True) if getattr(trainer.args, "max_staleness", 0) else None
         self._overrides = users_method(type(trainer), ("_generate", "_generate_single_turn"))
         self._has_tools = bool(getattr(trainer, "tools", None)) and hasattr(trainer, "_tool_call_loop")
         is_trls = self._has_tools and users_method(type(trainer), ("_tool_call_loop",)) is None
@@ -253,7 +254,8 @@ class Turns:
                 turns[position].append((prompt_of[position], row.to_bytes()))
             return ended and {position: for_trl([()], row, eos_token_id) for position, row in ended.items()}
 
-        threads, tokenizers = CompletionThreads(source.check), one_at_a_time(self.trainer, copied=True)
+        threads, tokenizers = CompletionThreads(source.check), self._copies
+        assert tokenizers is not None, "the plan has a staleness"
 
         def view(position: int) -> OneCompletion:
             return OneCompletion(self.trainer, position, threads, tokenizers, self._slots, self.spans, source)
