@@ -250,7 +250,9 @@ def run(row: Row, work: Path, reference: Path | None) -> Row:
             again.await_end(START_S)
             # The run that goes on does not move to the other plan again, and turns are drawn beside others at other
             # times, so it rounds differently
-            tolerance = 1e-4 if row.plan in ("replan", "grpo, tools", "grpo, environments") else 0.0
+            tolerance = (
+                1e-4 if row.plan in ("replan", "grpo, tools", "grpo, tools ahead", "grpo, environments") else 0.0
+            )
             row.note = equal(out, reference, tolerance) if (out / "log.json").exists() else "resuming failed"
             row.resumed_equal = not row.note
     finally:

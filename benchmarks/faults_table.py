@@ -21,6 +21,8 @@ GROUPS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completio
 EACH_UPDATE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
 TOOLS = {**GROUPS, **EACH_UPDATE, "enable_jit_checkpoint": False, "max_completion_length": 40, "use_vllm": True}
 TOOLS |= {"tool_workers": 4, "tool_timeout": 2.0}
+# with a policy that is not trained, because ages differ from run to run
+AHEAD = {**TOOLS, "max_staleness": 1, "vllm_importance_sampling_correction": True, "learning_rate": 0.0}
 TWO_WORKERS = {"actor.generate": {"mesh": "0-1", "dp": 1, "tp": 2, "engine": "vllm"}}
 PLANS: dict[str, dict[str, Any]] = {
     "flatten": {"processes": 2, "plan": "flatten"},
@@ -58,6 +60,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "options": {**GROUPS, "use_vllm": True},
     },
     "grpo, tools": {"processes": 2, "algorithm": "grpo, tools", "plan": "flatten", "options": TOOLS},
+    "grpo, tools ahead": {"processes": 2, "algorithm": "grpo, tools", "plan": "separate", "options": AHEAD},
     "grpo, environments": {"processes": 2, "algorithm": "grpo, environments", "plan": "flatten", "options": TOOLS},
     "two hosts": {"processes": 2, "plan": "flatten", "hosts": True},
 }
@@ -116,6 +119,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "jit, grpo, vllm": {"all-term": ("actor.generate",)},
     "jit, rloo, vllm": {"all-term": ("actor.generate",)},
     "grpo, tools": dict.fromkeys((*READ, "tool-exit", "tool-trainer", "kill", "engine-kill"), ("tool",)),
+    "grpo, tools ahead": dict.fromkeys(("tool-error", "tool-exit", "tool-trainer", "kill", "engine-kill"), ("tool",)),
     "grpo, environments": {"error": ("reset",)},
     "two hosts": {
         "host-lost": ("actor.train",),
