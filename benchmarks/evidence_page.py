@@ -45,7 +45,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def label(row: Row) -> str:
     trainer = "TRL" if row["arm"] == "trl" else "trl_realloc"
     adapters = {"": "", "lora": " of LoRA", "qlora": " of QLoRA"}[row.get("adapters", "")]
-    return f"{row['algorithm'].upper()}{adapters}, {trainer}, {row['device']}, seed {row['seed']}"
+    device = "" if row["device"] == "cpu" else f", {row['device']}"
+    return f"{row['algorithm'].upper()}{adapters}, {trainer}{device}, seed {row['seed']}"
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> list[str]:
@@ -75,7 +76,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
             reward_differences(rows),
         ),
         *table(
-            ["run", "greedy, before and after", "engine against trainer", "plan", "hardware", "commit", "`--rows`"],
+            ["`--rows`", "greedy, before and after", "engine against trainer", "plan", "commit"],
             map(run, rows),
         ),
         *(table(["run", "call", "estimated", "measured"], calls) if calls else []),
@@ -153,13 +154,11 @@ def run(row: Row) -> list[str]:
     difference = row["mismatch"].get(MISMATCH)
     plan = [line for line in (row.get("plan") or "").splitlines() if line.startswith("name: ")]
     return [
-        label(row),
+        f"`{row['name']}`",
         " and ".join(f"{share:.1%}" for share in row["greedy"]),
         "" if difference is None else f"{difference:.1e} nats a token",
         plan[0].removeprefix("name: ") if plan else "",
-        row["hardware"],
         row["commit"],
-        f"`{row['name']}`",
     ]
 
 
