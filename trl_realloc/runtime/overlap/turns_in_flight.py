@@ -24,8 +24,6 @@ from ..samples.partial_rollouts import Drawn
 
 
 TURN_POLL_S = 0.002  # time between two looks for turns that have ended; short, because tools wait for them
-
-
 STOPPED_POLL_S = 0.1  # the same while the engine is stopped
 
 
