@@ -101,7 +101,7 @@ class GenerationEngine(Protocol):
 
 
 class Generation(Protocol):
-    """A generation that runs in the background, in the engine's process. One thread at a time uses it, and the engine."""
+    """A generation in the background, in the engine's process. One thread at a time uses it and the engine."""
 
     @property
     def unfinished(self) -> int:
