@@ -108,8 +108,9 @@ def logp_difference(engine: VLLMEngine, model: Any, vocabulary: int) -> float:
 def row(engine: VLLMEngine, folder: Path, kind: str, updates: int, first_version: int) -> dict[str, Any]:
     model = model_of(folder, kind)
     engine.version = -1  # nothing is kept of the kind before
-    update(engine, model, first_version)
-    first_bytes, times, peaks = engine.sent_bytes, [], []
+    _, peak = update(engine, model, first_version)
+    # later updates may use memory again that the first has left to the process
+    first_bytes, times, peaks = engine.sent_bytes, [], [peak]
     for version in range(first_version + 1, first_version + 1 + updates):
         change(model)
         seconds, peak = update(engine, model, version)
