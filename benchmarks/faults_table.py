@@ -159,7 +159,7 @@ CAUSES = {
     "disk-readonly": r"Read-only file system",
     "host-lost": r"ended at once with (the|its) watchdog|nothing was heard",
     "link-down": r"nothing was heard from",
-    "tool-exit": r"SystemExit",
+    "tool-exit": r"exit status 1",
     "tool-trainer": r"a tool used the trainer",
 }
 
