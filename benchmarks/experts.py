@@ -151,7 +151,7 @@ def merge(path: Path, made: dict[str, dict[str, Any]]) -> None:
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
     columns = {"flips": ".1%", "kl": ".1e", "kl_replayed": ".1e", "times smaller": ".1f"}
-    columns |= dict.fromkeys(("difference", "slices_difference", "aux_difference"), ".1e")
+    columns |= dict.fromkeys(("difference", "slices_difference", "aux_difference", "slices_aux_difference"), ".1e")
     columns["memory_difference"] = ".1%"
     table = Table("family", *columns)
     for family, row in rows.items():

@@ -1,7 +1,8 @@
 """A rank that trains and scores tiny models of many families under many splits. Rank 0 has one whole copy of each too.
 
-Writes `<case>.json` on rank 0: the largest difference in statistics, scores, parameters and optimizer state, and of the
-memory of the fullest rank from the planner's estimate, as a share of it, if the case asks for it.
+Writes `<case>.json` on rank 0: the largest difference in statistics, scores, parameters and optimizer state, and, if
+the case asks for it, of the memory of the fullest rank from the planner's estimate, as a share of it, and of a
+mixture's auxiliary loss, relative.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ from whole_state import load_whole, whole_state
 
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
+from trl_realloc.algorithms.router_loss import (
+    ROUTER_COUNTS,
+    ROUTER_GRADS,
+    ROUTER_PROBS,
+    balance_grads,
+    balance_loss,
+    over_samples,
+    with_router_grads,
+)
+from trl_realloc.algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS, LinearLoss
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.requests import SamplingMask
 from trl_realloc.engines.training import heads, sliced_head
@@ -95,7 +106,9 @@ def head_of(case: Mapping[str, Any], head: str) -> RoleHead:
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sampling_mask = SamplingMask(*case["support"]) if "support" in case else None
-    return PolicyHead(model, 0.7, sampling_mask) if head == "policy" else ValueHead(model)
+    if head == "value":
+        return ValueHead(model)
+    return PolicyHead(model, 0.7, sampling_mask, router_sums="auxiliary" in case)
 
 
 def adagrad(module: nn.Module) -> torch.optim.Optimizer:
@@ -147,6 +160,22 @@ def deal(samples: Rollouts, dp: int, replica: int, case: Mapping[str, Any]) -> R
     return samples.select(balance(samples.lengths.tolist(), dp)[replica])
 
 
+def with_router_loss(samples: Rollouts, counts: Ragged, coefficient: float, top_k: int) -> Rollouts:
+    """The samples with what `LinearLoss` reads: gradients of tokens, and of the auxiliary loss over all samples."""
+    of_tokens = samples.ragged("advantages")
+    grads = of_tokens.like(of_tokens.values / len(of_tokens.values))
+    of_routers = with_router_grads(counts, coefficient * balance_grads(over_samples(counts), top_k))
+    return samples.plus(**{LOGPROB_GRADS: grads, ENTROPY_GRADS: grads, ROUTER_GRADS: of_routers})
+
+
+def auxiliary_gap(outputs: Mapping[str, Ragged], scores: Mapping[str, Ragged], top_k: int, copies: int) -> float:
+    """The difference of the auxiliary loss over all replicas, each of so many ranks, from the whole model's."""
+    ours, theirs = ([over_samples(of[name]) for name in (ROUTER_COUNTS, ROUTER_PROBS)] for of in (outputs, scores))
+    for sums in ours:
+        dist.all_reduce(sums.div_(copies))
+    return abs(float(balance_loss(*ours, top_k) / balance_loss(*theirs, top_k)) - 1)
+
+
 def gap(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The largest difference, of numbers above 1 relative to them (statistics are sums over a sample's tokens)."""
     assert one.keys() == other.keys(), (sorted(one), sorted(other))
@@ -159,7 +188,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     dp = world // (tp * pp)
     # of this case alone: the head's logits in slices of five rows, in the whole model too
     heads.MAX_WHOLE_ON_CPU, sliced_head.SLICE_ON_CPU = (0, 5 * 50) if case.get("slices") else (1 << 26, 1 << 24)
-    loss = PolicyLoss(0.2) if head == "policy" else ValueLoss(0.2, 0.1)
+    loss: Any = PolicyLoss(0.2) if head == "policy" else ValueLoss(0.2, 0.1)
     samples = batch(11)
     norm = case.get("max_grad_norm", 0.05)
 
@@ -178,6 +207,10 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         dist.broadcast_object_list(found)
         return found[0]
 
+    is_balanced, top_k, scores = head == "policy" and "auxiliary" in case, 0, dict[str, Ragged]()
+    if is_balanced:
+        top_k, scores = case["config"]["num_experts_per_tok"], of_whole(lambda w: w.forward(samples, 1000))
+        loss, samples = LinearLoss(), with_router_loss(samples, scores[ROUTER_COUNTS], case["auxiliary"], top_k)
     if case.get("memory"):
         gc.freeze()  # tensors that were made before are not counted
     split = engine(MegatronEngine, groups(world, tp, pp), shard_optimizer=bool(case.get("shard")))
@@ -186,6 +219,8 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     differences: dict[str, float] = {}
     budget = case.get("tokens", 40)
     held: list[int] = []
+    if is_balanced:
+        differences["auxiliary loss"] = auxiliary_gap(split.forward(mine, budget), scores, top_k, tp * pp)
     for _ in range(2):
         expected, expected_norm = of_whole(lambda w: (w.train(samples, loss, 60, 1e-2), w.grad_norm))
         hook = register_optimizer_step_pre_hook(lambda *_: held.append(held_bytes(whole) if case.get("memory") else 0))

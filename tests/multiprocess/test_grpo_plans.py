@@ -80,7 +80,7 @@ def test_every_plan_logs_and_learns_what_trl_does_under_ddp(run: Callable[..., P
     runs["RLOO by trl"] = {"by": "trl", "ddp_backend": "gloo", **RLOO}
     runs["RLOO"] = {"by": "trl_realloc", "plan": "separate", **RLOO}
     # TRL takes the auxiliary loss of a mixture over the samples of one process, a plan over those of all
-    layouts = ("flatten", "separate", plan(engine="zero", dp=2, zero_stage=3))
+    layouts = ("flatten", "separate", plan(engine="zero", dp=2, zero_stage=3), plan(engine="megatron", pp=2))
     mixtures = {f"mixture {number}": layout for number, layout in enumerate(layouts)}
     runs |= {name: {"by": "trl_realloc", "plan": layout, **MIXTURE} for name, layout in mixtures.items()}
     folder = run("grpo_plans.py", 2, runs, "grpo", limit_s=150)

@@ -65,7 +65,7 @@ def test_a_pipelines_stage_brings_the_parameters_in_too() -> None:
     hook = CPUOffload.attach(head, torch.device("cpu"))
     prompts = Ragged.of([[5, 6, 7]], torch.long)
     samples = Rollouts(index=torch.arange(1), prompts=prompts, responses=Ragged.of([[8]], torch.long))
-    assert head(samples, returns_hidden=True).shape == (1, 4, 32)
+    assert head(samples, returns_hidden=True)[0].shape == (1, 4, 32)
     assert hook.resident and hook.moves == 1
 
 

@@ -89,12 +89,3 @@ def test_a_replay_that_cannot_be_is_refused_with_its_reason_before_anything_star
         ConfigError, match=f"router_replay is {settings['router_replay']}, but {reason}.*; leave it out"
     ):
         trainer(tmp_path, given={"model": model}, **settings)
-
-
-def test_engine_megatron_is_refused_where_the_auxiliary_loss_is_trained(tmp_path: Path) -> None:
-    settings = {**BF16, **OF_GRPO, "router_aux_loss_coef": 0.5}
-    words = (
-        "actor.train has engine megatron, which does not compute the auxiliary loss of qwen3_moe; use engine zero, or"
-    )
-    with pytest.raises(ConfigError, match=words):
-        tiny_groups.trainer(tmp_path, given={"model": mixtures.mixture("qwen3_moe")}, **settings)

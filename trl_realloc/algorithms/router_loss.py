@@ -4,7 +4,8 @@ A router gives each token a probability per expert, and the token goes to the `t
 the number of tokens that go to expert e and P_e the sum of its probabilities, both over all layers and tokens, E the
 number of experts and R the number of tokens times layers. The loss is E · Σ C_e/R · P_e/R. C has no gradient, so the
 derivative with respect to P_e is the constant E · C_e/R². With C of the whole global mini-batch, the loss does not
-depend on how the plan divides it.
+depend on how the plan divides it: ranks with other samples, and pipeline stages with other layers, have parts of both
+sums.
 """
 
 from __future__ import annotations
@@ -45,24 +46,31 @@ def with_router_grads(samples_counts: Ragged, grads: Tensor) -> Ragged:
     return samples_counts.like(grads.float().cpu().repeat(len(samples_counts)))
 
 
-def router_sums(logits: list[Tensor], places: Tensor, of_sample: Tensor, samples: int, top_k: int) -> dict[str, Ragged]:
+def router_sums(
+    logits: list[Tensor], places: Tensor, of_sample: Tensor, samples: int, top_k: int, experts: int
+) -> dict[str, Ragged]:
     """The columns `ROUTER_COUNTS` and `ROUTER_PROBS` of the samples of a forward.
 
     Args:
-        logits: of each layer, (…, E): the router's logits of the tokens that were computed.
+        logits: of each layer, (…, E): the router's logits of the tokens that were computed. A pipeline stage may have
+            no layer with a router: its sums are 0.
         places: (tokens,) int64: where each token of the samples is among those. A token that samples share is counted
             for each of them.
         of_sample: (tokens,) int64: the sample of each token.
         samples: number of samples.
+        top_k: experts per token.
+        experts: E.
     """
-    experts = logits[0].shape[-1]
+    lengths = torch.full((samples,), experts)
+    if not logits:
+        zeros = Ragged(torch.zeros(samples * experts, device=places.device), lengths)
+        return {ROUTER_COUNTS: zeros, ROUTER_PROBS: zeros}
     layers = [layer.reshape(-1, experts) for layer in logits]
     counts = torch.zeros(layers[0].shape, device=places.device)
     for layer in layers:
         chosen = layer.detach().topk(top_k, dim=-1).indices
         counts.scatter_add_(1, chosen, torch.ones(chosen.shape, device=places.device))
     probs = sum((layer.softmax(-1, dtype=torch.float32) for layer in layers), torch.zeros_like(counts))
-    lengths = torch.full((samples,), experts)
 
     def of_samples(of_tokens: Tensor) -> Ragged:
         sums = torch.zeros(samples, experts, device=places.device).index_add(0, of_sample, of_tokens[places])

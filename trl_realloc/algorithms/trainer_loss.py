@@ -39,18 +39,19 @@ class LinearLoss:
     even if its log-probability is infinite.
 
     Only the gradient of the loss is that of L, not its value. The statistics have each sample's part of the value
-    (`linear_loss`), (n,).
+    (`linear_loss`), (n,). A pipeline stage before the last one has only the sums of router probabilities among its
+    outputs: value and statistics are then its part, and those of all stages add up.
 
     Raises (when called):
         ValueError: a sample's number of token gradients differs from its number of response tokens.
     """
 
     def __call__(self, outputs: Mapping[str, Ragged], samples: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        per_sample = _weighted_sums(outputs["logprobs"], samples, LOGPROB_GRADS)
-        if ENTROPY_GRADS in samples:
-            per_sample = per_sample + _weighted_sums(outputs["entropy"], samples, ENTROPY_GRADS)
-        if ROUTER_GRADS in samples:
-            per_sample = per_sample + _weighted_sums(outputs[ROUTER_PROBS], samples, ROUTER_GRADS)
+        of_tokens = {"logprobs": LOGPROB_GRADS, "entropy": ENTROPY_GRADS} if "logprobs" in outputs else {}
+        per_sample = torch.zeros(len(samples), device=samples.ragged("responses").values.device)
+        for output, grads in {**of_tokens, ROUTER_PROBS: ROUTER_GRADS}.items():
+            if grads in samples:
+                per_sample = per_sample + _weighted_sums(outputs[output], samples, grads)
         return per_sample.sum(), {LINEAR_LOSS: per_sample.detach()}
 
 

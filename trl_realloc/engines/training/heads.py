@@ -81,7 +81,7 @@ class RoleHead(nn.Module):
         received: Tensor | None = None,
         returns_hidden: bool = False,
     ) -> Any:
-        """The role's outputs (`outputs`), or hidden states (1, tokens, width) if a pipeline stage is not the last.
+        """The role's outputs (`outputs`), or `hidden` if a pipeline stage is not the last.
 
         Args:
             row: row of the samples if they share tokens.
@@ -89,9 +89,11 @@ class RoleHead(nn.Module):
             returns_hidden: whether to return this stage's hidden states for the next stage.
         """
         with self.context(), self.continuing(received):
-            if returns_hidden:
-                return self._run(backbone_of(self.model), self._inputs(samples, row)[0]).last_hidden_state
-            return self.outputs(samples, row)
+            return self.hidden(samples, row) if returns_hidden else self.outputs(samples, row)
+
+    def hidden(self, samples: Rollouts, packed_row: PackedRow | None = None) -> tuple[Tensor, dict[str, Ragged]]:
+        """This stage's hidden states, (1, tokens, width), and its parts of outputs that are sums over layers."""
+        return self._run(backbone_of(self.model), self._inputs(samples, packed_row)[0]).last_hidden_state, {}
 
     def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         """The role's outputs for the samples, by name."""
@@ -172,7 +174,8 @@ class PolicyHead(RoleHead):
     ) -> None:
         super().__init__(model)
         self._routers = replays(model) if replays_routes else 0
-        self._experts = number_of_experts(model) if records_routes else 0  # of which routes are recorded
+        self._experts = number_of_experts(model) if records_routes or router_sums else 0
+        self._records = records_routes
         self.temperature, self.sampling_mask, self.router_sums = temperature, sampling_mask, router_sums
         # (logits, targets, temperature, support) -> logprobs, entropy; `vocab_parallel` for tensor parallelism
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = TokenLogprobs.apply
@@ -188,22 +191,37 @@ class PolicyHead(RoleHead):
         arguments, row, column = self._inputs(samples, packed_row)
         width = arguments["input_ids"].shape[1]
         device, token_places = arguments["input_ids"].device, row * width + column
-        top_k = experts_per_token(base_of(self.model).config) if self._routers or self.router_sums else 0
+        top_k = experts_per_token(base_of(self.model).config) if self._routers else 0
         record: ForwardRoutes | None = None
-        if self._routers and (self._experts or ROUTES in samples):
+        if self._routers and (self._records or ROUTES in samples):
             arguments[ARGUMENT] = routes_of(samples, row, column, width, packed_row, self._routers, top_k)
-        if self._experts:
+        if self._records:
             arguments[RECORD] = record = ForwardRoutes(self._experts)
         with recorded(self.model if self.router_sums else None) as router_logits:
             outputs = self._of_responses(samples, dict(arguments), row, column)
         if record is not None:
             outputs[ROUTES] = record.of_samples(on_device(token_places, device), samples.lengths)
-        if not router_logits:
-            return outputs
-        device = router_logits[0].device
+        return outputs | self._router_sums(router_logits, samples, token_places)
+
+    def hidden(self, samples: Rollouts, packed_row: PackedRow | None = None) -> tuple[Tensor, dict[str, Ragged]]:
+        arguments, row, column = self._inputs(samples, packed_row)
+        with recorded(self.model if self.router_sums else None) as router_logits:
+            hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
+        token_places = row * arguments["input_ids"].shape[1] + column
+        return hidden, self._router_sums(router_logits, samples, token_places)
+
+    def _router_sums(self, logits: list[Tensor], samples: Rollouts, token_places: Tensor) -> dict[str, Ragged]:
+        """The columns of `algorithms.router_loss`, of the routers of this rank's layers; empty without `router_sums`.
+
+        Args:
+            token_places: (tokens,) int64 in host memory, the cell of each token of the samples.
+        """
+        if not self.router_sums:
+            return {}
+        device, top_k = samples.ragged("responses").values.device, experts_per_token(base_of(self.model).config)
         of_sample = on_device(torch.repeat_interleave(torch.arange(len(samples)), samples.lengths), device)
         token_places = on_device(token_places, device)
-        return outputs | router_sums(router_logits, token_places, of_sample, len(samples), top_k)
+        return router_sums(logits, token_places, of_sample, len(samples), top_k, self._experts)
 
     def _of_responses(
         self, samples: Rollouts, arguments: dict[str, Any], row: Tensor, column: Tensor

@@ -193,7 +193,7 @@ class MegatronEngine:
         """The statistics of `train` for a mini-batch that has run through the stages. Collective over the pipeline."""
         parts = [batch.statistics[index] for index in range(len(batch.statistics))]
         lengths = [micro.samples.ragged("responses").lengths for micro in batch.micros]
-        return self._from_last_stage(statistics_in_order(parts, batch.batches, lengths))
+        return self._of_stages(statistics_in_order(parts, batch.batches, lengths))
 
     def step(self, samples: Rollouts, statistics: Mapping[str, Tensor], learning_rate: Rate) -> None:
         """Take an optimizer step with the accumulated gradients. Collective over the mesh.
@@ -226,7 +226,7 @@ class MegatronEngine:
 
         run_pipeline(self.stage_work(micros, finish), trains=False)
         results = in_order([parts[index] for index in range(len(parts))], batches)
-        values = self._from_last_stage({name: column.values for name, column in results.items()})
+        values = self._of_stages({name: column.values for name, column in results.items()})
         lengths = self._from_last_stage({name: column.lengths for name, column in results.items()})
         return {name: Ragged(values[name], lengths[name]) for name in values}
 
@@ -237,6 +237,16 @@ class MegatronEngine:
         batches = stage_batches(samples.lengths.tolist(), budget, self.groups.pp.size, tree)
         micros = (PackedSamples(samples.select(batch).to(self.device), row_of(tree, batch)) for batch in batches)
         return batches, list(micros)
+
+    def _of_stages(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The last stage's results, on every stage. If each stage has a part of some, the sums of the parts."""
+        whole = self._from_last_stage(results)
+        if not (isinstance(self.head, PolicyHead) and self.head.router_sums):
+            return whole
+        missing = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        parts = {name: tensor.to(self.device, copy=True) for name, tensor in {**missing, **results}.items()}
+        self.groups.pp.sum_(parts.values())
+        return {name: tensor.cpu() for name, tensor in parts.items()}
 
     def _from_last_stage(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The last stage's results, on every stage."""

@@ -97,7 +97,7 @@ class MiniBatch:
         batches: indices of each micro-batch's samples.
         micros: micro-batches.
         loss: loss of a micro-batch, and its statistics.
-        statistics: statistics of each micro-batch, filled on the last stage.
+        statistics: statistics of each micro-batch, filled on the last stage, and on stages with a part of the loss.
     """
 
     batches: Sequence[Sequence[int]]
@@ -106,7 +106,8 @@ class MiniBatch:
     statistics: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def finish(self, micro_batch: int, outputs: Mapping[str, Ragged]) -> Tensor:
-        """The loss of a micro-batch, 0-dimensional, from the head's outputs. Stores its statistics."""
+        """The loss of a micro-batch, 0-dimensional, or a stage's part of it, from the head's outputs. Stores its
+        statistics."""
         value, statistics = self.loss(outputs, self.micros[micro_batch].samples)
         self.statistics[micro_batch] = {name: sums.detach() for name, sums in statistics.items()}
         return guarded(value.float())

@@ -25,6 +25,20 @@ from .stage_messages import StageLink, StageTask, message_order
 Orders = Sequence[Sequence[StageTask]]  # tasks of each stage of a line, in the order in which they run
 
 
+class _WithLoss(torch.autograd.Function):
+    """Passes a stage's hidden states. Their backward is also that of the stage's part of the loss, 0-dimensional."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)
+
+
 @dataclass(frozen=True)
 class StageWork:
     """One model's micro-batches on one stage.
@@ -32,7 +46,8 @@ class StageWork:
     Args:
         micros: micro-batches, the same on every rank of the pipeline.
         finish: called on the last stage with the index of a micro-batch and the head's outputs; returns the loss, a
-            0-dimensional tensor.
+            0-dimensional tensor. Also called on other stages that have outputs (`RoleHead.hidden`), with these; returns
+            the stage's part of the loss.
         call: runs a stage's forward in its context, such as autocast.
     """
 
@@ -52,8 +67,9 @@ class StageWork:
         samples, row = micro.samples.only(("index", "prompts", "responses")), micro.row
         if self.pipeline.is_last:
             return self.finish(micro_batch, self.call(lambda: head(samples, row, received=hidden)))
-        computed: Tensor = self.call(lambda: head(samples, row, received=hidden, returns_hidden=True))
-        return computed.to(self.pipeline.dtype)
+        computed, outputs = self.call(lambda: head(samples, row, received=hidden, returns_hidden=True))
+        computed = computed.to(self.pipeline.dtype)
+        return _WithLoss.apply(computed, self.finish(micro_batch, outputs)) if outputs else computed
 
 
 def run_pipeline(work: StageWork, *, trains: bool) -> None:

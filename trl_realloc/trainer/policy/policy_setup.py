@@ -216,13 +216,7 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
     )
     mask = None if args.full_vocabulary_logprobs else sampling.mask
     options = replace(job.options, sampling_mask=mask, router_sums=router_loss_coefficient(args, config) != 0.0)
-    split = split_policy_call(request.plan)
-    if options.router_sums and split is not None:
-        raise ConfigError(
-            f"{split} has engine megatron, which does not compute the auxiliary loss of {config.model_type}; use "
-            f"engine zero, or set router_aux_loss_coef to 0."
-        )
-    mode = replay_mode(args, config, by_vllm=request.by_vllm, split=split)
+    mode = replay_mode(args, config, by_vllm=request.by_vllm, split=split_policy_call(request.plan))
     job = with_replay(replace(job, options=options), mode)
     return replace(job, streams=not turns and stays is None)
 

@@ -68,10 +68,8 @@ def replay_mode(args: Any, config: Any, *, by_vllm: bool, split: str | None, no_
 
 
 def with_replay(job: Job, mode: str) -> Job:
-    """The job with the engines' options for this mode of `replay_mode`. Engine megatron has no replay, and computes no
-    auxiliary loss."""
+    """The job with the engines' options for this mode of `replay_mode`. Engine megatron has no replay."""
     vllm = {**job.options.vllm, "routes": True} if mode == "rollout" else job.options.vllm
     options = replace(job.options, router_replay=mode, vllm=vllm)
-    is_whole = options.router_sums or mode != "none"
-    engines = tuple(engine for engine in job.engines if engine != "megatron" or not is_whole)
+    engines = tuple(engine for engine in job.engines if engine != "megatron" or mode == "none")
     return replace(job, options=options, engines=engines)
