@@ -9,7 +9,7 @@ and score (`tests/multiprocess/split.py`).
 
 - `slices_difference`: the largest difference of log-probabilities, entropies, the norm of the gradient, parameters, and
   the optimizer's state, also after a resumption.
-- `slices_aux_difference`: the largest difference of the auxiliary loss before the first step, relative. The models train
+- `slices_aux_difference`: the largest difference of the auxiliary loss before the first step, relative. Models train
   with it; GLM-4 has none.
 - `memory_difference`: the largest difference of the fullest rank's memory from the estimate, as a share of it. The
   memory is that of all tensors right before the second optimizer step, when activations are gone. The estimate is what

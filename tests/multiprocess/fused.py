@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from split import CPU, adagrad, batch, deal, gap, groups, head_of, optimizer
+from split import CPU, adagrad, batch, deal, gap, groups, head_of, optimizer, with_router_loss
 from whole_state import whole_state
 
 from trl_realloc.algorithms.nonfinite import NonFiniteError
 from trl_realloc.algorithms.ppo import PolicyLoss, ValueLoss
+from trl_realloc.algorithms.router_loss import ROUTER_COUNTS
+from trl_realloc.algorithms.trainer_loss import LinearLoss
 from trl_realloc.engines.mesh_group import MeshGroup
 from trl_realloc.engines.training import stage_run
 from trl_realloc.engines.training.fused_training import FusedShare, FusedTraining
@@ -97,7 +99,13 @@ def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
     fused = FusedTraining((split[0], split[1]), orders)
     samples = batch(case.get("samples", 11))
     budgets = case.get("tokens", [40, 40])
-    losses = (LOSSES[0], infinite if case.get("refused") else LOSSES[1])
+    losses: list[Any] = [LOSSES[0], infinite if case.get("refused") else LOSSES[1]]
+    policy = {**case, **case.get("policy", {})}
+    if "auxiliary" in policy:
+        counts = whole[0].forward(samples, 1000)[ROUTER_COUNTS]
+        samples = with_router_loss(samples, counts, policy["auxiliary"], policy["config"]["num_experts_per_tok"])
+        losses[0] = LinearLoss()
+    finite = losses[0], LOSSES[1]
     differences: dict[str, float] = {}
 
     def differ(what: str, made: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -132,9 +140,9 @@ def run(case: Mapping[str, Any], name: str, world: int) -> dict[str, float]:
             differ("scores", values_of(made), scores := values_of(whole[model].forward(share.samples, 1000)))
             if exact:
                 differ("rounding scores", values_of(exact[model].forward(share.samples, 1000)), scores)
-        split[model].train(share.samples, LOSSES[model], budgets[model], 1e-2)
+        split[model].train(share.samples, finite[model], budgets[model], 1e-2)
         for engine_of in (whole, exact)[: 1 + bool(exact)]:
-            engine_of[model].train(samples, LOSSES[model], 60, 1e-2)
+            engine_of[model].train(samples, finite[model], 60, 1e-2)
         states = [whole_state(split[model]), *(whole_state(each[model]) for each in (whole, exact) if each)]
         for key in ("master", "sum") if case.get("optimizer") == "adagrad" else ("master", "exp_avg", "exp_avg_sq"):
             if rank == 0:

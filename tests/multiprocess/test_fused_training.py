@@ -29,6 +29,14 @@ TWO: dict[str, dict[str, Any]] = {
         "policy": {"frozen": ["model.embed_tokens", "model.layers.0", "model.layers.1"]},
         "value": {"lora": {"layers_to_transform": [3]}},
     },
+    "a mixture with its auxiliary loss": {
+        "pp": [2, 2],
+        "policy": {
+            "family": "qwen3_moe",
+            "auxiliary": 0.5,
+            "config": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        },
+    },
     "a step of one of them refused": {"pp": [2, 2], "refused": True},
     "models of different sizes, recomputed activations": {
         "pp": [2, 2],
