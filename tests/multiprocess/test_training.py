@@ -130,6 +130,30 @@ def test_an_adapter_trains_and_is_saved(run: Callable[..., Path], tmp_path: Path
     )
 
 
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+BASE_APART = plan(2, actor="0", critic="0", reference="1", reward="1")
+BASE_APART["calls"]["actor.generate"]["mesh"] = "1"
+
+
+def test_qlora_on_two_processes_trains_as_on_one(run: Callable[..., Path]) -> None:
+    """As replicas, and with the generation and the reference on the process that does not train."""
+    options = {**STEPS, "lora": True, "quantized": NF4, "save_strategy": "no", "max_steps": 3}
+    alone = run("train.py", 1, {**options, "per_device_train_batch_size": 8}, "alone")
+    assert abs(log(alone)[-1]["objective/kl"]) > 1e-4
+    for name, how in (("replicas", plan(2)), ("apart", BASE_APART)):
+        two = run("train.py", 2, {**options, "plan": how}, name)
+        close(log(alone), [{k: v for k, v in row.items() if not k.startswith("realloc/")} for row in log(two)])
+        assert_equal_adapters(two, alone)
+    held = [json.loads((two / f"rank-{rank}.json").read_text())["held"] for rank in (0, 1)]
+    print("HELD", held)
+
+
+def assert_equal_adapters(first: Path, second: Path) -> None:
+    one, other = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (first, second))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)
+
+
 def test_a_rank_loads_only_the_models_that_its_calls_use(run: Callable[..., Path], tmp_path: Path) -> None:
     tiny.policy().save_pretrained(tmp_path / "policy")
     tiny.classifier(3).save_pretrained(tmp_path / "reward")

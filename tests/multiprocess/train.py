@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ def main() -> None:
     given: dict[str, Any] = {}
     if options.pop("lora", False):
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if bits := options.pop("quantized", None):
+        given["model"] = tiny.quantized(folder / f"base-{os.environ.get('RANK', '0')}", **bits)
     if options.pop("by_path", False):
         given |= {"model": str(folder.parent / "policy"), "reward_model": str(folder.parent / "reward")}
         if (folder.parent / "critic").exists():
