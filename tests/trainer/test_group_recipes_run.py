@@ -72,7 +72,9 @@ def test_a_recipe_alone_trains_a_model(tmp_path: Path, recipe: str) -> None:
     assert state["global_step"] == 2 and (tmp_path / "run" / saved).exists()
 
 
-@pytest.mark.parametrize("adapters", ["", ", load_in_4bit: true, use_peft: true, lora_target_modules: [q_proj]"])
+@pytest.mark.parametrize(
+    "adapters", ["", ", load_in_4bit: true, use_peft: true, lora_target_modules: [q_proj, v_proj]"]
+)
 def test_a_recipe_of_ppo_alone_trains_a_model(tmp_path: Path, adapters: str) -> None:
     """By a data set on disk, a reward model, a reward function and a critic of its own."""
     tiny.policy(max_position_embeddings=512, hidden_size=64).save_pretrained(tmp_path / "model")

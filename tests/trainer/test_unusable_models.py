@@ -57,8 +57,8 @@ def qlora(load_in_4bit: bool = False, load_in_8bit: bool = False, **settings: An
 
 
 def qlora_path(folder: Path) -> dict[str, Any]:
-    """A policy by path, without weights that could be loaded."""
-    tiny.config().save_pretrained(folder)
+    """A policy by path."""
+    tiny.policy().save_pretrained(folder)
     return {
         **qlora(load_in_4bit=True),
         "model": str(folder),
