@@ -61,7 +61,9 @@ def main() -> None:
             "offload": str(getattr(engine.zero_offload_optimizer(), "device", None)),
             "bf16": engine.bfloat16_enabled(),
         }
-    (folder / f"rank-{rank}.json").write_text(json.dumps({"here": here, "deepspeed": settings, "held": held}))
+    sent = {call: getattr(engine, "sent_bytes", None) for call, engine in made.placement.generators.items()}
+    record = {"here": here, "deepspeed": settings, "held": held, "sent": sent}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(record))
     if rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
         (folder / "log.json").write_text(json.dumps(tiny.updates(made)))
