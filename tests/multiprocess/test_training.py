@@ -145,8 +145,8 @@ BASE_APART = plan(2, actor="0", critic="0", reference="1", reward="1")
 BASE_APART["calls"]["actor.generate"]["mesh"] = "1"
 
 
-def test_qlora_on_two_processes_trains_as_on_one(run: Callable[..., Path]) -> None:
-    """As replicas, and with the generation and the reference on the process that does not train."""
+def test_qlora_on_two_processes_trains_as_on_one(run: Callable[..., Path], tmp_path: Path) -> None:
+    """As replicas, and with the generation and the reference, of one base, on the process that does not train."""
     options = {**STEPS, "lora": True, "quantized": NF4, "save_strategy": "no", "max_steps": 3}
     alone = run("train.py", 1, {**options, "per_device_train_batch_size": 8}, "alone")
     assert abs(log(alone)[-1]["objective/kl"]) > 1e-4
@@ -154,8 +154,10 @@ def test_qlora_on_two_processes_trains_as_on_one(run: Callable[..., Path]) -> No
         two = run("train.py", 2, {**options, "plan": how}, name)
         close(log(alone), [{k: v for k, v in row.items() if not k.startswith("realloc/")} for row in log(two)])
         assert_equal_adapters(two, alone)
-    held = [json.loads((two / f"rank-{rank}.json").read_text())["held"] for rank in (0, 1)]
-    print("HELD", held)
+    base = sum(parameter.nbytes for parameter in tiny.quantized(tmp_path, **NF4).parameters())
+    adapters = sum(tensor.nbytes for tensor in load_file(alone / "final" / "adapter_model.safetensors").values())
+    held = json.loads((two / "rank-1.json").read_text())["held"]
+    assert base <= held <= base + adapters, "the reference and the generation have one base"
 
 
 def assert_equal_adapters(first: Path, second: Path) -> None:
