@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeo
 
 CASES = {
     "replicas with adapters": {"plan": plan(2), "lora": True, "parts_on": 1},
-    "quantized, and a copy on the other rank": {
+    "replicas of quantized weights": {
         "plan": plan(2, changed={"actor.generate": {"mesh": "1", "engine": "transformers", "dp": 1}}),
         "lora": True,
         "quantized": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
