@@ -306,7 +306,6 @@ def test_a_plan_for_grpo_is_shown_with_the_calls_that_it_has(
         ("vllm_mode: server", 2, "vllm_mode 'server' is a separate command"),
         ("use_liger_kernel: true", 0, "Accelerate trains, not"),
         ("fsdp: full_shard", 0, "fsdp is set"),
-        ("load_in_4bit: true", 0, "load_in_4bit is set"),
     ],
 )
 def test_planning_says_what_a_run_of_the_recipe_would_say(
@@ -315,6 +314,23 @@ def test_planning_says_what_a_run_of_the_recipe_would_say(
     arguments = ["--cluster", "h100:2", "--time-limit", "0.2", "-o", str(tmp_path / "plan.yaml")]
     assert main(["plan", demo(tmp_path, setting, name="grpo"), *arguments]) == code
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("setting", ["load_in_4bit", "load_in_8bit"])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+def test_adapters_over_quantized_weights_are_planned_and_quantized_weights_alone_refused(
+    algorithm: str, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, quantized = tmp_path / "plan.yaml", f"{setting}: true"
+    arguments = ["--cluster", "h100:2", "--time-limit", "0.2", "-o", str(path)]
+    assert main(["plan", demo(tmp_path, quantized, "use_peft: true", name=algorithm), *arguments]) == 0
+    assert "Accelerate trains" not in capsys.readouterr().err
+    trained = ExecutionPlan.load(path)["actor.train"]
+    assert (trained.engine, trained.strategy.zero_stage, trained.strategy.tp) == ("zero", 0, 1)
+    assert main(["plan", demo(tmp_path, quantized, name=algorithm), *arguments]) == 2
+    assert f"{setting}: quantized weights are not trained, only adapters over them; set use_peft: true." in (
+        " ".join(capsys.readouterr().err.split())
+    )
 
 
 def test_a_scripts_own_key_of_a_recipe_is_not_refused(tmp_path: Path) -> None:

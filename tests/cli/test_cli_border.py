@@ -176,7 +176,7 @@ WRONG: dict[str, dict[str, tuple[Callable[[Path], None], str]]] = {
             _recipe("respones_length: 9"),
             "no setting 'respones_length'; did you mean 'response_length'?",
         ),
-        "a quantized model": (_recipe("load_in_4bit: true"), "PPO is not trained under load_in_4bit"),
+        "a quantized model": (_recipe("load_in_4bit: true"), "quantized weights are not trained"),
         "a model of FSDP": (_recipe("fsdp: full_shard"), "PPO is not trained under fsdp"),
     },
     "policy/config.json": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from peft import LoraConfig
 
 from trl_realloc import PPOTrainer
+from trl_realloc.engines.quantized import quantized_layers, stored
 from trl_realloc.engines.training.tensor_parallel import box_of, local
 from trl_realloc.engines.training.weight_source import fill
 from trl_realloc.plan.dataflow import Role
+from trl_realloc.realloc.layout import whole
 from trl_realloc.runtime.parameters.replica_check import ReplicaError, check_replicas
 
 
@@ -28,7 +31,7 @@ def main() -> None:
         rank = made.accelerator.process_index
         models = made.policy_model, made.setup.roles[Role.CRITIC].load[0]()
         fill(models[1], torch.device("cpu"))  # by path: its parameters are read by its engine
-        expected = [{n: p.detach().clone() for n, p in model.named_parameters()} for model in models]
+        expected = [{n: tensor.clone() for n, _, tensor in tensors(model)} for model in models]
         made.placement.start()
         dist.broadcast_object_list(expected, 0)
         told: list[Any] = [None] * dist.get_world_size()
@@ -49,6 +52,8 @@ def main() -> None:
 def trainer(folder: Path, case: dict[str, Any]) -> PPOTrainer:
     rank = int(__import__("os").environ["RANK"])
     given: dict[str, Any] = {"model": tiny.policy(seed=rank), "value_model": tiny.classifier(seed=10 + rank)}
+    if bits := case.get("quantized"):
+        given["model"] = tiny.quantized(folder / f"base-{rank}", seed=rank, **bits)
     if case.get("lora"):
         how = {"init_lora_weights": False, "use_dora": case.get("dora", False)}
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **how)
@@ -58,6 +63,13 @@ def trainer(folder: Path, case: dict[str, Any]) -> PPOTrainer:
         given["value_model"] = str(folder.parent / "policy")
     torch.manual_seed(rank)
     return tiny.trainer(folder, given=given, plan=case["plan"], per_device_train_batch_size=4)
+
+
+def tensors(model: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Name, position and values of each part of a parameter, and of the scales of quantized weights."""
+    yield from ((name, box_of(p), local(p.data)) for name, p in model.named_parameters())
+    for name, layer in quantized_layers(model):
+        yield from ((f"{name} {number}", whole(t.shape), t) for number, t in enumerate(stored(layer)))
 
 
 def distances(made: PPOTrainer, policy: dict[str, Any], critic: dict[str, Any]) -> dict[str, float]:
@@ -81,7 +93,7 @@ def distances(made: PPOTrainer, policy: dict[str, Any], critic: dict[str, Any]) 
         if getattr(engine, "stage", 0) == 3:
             held = [(name, box, part) for name, parts in engine.parts().items() for box, part in parts]
         else:
-            held = [(n, box_of(p), local(p.data)) for n, p in engine.head.model.named_parameters() if p.numel()]
+            held = [(name, box, part) for name, box, part in tensors(engine.head.model) if part.numel()]
         assert held
         gaps = [part - expected[n][tuple(slice(a, b) for a, b in box)] for n, box, part in held]
         found[role] = max(float(gap.abs().max()) for gap in gaps if gap.numel())

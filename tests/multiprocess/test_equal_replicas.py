@@ -15,6 +15,11 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed, pytest.mark.timeo
 
 CASES = {
     "replicas with adapters": {"plan": plan(2), "lora": True, "parts_on": 1},
+    "replicas of quantized weights": {
+        "plan": plan(2, changed={"actor.generate": {"mesh": "1", "engine": "transformers", "dp": 1}}),
+        "lora": True,
+        "quantized": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    },
     "zero 2": {"plan": plan(2, stage=2)},
     "zero 3": {"plan": plan(2, stage=3)},
     "tensor parallel": {"plan": plan(2, changed={n: split("0-1", tp=2) for n in CALLS}), "lora": True, "parts_on": 1},

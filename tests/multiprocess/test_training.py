@@ -118,9 +118,19 @@ def test_the_launchers_offload_and_precision_are_the_engines(run: Callable[..., 
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.vllm)])
 def test_an_adapter_trains_and_is_saved(run: Callable[..., Path], tmp_path: Path, stage: int) -> None:
-    two = run("train.py", 2, {**STEPS, "lora": True, "plan": plan(2, stage=stage)}, "two")
+    """Under ZeRO-3 with vLLM, which gets the layers with adapters alone after its first load."""
+    options: dict[str, Any] = {**STEPS, "lora": True, "plan": plan(2, stage=stage)}
+    if stage == 3:
+        options["generation_engine"] = "vllm"
+        options["plan"]["calls"]["actor.generate"] = {"mesh": "0-1", "engine": "vllm", "dp": 2}
+    two = run("train.py", 2, options, "two")
+    if stage == 3:
+        fused = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+        adapted = sum(p.nbytes for name, p in tiny.policy().named_parameters() if name.endswith(fused))
+        told = [json.loads((two / f"rank-{rank}.json").read_text())["sent"] for rank in (0, 1)]
+        assert told == [{"actor.generate": adapted}] * 2
     assert abs(log(two)[-1]["objective/kl"]) > 1e-4
     saved = load_file(two / "final" / "adapter_model.safetensors")
     kept = load_file(two / "weights.safetensors")
@@ -128,6 +138,32 @@ def test_an_adapter_trains_and_is_saved(run: Callable[..., Path], tmp_path: Path
         torch.equal(tensor, kept["policy." + name.replace(".weight", ".default.weight")])
         for name, tensor in saved.items()
     )
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+BASE_APART = plan(2, actor="0", critic="0", reference="1", reward="1")
+BASE_APART["calls"]["actor.generate"]["mesh"] = "1"
+
+
+def test_qlora_on_two_processes_trains_as_on_one(run: Callable[..., Path], tmp_path: Path) -> None:
+    """As replicas, and with the generation and the reference, of one base, on the process that does not train."""
+    options = {**STEPS, "lora": True, "quantized": NF4, "save_strategy": "no", "max_steps": 3}
+    alone = run("train.py", 1, {**options, "per_device_train_batch_size": 8}, "alone")
+    assert abs(log(alone)[-1]["objective/kl"]) > 1e-4
+    for name, how in (("replicas", plan(2)), ("apart", BASE_APART)):
+        two = run("train.py", 2, {**options, "plan": how}, name)
+        close(log(alone), [{k: v for k, v in row.items() if not k.startswith("realloc/")} for row in log(two)])
+        assert_equal_adapters(two, alone)
+    base = sum(parameter.nbytes for parameter in tiny.quantized(tmp_path, **NF4).parameters())
+    adapters = sum(tensor.nbytes for tensor in load_file(alone / "final" / "adapter_model.safetensors").values())
+    held = json.loads((two / "rank-1.json").read_text())["held"]
+    assert base <= held <= base + adapters, "the reference and the generation have one base"
+
+
+def assert_equal_adapters(first: Path, second: Path) -> None:
+    one, other = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (first, second))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_rank_loads_only_the_models_that_its_calls_use(run: Callable[..., Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ def main() -> None:
     given: dict[str, Any] = {}
     if options.pop("lora", False):
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if bits := options.pop("quantized", None):
+        given["model"] = tiny.quantized(folder / f"base-{os.environ.get('RANK', '0')}", **bits)
     if options.pop("by_path", False):
         given |= {"model": str(folder.parent / "policy"), "reward_model": str(folder.parent / "reward")}
         if (folder.parent / "critic").exists():
@@ -58,7 +61,9 @@ def main() -> None:
             "offload": str(getattr(engine.zero_offload_optimizer(), "device", None)),
             "bf16": engine.bfloat16_enabled(),
         }
-    (folder / f"rank-{rank}.json").write_text(json.dumps({"here": here, "deepspeed": settings, "held": held}))
+    sent = {call: getattr(engine, "sent_bytes", None) for call, engine in made.placement.generators.items()}
+    record = {"here": here, "deepspeed": settings, "held": held, "sent": sent}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(record))
     if rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
         (folder / "log.json").write_text(json.dumps(tiny.updates(made)))

@@ -17,6 +17,7 @@ from trl import ModelConfig
 from trl_realloc import GRPOConfig
 from trl_realloc.cli.recipe_parser import RecipeError, parse_recipe
 from trl_realloc.cli.train import RunArguments, imported, main
+from trl_realloc.common.errors import PlanError
 from trl_realloc.planner.recipe.defaults import algorithm_of
 from trl_realloc.planner.recipe.recipe import read_recipe_settings
 
@@ -71,9 +72,12 @@ def test_a_recipe_alone_trains_a_model(tmp_path: Path, recipe: str) -> None:
     assert state["global_step"] == 2 and (tmp_path / "run" / saved).exists()
 
 
-def test_a_recipe_of_ppo_alone_trains_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "adapters", ["", ", load_in_4bit: true, use_peft: true, lora_target_modules: [q_proj, v_proj]"]
+)
+def test_a_recipe_of_ppo_alone_trains_a_model(tmp_path: Path, adapters: str) -> None:
     """By a data set on disk, a reward model, a reward function and a critic of its own."""
-    tiny.policy(max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    tiny.policy(max_position_embeddings=512, hidden_size=64).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     tiny.classifier(max_position_embeddings=512).save_pretrained(tmp_path / "reward")
     DatasetDict(train=Dataset.from_dict({"prompt": ["w5 w6"] * 8})).save_to_disk(str(tmp_path / "data"))
@@ -83,12 +87,23 @@ def test_a_recipe_of_ppo_alone_trains_a_model(tmp_path: Path) -> None:
         f"""{{sft_model_path: {tmp_path}/model, reward_model_path: {tmp_path}/reward, reward_funcs: [short.reward],
         value_model_path: {tmp_path}/reward, dataset_name: {tmp_path}/data, plan: flatten, response_length: 4,
         generation_engine: transformers, per_device_train_batch_size: 2, gradient_accumulation_steps: 1, max_steps: 1,
-        num_mini_batches: 1, num_sample_generations: 0, output_dir: {tmp_path}/run, use_cpu: true, bf16: false}}"""
+        num_mini_batches: 1, num_sample_generations: 0, output_dir: {tmp_path}/run, use_cpu: true, bf16: false
+        {adapters}}}"""
     )
     tiny.forget_accelerate()
     main(["ppo", "--config", str(recipe)])
     tiny.forget_accelerate()
-    assert (tmp_path / "run" / "model.safetensors").exists()
+    (saved,) = (tmp_path / "run").glob("*model.safetensors")
+    assert saved.name == ("adapter_model.safetensors" if adapters else "model.safetensors")
+
+
+@pytest.mark.parametrize("setting", ["load_in_4bit", "load_in_8bit"])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+def test_a_run_of_quantized_weights_without_adapters_is_refused(tmp_path: Path, algorithm: str, setting: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{{output_dir: {tmp_path}/run, use_cpu: true, bf16: false, {setting}: true}}")
+    with pytest.raises(PlanError, match=f"^{setting}: quantized weights are not trained.*; set use_peft: true"):
+        main([algorithm, "--config", str(recipe)])
 
 
 @pytest.mark.parametrize(

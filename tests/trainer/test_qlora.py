@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import tiny
 import tiny_groups
 import torch
+from huggingface_hub import HfApi, RepoUrl
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -35,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-def quantized(folder: Path, settings: BitsAndBytesConfig = NF4) -> Any:
+def quantized(folder: Path, settings: BitsAndBytesConfig | None = NF4) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=torch.float32)
 
 
@@ -67,6 +71,46 @@ def test_the_adapter_trains_over_weights_that_stay_and_is_saved_as_peft_saves_it
     with again.disable_adapter():
         assert not torch.allclose(logits(again), logits(policy), atol=1e-3), "the adapter has not learned"
     assert not list((tmp_path / "saved").glob("model*.safetensors"))
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("GRPO", None), ("GRPO", NF4), ("PPO", NF4)])
+def test_what_is_saved_and_pushed_to_the_hub_is_what_peft_writes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: BitsAndBytesConfig | None
+) -> None:
+    """The Hub's answers are made up; each uploaded folder is kept as it was at its upload."""
+    uploads: dict[str, Path] = {}
+
+    def upload_folder(api: HfApi, *, folder_path: str, commit_message: str, **rest: Any) -> Future[str]:
+        ignored = shutil.ignore_patterns(*rest.get("ignore_patterns") or ())
+        uploads[commit_message] = tmp_path / "uploads" / str(len(uploads))
+        shutil.copytree(folder_path, uploads[commit_message], ignore=ignored)
+        (done := Future[str]()).set_result("")
+        return done
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(HfApi, "create_repo", lambda *a, **rest: RepoUrl("https://huggingface.co/somebody/policy"))
+    model = quantized(folder, settings)
+    model.name_or_path = model.config._name_or_path = "somebody/base"
+    hub = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "save_strategy": "steps", "save_steps": 1}
+    of_kind = tiny if kind == "PPO" else tiny_groups
+    made: Any = of_kind.trained(
+        tmp_path / "run", given={"model": model, "peft_config": lora()}, max_steps=1, hub_token="made up", **hub
+    )
+    made.save_model(str(tmp_path / "saved"))
+    assert list(uploads) == ["Training in progress, step 1", "Training in progress, step 1, checkpoint", "Model save"]
+    policy = made.policy_model if kind == "PPO" else made.model
+    policy.save_pretrained(tmp_path / "by PEFT")
+    config = json.loads((tmp_path / "by PEFT" / "adapter_config.json").read_text())
+    for at in (*uploads.values(), tmp_path / "saved", tmp_path / "run" / "checkpoint-1"):
+        assert json.loads((at / "adapter_config.json").read_text()) == config
+        assert "base_model: somebody/base" in (at / "README.md").read_text()
+        assert [path.name for path in at.glob("*.safetensors")] == ["adapter_model.safetensors"]
+        assert not [path for path in at.glob("*.bin") if path.name != "training_args.bin"]
+        again = PeftModel.from_pretrained(quantized(folder, settings), at)
+        torch.testing.assert_close(logits(again), logits(policy), atol=1e-5, rtol=1e-5)
+    at = uploads["Model save"]
+    folders = {str(path.parent.relative_to(at)) for path in at.rglob("*.safetensors")}
+    assert folders == ({".", "value_model"} if kind == "PPO" else {"."})
 
 
 def in_small_micro_batches() -> dict[str, Any]:

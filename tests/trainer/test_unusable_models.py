@@ -5,6 +5,7 @@ Those that are given by path and damaged, or of the wrong role, are in `test_bad
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
+from trl_realloc.common.errors import PlanError
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.plan.cluster import Cluster
+from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.checks.model_checks import check_adapter_kind, why_not_this_model
+from trl_realloc.trainer.checks.plan_checks import check_unsplit
 
 
 def quantized(argument: str) -> dict[str, Any]:
@@ -50,6 +54,16 @@ def bits(model: Any, **settings: Any) -> Any:
 def qlora(load_in_4bit: bool = False, load_in_8bit: bool = False, **settings: Any) -> dict[str, Any]:
     model = bits(tiny.policy(), load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
     return {"model": model, "peft_config": LoraConfig(task_type="CAUSAL_LM", **settings)}
+
+
+def qlora_path(folder: Path) -> dict[str, Any]:
+    """A policy by path."""
+    tiny.policy().save_pretrained(folder)
+    return {
+        **qlora(load_in_4bit=True),
+        "model": str(folder),
+        "quantization_config": BitsAndBytesConfig(load_in_4bit=True),
+    }
 
 
 def planned(**settings: object) -> dict[str, Any]:
@@ -116,9 +130,13 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda at: {**qlora(load_in_4bit=True), "plan": planned(engine="megatron")},
         "actor.train has engine megatron, and the policy's quantized weights can be neither split nor sharded",
     ),
-    "QLoRA under ZeRO": (
-        lambda at: {**qlora(load_in_4bit=True), "plan": planned(zero_stage=3)},
+    "QLoRA by path under ZeRO": (
+        lambda at: {**qlora_path(at), "plan": planned(zero_stage=3)},
         "actor.train has zero_stage: 3, and the policy's quantized weights can be neither split nor sharded",
+    ),
+    "a setting for loading a loaded policy": (
+        lambda at: {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "peft_config": LoraConfig()},
+        "quantization_config is for a policy passed by name, and model is loaded already",
     ),
     "a quantized critic": (lambda at: quantized("value_model"), "value_model is quantized"),
     "a quantized reference": (lambda at: {"ref_model": quantized("model")["model"]}, "ref_model is quantized"),
@@ -160,6 +178,29 @@ def test_a_model_that_no_engine_can_use_is_refused_in_a_sentence(tmp_path: Path,
     plan = {"plan": plan} if (plan := given.pop("plan", None)) else {}
     with pytest.raises(ValueError, match=told):
         tiny.trainer(tmp_path, given=given, **plan)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        *(({"dp": 2, "zero_stage": stage}, f"zero_stage: {stage}") for stage in (1, 2, 3)),
+        ({"engine": "megatron", "dp": 2}, "engine megatron"),
+        ({"engine": "megatron", "dp": 1, "tp": 2}, "tp: 2"),
+        ({"engine": "megatron", "dp": 1, "pp": 2}, "pp: 2"),
+        ({"dp": 2}, None),
+        ({"engine": "vllm", "dp": 1, "tp": 2}, None),
+    ],
+)
+def test_quantized_weights_are_neither_split_nor_sharded(settings: dict[str, Any], told: str | None) -> None:
+    plan = flatten(Cluster(1, 2), generation_engine="vllm").to_dict()
+    call = "actor.generate" if settings.get("engine") == "vllm" else "actor.train"
+    plan["calls"][call] = {**plan["calls"][call], **settings}
+    assignment = ExecutionPlan.from_dict(plan)[call]
+    expected = pytest.raises(
+        PlanError, match=f"^{call} has {told}, .* use engine zero with zero_stage: 0, as plan: flat"
+    )
+    with expected if told is not None else contextlib.nullcontext():
+        check_unsplit(call, assignment)
 
 
 def test_adapters_that_can_be_merged_are_taken_and_others_are_not() -> None:

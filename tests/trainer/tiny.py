@@ -11,7 +11,13 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from trl_realloc import PPOConfig, PPOTrainer
 
@@ -50,6 +56,14 @@ def config(**changes: Any) -> LlamaConfig:
 def policy(seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config(**changes))
+
+
+def quantized(folder: Path, seed: int = 0, **settings: Any) -> Any:
+    """The policy as bitsandbytes quantizes it, by the settings of `BitsAndBytesConfig`. It is saved in the folder."""
+    policy(seed, hidden_size=64, initializer_range=0.1).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=BitsAndBytesConfig(**settings), dtype=torch.float32
+    )
 
 
 def classifier(seed: int = 1, **changes: Any) -> Any:

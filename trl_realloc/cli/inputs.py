@@ -21,9 +21,6 @@ from ..planner.recipe.recipe import POLICY, Recipe, read_recipe_settings
 from ..trainer.checks.unfollowed_settings import Then, unfollowed_by_recipe
 
 
-QUANTIZED = ("load_in_4bit", "load_in_8bit")
-
-
 def plan_file(path: str) -> ExecutionPlan:
     """The plan in a file: for GRPO and RLOO if it only has their calls, otherwise for PPO.
 
@@ -70,12 +67,10 @@ def accelerate_trains(recipe: Recipe) -> str | None:
         PlanError: a run of the recipe would refuse a setting.
     """
     settings = read_recipe_settings(recipe.path)
-    # besides those of `unfollowed_settings`; adapters over quantized weights are trained by the engines
-    quantized = QUANTIZED if recipe.algorithm == "ppo" or not settings.get("use_peft") else ()
-    by_accelerate = [name for name in ("fsdp", *quantized) if settings.get(name)]
-    refused = [f"PPO is not trained under {name}; leave it out." for name in by_accelerate if recipe.algorithm == "ppo"]
+    sharded, is_ppo = bool(settings.get("fsdp")), recipe.algorithm == "ppo"  # no row of `unfollowed_settings`
+    refused = ["PPO is not trained under fsdp; leave it out."] if sharded and is_ppo else []
     reasons = [*unfollowed_by_recipe(settings, recipe.algorithm, Then.ACCELERATE)]
-    reasons += [f"{name} is set" for name in by_accelerate]
+    reasons += ["fsdp is set"] if sharded else []
     if not reasons:
         refused += unfollowed_by_recipe(settings, recipe.algorithm, Then.REFUSE)
     Problems(f"{recipe.path}: {sentence}" for sentence in refused).refuse()

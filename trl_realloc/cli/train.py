@@ -21,11 +21,10 @@ from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from ..common.errors import shown, suggest
-from ..planner.recipe.defaults import init_kwargs
+from ..planner.recipe.defaults import init_kwargs, quantization_of
 from ..trainer.grpo_trainer import GRPOTrainer, RLOOTrainer
 from ..trainer.ppo_config import PPOConfig
 from ..trainer.ppo_trainer import PPOTrainer
-from .inputs import QUANTIZED
 from .recipe_parser import CONFIGS, RecipeError, parse_recipe, run
 
 
@@ -68,14 +67,17 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         RecipeError: the recipe cannot be read, or does not name what a run needs.
+        PlanError: see `quantization_of`.
     """
     algorithm, *words = arguments
     script, args, model = parse_recipe((RunArguments, CONFIGS[algorithm], ModelConfig), words)
     folder = Path(words[words.index("--config") + 1]).resolve().parent
     sys.path += [str(folder), str(folder.parent)]
+    quantization_of({**vars(model), "model_init_kwargs": getattr(args, "model_init_kwargs", None)})  # or refuses
     rewards = [_reward(name) for name in script.reward_funcs or ()]
     train_dataset, eval_dataset = _data(script)
     common: dict[str, Any] = {"args": args, "train_dataset": train_dataset, "peft_config": get_peft_config(model)}
+    common["quantization_config"] = get_quantization_config(model)
     trainer: Any
     if algorithm == "ppo":
         trainer = _ppo_trainer(script, model, rewards, eval_dataset=eval_dataset, **common)
@@ -92,7 +94,6 @@ def main(arguments: Sequence[str]) -> None:
             model=model.model_name_or_path,
             reward_funcs=rewards,
             eval_dataset=eval_dataset if args.eval_strategy != "no" else None,
-            quantization_config=get_quantization_config(model),
             **common,
         )
     trainer.train()
@@ -104,8 +105,6 @@ def main(arguments: Sequence[str]) -> None:
 def _ppo_trainer(script: RunArguments, model: ModelConfig, rewards: list[Any], *, args: PPOConfig, **rest: Any) -> Any:
     if further := sorted(_loading(model)):
         raise RecipeError(f"{' and '.join(further)}: PPO loads models by their own settings; load them in a script.")
-    if quantized := [name for name in QUANTIZED if getattr(model, name)]:
-        raise RecipeError(f"{' and '.join(quantized)}: PPO takes a quantized policy from a script alone; leave it out.")
     policy = model.model_name_or_path or args.sft_model_path
     path = script.reward_model_name_or_path or args.reward_model_path
     is_given = path != next(field.default for field in dataclasses.fields(args) if field.name == "reward_model_path")

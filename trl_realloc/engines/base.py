@@ -238,7 +238,8 @@ class ScoringEngine(Protocol):
 
     def source_digests(self) -> SourceDigests:
         """Digests of the parameters that training does not change, by checkpoint name: each tensor's are those of the
-        tensors that `export` computes it from. Empty if the ranks hold parts of the parameters."""
+        tensors that `export` computes it from. Collective over the mesh if its ranks hold partitions (ZeRO-3). Empty if
+        they hold parts by tensor or pipeline parallelism."""
 
     def export(
         self,

@@ -54,6 +54,7 @@ from .trainer_inputs import TrainerInputs
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import BitsAndBytesConfig
 
 
 logger = logging.get_logger(__name__)
@@ -94,6 +95,8 @@ class PPOTrainer(TrlSurface):
             The tokenizer of each reward model; `None` for the policy's tokenizer.
         reallocation_plugin ([`ReallocationPlugin`], *optional*):
             Settings of reallocations and of the planner that `args` does not have; by default the environment's.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            Quantizes a policy passed by name, for training with a `peft_config` (QLoRA). TRL's `GRPOTrainer` has it.
     """
 
     _data_begins = 0  # update at which this run started to read its data
@@ -114,6 +117,7 @@ class PPOTrainer(TrlSurface):
         peft_config: PeftConfig | None = None,
         reward_processing_classes: Any = None,
         reallocation_plugin: ReallocationPlugin | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
     ) -> None:
         check_config(args)
         if (method := own_optimizer(type(self))) is not None:
@@ -137,6 +141,7 @@ class PPOTrainer(TrlSurface):
             optimizers=optimizers,
             peft_config=peft_config,
             reward_processing_classes=reward_processing_classes,
+            quantization_config=quantization_config,
         )
         request = read_plan_request(args, self.plugin, world, model, args.ppo_settings().graph)
         alarm = Alarm(watch(self.plugin.heartbeat_timeout or 0.0) if world.num_processes > 1 else None)

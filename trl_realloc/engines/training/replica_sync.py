@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..base import EngineError
 from ..device import group_device
 from ..mesh_group import COLLECTIVE_BYTES, MeshGroup, in_buckets
+from ..quantized import quantized_layers, stored
 from ..weight_digest import digest
 from .deepspeed_compat import is_partitioned
 from .weight_source import source_of
@@ -31,13 +32,26 @@ _ByteRange = tuple[int, int, int]  # number of a tensor, first byte, end
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers that have memory in this process, by name. Parameters that DeepSpeed has
-    partitioned are left out: their partitions come from one rank, so they are consistent."""
+    """The parameters, persistent buffers and scales of quantized weights that have memory in this process, by name.
+    Parameters that DeepSpeed has partitioned are left out: their partitions come from one rank, so they are
+    consistent."""
     parameters = dict(model.named_parameters())
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: t for name, t in model.state_dict().items() if name not in parameter_names and torch.is_tensor(t)}
-    named = {name: p.data for name, p in parameters.items() if not is_partitioned(p)} | buffers
+    layers = dict(quantized_layers(model))
+    buffers = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        # bitsandbytes makes some tensors of a quantized layer anew for its state dict
+        if name not in parameter_names and torch.is_tensor(tensor) and not _is_of(name, layers)
+    }
+    scales = {f"{name}.{n}": t for name, layer in layers.items() for n, t in enumerate(stored(layer)) if n}
+    named = {name: p.data for name, p in parameters.items() if not is_partitioned(p)} | buffers | scales
     return {name: tensor for name, tensor in named.items() if not tensor.is_meta and tensor.numel()}
+
+
+def _is_of(name: str, layers: Mapping[str, nn.Module]) -> bool:
+    """True if a tensor of a state dict is of one of these layers: `weight.absmax`, `SCB` and the like."""
+    return name.rpartition(".")[0] in layers or name.partition(".weight.")[0] in layers
 
 
 def equalize(model: nn.Module | None, group: MeshGroup, role: str) -> list[str]:

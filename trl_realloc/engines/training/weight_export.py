@@ -43,7 +43,7 @@ class _Weight:
     def stored(self, source: nn.Parameter) -> list[Tensor]:
         """The tensors with a source's values."""
         is_packed = self.quantized is not None and source is self.quantized.weight
-        return stored(self.quantized) if is_packed else [source.detach()]
+        return stored(self.quantized) if is_packed else [source]
 
     def bytes(self, full_bytes: Callable[[nn.Parameter], int]) -> int:
         # in float32, as which it is computed
@@ -85,11 +85,20 @@ def buckets(
         yield checkpoint_names(model, list(others.items()))
 
 
-def source_digests(model: PreTrainedModel) -> SourceDigests:
-    """See `base.ScoringEngine.source_digests`."""
+def source_digests(
+    model: PreTrainedModel,
+    digest_of: Callable[[Tensor], Tensor] = digest,
+    values_of: Callable[[Sequence[Tensor]], list[int]] = numbers,
+) -> SourceDigests:
+    """See `base.ScoringEngine.source_digests`.
+
+    Args:
+        digest_of: digest of a tensor, or of this rank's partition of it.
+        values_of: the digests of the tensors as numbers, from all results of `digest_of`.
+    """
     frozen = [weight for weight in _weights(model) if not any(p.requires_grad for p in weight.sources)]
     tensors = [[tensor for source in weight.sources for tensor in weight.stored(source)] for weight in frozen]
-    values = iter(numbers([digest(tensor) for sources in tensors for tensor in sources]))
+    values = iter(values_of([digest_of(tensor) for sources in tensors for tensor in sources]))
     digests = {w.name: tuple(itertools.islice(values, len(t))) for w, t in zip(frozen, tensors, strict=True)}
     return {name: digests[weight.name] for weight, stored in _with_names(model, frozen) for name in stored}
 
@@ -97,7 +106,7 @@ def source_digests(model: PreTrainedModel) -> SourceDigests:
 def _with_names(model: PreTrainedModel, weights: Iterable[_Weight]) -> Iterator[tuple[_Weight, frozenset[str]]]:
     """Each weight with the names of the tensors that it is in a checkpoint."""
     weights = list(weights)
-    empty = [(w.name, torch.empty(w.sources[0].shape, device="meta")) for w in weights]
+    empty = [(w.name, torch.empty(full_shape(w.sources[0]), device="meta")) for w in weights]
     kept = {name for name, _ in checkpoint_names(model, empty)}
     for weight, item in zip(weights, empty, strict=True):
         # a tensor at a time takes 1 ms

@@ -45,7 +45,15 @@ from .replicated import whole_parts
 from .weight_export import buckets, check_names, source_digests, specs_of, whole_pieces
 from .weight_source import fill, source_of
 from .zero_gradients import GradientMemory, check_gradients, loss_scale, set_loss_scale
-from .zero_partition import has_plain_partitions, partition_loaded, partition_of, partition_pieces, partition_unread
+from .zero_partition import (
+    has_plain_partitions,
+    partition_digest,
+    partition_loaded,
+    partition_of,
+    partition_pieces,
+    partition_unread,
+    summed_digests,
+)
 from .zero_setup import Topology, cast_parameters, deepspeed_config, parameter_dtype, unify_trained
 
 
@@ -230,7 +238,12 @@ class ZeroEngine:
         self.version += 1
 
     def source_digests(self) -> SourceDigests:
-        return source_digests(self.head.model) if self.stage < 3 else {}
+        if self.stage < 3:
+            return source_digests(self.head.model)
+        if not self._sends_partitions:
+            return {}
+        digest_of, values_of = partial(partition_digest, group=self.group), partial(summed_digests, group=self.group)
+        return source_digests(self.head.model, digest_of, values_of)
 
     def export(
         self,

@@ -17,6 +17,7 @@ from ...realloc.layout import Box, whole
 from ..mesh_group import MeshGroup, in_buckets
 from ..parameter_pieces import Piece
 from ..training_state import flat_cells
+from ..weight_digest import part_digest
 from .deepspeed_compat import Partitioner, full_bytes, full_numel, full_shape, partition
 from .weight_source import reading, source_of, to_device
 from .zero_setup import Topology, cast_parameters, parameter_dtype
@@ -82,6 +83,23 @@ def partition_of(parameter: nn.Parameter, group: MeshGroup) -> list[tuple[Box, T
     """This rank's boxes of a partitioned parameter, as views of DeepSpeed's partition."""
     flat = partition(parameter)
     return flat_cells(full_shape(parameter), group.index * flat.numel(), flat)
+
+
+def partition_digest(parameter: nn.Parameter, group: MeshGroup) -> Tensor:
+    """The contribution of this rank's partition to the parameter's digest, on the partition's device."""
+    shape = full_shape(parameter)
+    digests = [part_digest(cell, box, shape) for box, cell in partition_of(parameter, group)]
+    return torch.stack(digests).sum() if digests else torch.zeros((), dtype=torch.int64, device=group.device)
+
+
+def summed_digests(digests: Sequence[Tensor], group: MeshGroup) -> list[int]:
+    """The digests of the parameters, from those of this rank's partitions. Collective over the mesh."""
+    if not digests:
+        return []
+    sums = torch.stack([digest.to(group.device) for digest in digests])
+    group.sum_([sums])
+    values: list[int] = sums.tolist()
+    return values
 
 
 def partition_pieces(
@@ -153,4 +171,12 @@ def has_plain_partitions(settings: Mapping[str, Any]) -> bool:
     return not (swaps or quantizes or zero.get("zero_hpz_partition_size", 1) > 1)
 
 
-__all__ = ["has_plain_partitions", "partition_loaded", "partition_of", "partition_pieces", "partition_unread"]
+__all__ = [
+    "has_plain_partitions",
+    "partition_digest",
+    "partition_loaded",
+    "partition_of",
+    "partition_pieces",
+    "partition_unread",
+    "summed_digests",
+]

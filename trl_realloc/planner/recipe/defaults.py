@@ -171,7 +171,7 @@ def quantization_of(settings: Mapping[str, Any]) -> Quantization | None:
     """The format in which a recipe quantizes its policy: by TRL's settings, or by `model_init_kwargs`.
 
     Raises:
-        PlanError: the settings exclude each other.
+        PlanError: the settings exclude each other, or the recipe trains no adapters.
     """
     settings = {**LOADING, **settings}
     chosen = [name for name in ("load_in_4bit", "load_in_8bit") if settings[name]]
@@ -180,7 +180,11 @@ def quantization_of(settings: Mapping[str, Any]) -> Quantization | None:
         others = ["quantization_config"] if given is not None else []
         raise PlanError(f"{' and '.join([*chosen, *others])} are both set; keep one of them.")
     nested = {"bnb_4bit_use_double_quant": settings["use_bnb_nested_quant"]}
-    return Quantization.of(given if given is not None else {**nested, **dict.fromkeys(chosen, True)})
+    found = Quantization.of(given if given is not None else {**nested, **dict.fromkeys(chosen, True)})
+    if found is not None and not settings.get("use_peft"):
+        name = "quantization_config" if given is not None else chosen[0]
+        raise PlanError(f"{name}: quantized weights are not trained, only adapters over them; set use_peft: true.")
+    return found
 
 
 def init_kwargs(setting: object) -> Mapping[str, Any]:

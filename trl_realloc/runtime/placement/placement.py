@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 
-from ...engines.base import GenerationEngine, ScoringEngine, TrainingEngine
+import torch
+
+from ...engines.base import GenerationEngine, ScoringEngine, SourceDigests, TrainingEngine
 from ...engines.child_process import die_with_launcher
 from ...engines.device import free_bytes, is_accelerator, release_cached_memory
 from ...engines.mesh_group import MeshGroup
@@ -329,13 +331,26 @@ class Placement:
         is_stale = generator is not None and generator.version != source.version
         if not self.group(home).max(int(is_stale)):
             return
-        stream = source.export()
+        frozen = source.source_digests()
+        stale_generator = generator if is_stale else None
+        stream = source.export(without=self._kept_everywhere(home, frozen, stale_generator))
         try:
-            if is_stale and generator is not None:
-                generator.load(stream, source.version)
+            if stale_generator is not None:
+                stale_generator.load(stream, source.version, frozen)
         finally:
             for _ in stream:  # every rank must take part in the gathering, also one whose engine failed
                 pass
+
+    def _kept_everywhere(self, home: str, frozen: SourceDigests, generator: GenerationEngine | None) -> Collection[str]:
+        """The tensors that every rank's generation engine has, where `generator` is this rank's if it is stale.
+        Collective over the training's mesh."""
+        if not frozen:
+            return ()
+        kept = frozenset(frozen) if generator is None else generator.kept(frozen)
+        group = self.group(home)
+        lacking = torch.tensor([name not in kept for name in frozen], dtype=torch.int64, device=group.device)
+        group.sum_([lacking])
+        return [name for name, count in zip(frozen, lacking.tolist(), strict=True) if not count]
 
     def forget_copies(self) -> None:
         """Mark every copy of trained parameters stale. For training engines that were loaded with other parameters,

@@ -97,8 +97,13 @@ def check_quantized(
         quantization_config: setting for loading a policy passed by name.
 
     Raises:
-        ModelError: see `quantized_obstacles`.
+        ModelError: see `quantized_obstacles`; or the policy is loaded, and there is a setting for loading it.
     """
+    if quantization_config is not None and not isinstance(model, str):
+        raise ModelError(
+            "quantization_config is for a policy passed by name, and model is loaded already; load it with the "
+            "quantization_config, or pass its name."
+        )
     policy = config if isinstance(model, str) else model
     for obstacle in quantized_obstacles(policy, peft_config, quantization_config):
         raise ModelError(obstacle.refusal)

@@ -145,7 +145,7 @@ def check_unsplit(call: str, assignment: Assignment) -> None:
     if split or assignment.engine == "megatron":
         raise PlanError(
             f"{call} has {split or 'engine megatron'}, and the policy's quantized weights can be neither split nor "
-            f"sharded; use engine zero with zero_stage: 0, as plan: flatten does."
+            f"sharded; use engine zero with zero_stage: 0, as plan: flatten does if the launch has no DeepSpeed config."
         )
 
 

@@ -106,7 +106,7 @@ def _check_inputs(
     model, ref_model, value_model = inputs.model, inputs.ref_model, inputs.value_model
     model_checks.check_models(model, ref_model, value_model, inputs.rewards)
     model_checks.check_adapters(args, model, inputs.peft_config)
-    check_quantized(model, request.policy_config, inputs.peft_config)
+    check_quantized(model, request.policy_config, inputs.peft_config, inputs.quantization_config)
     tokens = input_checks.special_tokens(args, inputs.processing_class)
     config = request.policy_config if isinstance(model, str) else read_config(model, "model")
     check_optimizer(args, inputs.optimizer, inputs.scheduler, {"model": model, "value_model": value_model})
