@@ -166,7 +166,7 @@ def sentence(row: Row, text: str) -> str:
         "start": "starting|loading",
         "measuring": "starting|measuring|of update",
         "replan": "move to",
-        "tool": "actor.generate",
+        "tool": "actor.generate|(of|after) update",
         "reset": "of update",
     }
     where = call.get(row.moment, re.escape(row.moment.replace("reallocation", "actor.generate")))
