@@ -92,9 +92,9 @@ def test_a_stage_that_scores_keeps_a_hidden_state_for_each_stage(monkeypatch: py
     pipeline = StagePipeline(head, MeshGroup((0, 1, 2), 0), CPU, hidden=head.model.config.hidden_size)
     monkeypatch.setattr(dist, "isend", Sent)
 
-    def call(work: Any) -> torch.Tensor:
+    def call(work: Any) -> Any:
         ran.append(len(ran))
-        return torch.zeros(1, 1, pipeline.hidden)
+        return torch.zeros(1, 1, pipeline.hidden), {}
 
     micros = [PackedSamples(rollouts(4).select([at % 4])) for at in range(9)]
     run_pipeline(StageWork(pipeline, micros, lambda at, outputs: torch.zeros(()), call), trains=False)
@@ -169,7 +169,8 @@ def messages_of(rank: int, size: int, models: list[Routes], orders: Orders, has_
         route, count = next(pair for pair in routes if rank in pair[0])
         pipeline = StagePipeline(HEAD, MeshGroup(route, rank), CPU, hidden=1)
         micros = [PackedSamples(SAMPLE)] * count
-        works.append(StageWork(pipeline, micros, lambda at, out: torch.zeros(()), lambda work: torch.zeros(1, 1, 1)))
+        call: Callable[[Any], Any] = lambda work: (torch.zeros(1, 1, 1), {})  # noqa: E731
+        works.append(StageWork(pipeline, micros, lambda at, outputs: torch.zeros(()), call))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "isend", message(True))
         patched.setattr(dist, "irecv", message(False))
