@@ -164,12 +164,14 @@ def messages_of(rank: int, size: int, models: list[Routes], orders: Orders, has_
     def message(is_sent: bool) -> Callable[..., Done]:
         return lambda tensor, peer, group, tag: [came.append((is_sent, peer, tag)), Done()][1]
 
+    def call(work: Any) -> Any:
+        return torch.zeros(1, 1, 1), {}
+
     works = []
     for routes in models:
         route, count = next(pair for pair in routes if rank in pair[0])
         pipeline = StagePipeline(HEAD, MeshGroup(route, rank), CPU, hidden=1)
         micros = [PackedSamples(SAMPLE)] * count
-        call: Callable[[Any], Any] = lambda work: (torch.zeros(1, 1, 1), {})  # noqa: E731
         works.append(StageWork(pipeline, micros, lambda at, outputs: torch.zeros(()), call))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "isend", message(True))
