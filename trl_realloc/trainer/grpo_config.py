@@ -118,7 +118,8 @@ class GRPOConfig(GenerationSettings, TRLGRPOConfig):
             Maximum number of functions in `tools` that each process runs at once. `1`: one after the other in the main
             thread, as in TRL. With more, the functions must allow calls from several threads. Async tools and methods
             of environments, of which each completion has an instance, run at once in any case, unless this is `0`: then
-            the methods run in the main thread too. No effect if Accelerate trains.
+            the methods run in the main thread too. With `max_staleness` all run in threads, and `0` is refused. No
+            effect if Accelerate trains.
         tool_timeout (`float`, *optional*):
             Timeout in seconds of a tool call. The model then reads an error, as if the tool had raised it; a function
             that is no coroutine goes on in a thread. Default: no timeout.
