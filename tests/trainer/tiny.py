@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -60,7 +61,10 @@ def policy(seed: int = 0, **changes: Any) -> Any:
 
 def quantized(folder: Path, seed: int = 0, **settings: Any) -> Any:
     """The policy as bitsandbytes quantizes it, by the settings of `BitsAndBytesConfig`. It is saved in the folder."""
-    policy(seed, hidden_size=64, initializer_range=0.1).save_pretrained(folder)
+    whole = policy(seed, hidden_size=64, initializer_range=0.1)
+    whole.config.save_pretrained(folder)
+    # in a job `save_pretrained` of a model writes on rank 0 alone
+    save_file(whole.state_dict(), folder / "model.safetensors", {"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=BitsAndBytesConfig(**settings), dtype=torch.float32
     )
