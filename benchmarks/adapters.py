@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import statistics
 import sys
@@ -136,9 +137,17 @@ def model_folder(name: str, scratch: Path) -> Path:
     return scratch / "toy"
 
 
+def merge(path: Path, model: str, row: dict[str, Any]) -> None:
+    """Put a row in the file, in place of that of the same kind."""
+    known = json.loads(path.read_text())["rows"] if path.is_file() else []
+    of = {each["kind"]: each for each in [*known, {**row, "commit": result_file.commit()}]}
+    about = {"hardware": result_file.about()["hardware"], "model": model}
+    result_file.write(path, {**about, "rows": [of[kind] for kind in KINDS if kind in of]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="put each row in this file, in place of that of the same kind")
     parser.add_argument("--model", default="runs/smollm2/model", help="folder of SmolLM2, which is made; or toy")
     parser.add_argument("--updates", type=int, default=3, help="timed updates of each kind")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
@@ -152,6 +161,8 @@ def main() -> None:
             for number, kind in enumerate(asked.kinds):
                 rows.append(row(engine, folder, kind, asked.updates, 100 * number))
                 print(rows[-1], flush=True)
+                if asked.json is not None:
+                    merge(asked.json, asked.model, rows[-1])
         finally:
             engine.close()
     table = Table("kind", "update s", "MB first", "MB update", "largest logp difference", "peak MB")
@@ -159,8 +170,6 @@ def main() -> None:
         sizes = [f"{one[name] / MB:.1f}" for name in ("first_bytes", "update_bytes")]
         table.add_row(one["kind"], str(one["update_s"]), *sizes, f"{one['logp_difference']:.1e}", str(one["peak_mb"]))
     Console().print(table)
-    if asked.json is not None:
-        result_file.write(asked.json, {**result_file.about(), "model": asked.model, "rows": rows})
 
 
 if __name__ == "__main__":
