@@ -129,6 +129,11 @@ class Ragged:
         return Ragged(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), lengths)
 
     @staticmethod
+    def of_bytes(rows: Iterable[bytes]) -> Ragged:
+        """Rows of bytes, uint8. `row.numpy().tobytes()` gives a row's bytes back."""
+        return Ragged.of([torch.frombuffer(bytearray(row), dtype=torch.uint8) for row in rows], torch.uint8)
+
+    @staticmethod
     def unpad(rectangle: Tensor, lengths: Tensor) -> Ragged:
         """The inverse of `pad`: the first `lengths[i]` values of each row of `rectangle` (n, width)."""
         width = rectangle.shape[1]

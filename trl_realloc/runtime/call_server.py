@@ -443,7 +443,4 @@ class CallServer:
 def _with_texts(prompts: Sequence[Sequence[int]], texts: Sequence[bytes] | None) -> Rollouts:
     """Samples with these prompts and, if there are texts, with the column `TEXTS`."""
     samples = Rollouts(prompts=Ragged.of(prompts, torch.long))
-    if texts is None:
-        return samples
-    rows = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
-    return samples.plus(**{TEXTS: Ragged.of(rows, torch.uint8)})
+    return samples if texts is None else samples.plus(**{TEXTS: Ragged.of_bytes(texts)})

@@ -179,10 +179,7 @@ class BatchInFlight:
             GENERATED_AT: torch.tensor(ended_at, dtype=torch.float64),
         }
         if self.turns is not None:
-            outcomes = [
-                torch.frombuffer(bytearray(outcome), dtype=torch.uint8) for outcome in self.turns.outcomes or ()
-            ]
-            columns[OUTCOMES] = Ragged.of(outcomes, torch.uint8)
+            columns[OUTCOMES] = Ragged.of_bytes(self.turns.outcomes or ())
         return responses.plus(**columns)
 
     def all_spans(self) -> list[Span]:

@@ -241,7 +241,7 @@ class Turns:
             and its turns: prompt, and response as `Rollouts`.
         """
         # safe: pickled by a rank of this job
-        prompts = [pickle.loads(bytes(row.tolist())) for row in samples.ragged(TEXTS).rows()]
+        prompts = [pickle.loads(row.numpy().tobytes()) for row in samples.ragged(TEXTS).rows()]
         prompt_ids = [row.tolist() for row in samples.ragged("prompts").rows()]
         prompt_of: dict[int, list[int]] = {}  # of the latest turn
         turns: dict[int, list[tuple[list[int], bytes]]] = defaultdict(list)
@@ -274,7 +274,7 @@ class Turns:
         """The responses of the first turn of samples that were generated ahead. What TRL's loop returned for them is
         kept for `_tool_call_loop`."""
         # safe: pickled by a rank of this job
-        outcomes = [pickle.loads(bytes(row.tolist())) for row in ahead.ragged(OUTCOMES).rows()]
+        outcomes = [pickle.loads(row.numpy().tobytes()) for row in ahead.ragged(OUTCOMES).rows()]
         self._loops, self._ages = [result for result, _ in outcomes], ahead.ragged(AGES).rows()
         taken = [[(ids, Rollouts.from_bytes(row)) for ids, row in turns] for _, turns in outcomes]
         for ids, row in (turn for turns in taken for turn in turns):
