@@ -40,9 +40,11 @@ from trl_realloc.algorithms.trainer_loss import ENTROPY_GRADS, LOGPROB_GRADS, Li
 from trl_realloc.engines.mesh_group import MeshGroup, SplitGroups, split_ranks
 from trl_realloc.engines.requests import SamplingMask
 from trl_realloc.engines.training import heads, sliced_head
+from trl_realloc.engines.training.expert_routing import number_of_experts
 from trl_realloc.engines.training.heads import PolicyHead, RoleHead, ValueHead
 from trl_realloc.engines.training.megatron import MegatronEngine
 from trl_realloc.engines.training.replicated import ReplicatedEngine
+from trl_realloc.plan.algorithm_graphs import ROUTES
 from trl_realloc.plan.assignment import Assignment, ParallelStrategy
 from trl_realloc.plan.batching import balance
 from trl_realloc.plan.cluster import Cluster, DeviceMesh
@@ -108,7 +110,9 @@ def head_of(case: Mapping[str, Any], head: str) -> RoleHead:
     sampling_mask = SamplingMask(*case["support"]) if "support" in case else None
     if head == "value":
         return ValueHead(model)
-    return PolicyHead(model, 0.7, sampling_mask, router_sums="auxiliary" in case)
+    routes = bool(case.get("routes"))
+    balanced = "auxiliary" in case
+    return PolicyHead(model, 0.7, sampling_mask, router_sums=balanced, replays_routes=routes, records_routes=routes)
 
 
 def adagrad(module: nn.Module) -> torch.optim.Optimizer:
@@ -168,6 +172,18 @@ def with_router_loss(samples: Rollouts, counts: Ragged, coefficient: float, top_
     return samples.plus(**{LOGPROB_GRADS: grads, ENTROPY_GRADS: grads, ROUTER_GRADS: of_routers})
 
 
+def with_other_routes(samples: Rollouts, chosen: Ragged, experts: int) -> Rollouts:
+    """The samples with other experts than the routers choose, of all tokens but the last, as engines record them."""
+    others = [(rows[:-1].int() + 1) % experts for rows in chosen.rows()]
+    return samples.plus(**{ROUTES: Ragged.of(others, torch.uint8)})
+
+
+def unlike_routes(split: MegatronEngine, samples: Rollouts, expected: Ragged, budget: int) -> float:
+    """1 if a forward without routes records others than these."""
+    recorded = split.forward(samples.only(("index", "prompts", "responses")), budget)[ROUTES]
+    return float(not torch.equal(recorded.values, expected.values))
+
+
 def auxiliary_gap(outputs: Mapping[str, Ragged], scores: Mapping[str, Ragged], top_k: int, copies: int) -> float:
     """The difference of the auxiliary loss over all replicas, each of so many ranks, from the whole model's."""
     ours, theirs = ([over_samples(of[name]) for name in (ROUTER_COUNTS, ROUTER_PROBS)] for of in (outputs, scores))
@@ -207,17 +223,24 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
         dist.broadcast_object_list(found)
         return found[0]
 
+    chosen: Ragged | None = None
+    if head == "policy" and case.get("routes"):
+        chosen = of_whole(lambda w: w.forward(samples, 1000))[ROUTES]
+        samples = with_other_routes(samples, chosen, of_whole(lambda w: number_of_experts(w.head.model)))
     is_balanced, top_k, scores = head == "policy" and "auxiliary" in case, 0, dict[str, Ragged]()
     if is_balanced:
         top_k, scores = case["config"]["num_experts_per_tok"], of_whole(lambda w: w.forward(samples, 1000))
         loss, samples = LinearLoss(), with_router_loss(samples, scores[ROUTER_COUNTS], case["auxiliary"], top_k)
+    mine = deal(samples, dp, rank // (tp * pp), case)
     if case.get("memory"):
         gc.freeze()  # tensors that were made before are not counted
     split = engine(MegatronEngine, groups(world, tp, pp), shard_optimizer=bool(case.get("shard")))
     layout_gap(split, case, head, tp, pp, world)
-    mine = deal(samples, dp, rank // (tp * pp), case)
     differences: dict[str, float] = {}
     budget = case.get("tokens", 40)
+    if chosen is not None:
+        differences["recorded routes"] = unlike_routes(split, mine, chosen.select(mine.tensor("index")), budget)
+        chosen = None  # it would count as the rank's memory
     held: list[int] = []
     if is_balanced:
         differences["auxiliary loss"] = auxiliary_gap(split.forward(mine, budget), scores, top_k, tp * pp)

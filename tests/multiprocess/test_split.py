@@ -125,6 +125,7 @@ FOUR: dict[str, dict[str, Any]] = {
             "family": name.partition(",")[0],
             "shard_size": "1GB",
             "memory": "lora" not in case,
+            "routes": True,
             **case,
             "config": {**EXPERTS, **case.get("config", {})},
         }

@@ -12,10 +12,6 @@ import tiny_groups
 import torch
 from routes import Forwards
 
-from trl_realloc.plan.algorithm_graphs import grpo_graph, ppo_graph
-from trl_realloc.plan.cluster import Cluster
-from trl_realloc.plan.dataflow import DataflowGraph
-from trl_realloc.plan.presets import flatten
 from trl_realloc.trainer.checks.config_checks import ConfigError
 
 
@@ -56,20 +52,9 @@ def test_all_updates_on_a_batch_compute_with_the_experts_of_the_forward_before_t
         assert all(same) == (mode == "recompute"), (mode, same)
 
 
-def megatron(graph: DataflowGraph) -> dict[str, Any]:
-    """A plan on one device in which engine megatron trains the policy."""
-    made = flatten(Cluster(1, 1), generation_engine="transformers", graph=graph).to_dict()
-    made["calls"]["actor.train"]["engine"] = "megatron"
-    return made
-
-
-OF_GRPO = {"plan": megatron(grpo_graph(reference=False, reward_models=False)), "router_aux_loss_coef": 0.0}
-OF_PPO = {"plan": megatron(ppo_graph()), "num_ppo_epochs": 1}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "GRPO: no mixture": (tiny_groups.trainer, {"model": tiny.policy()}, "llama is not a mixture of experts"),
     "PPO: no mixture": (tiny.trainer, {"model": tiny.policy()}, "llama is not a mixture of experts"),
-    "GRPO: megatron": (tiny_groups.trainer, OF_GRPO, "actor.train has engine megatron, whose forward does not take"),
-    "PPO: megatron": (tiny.trainer, OF_PPO, "actor.train has engine megatron, whose forward does not take them"),
     "PPO: no forward": (
         tiny.trainer,
         {},

@@ -187,41 +187,60 @@ class PolicyHead(RoleHead):
             not changes and "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
         )
 
+    @property
+    def has_router_outputs(self) -> bool:
+        """True if some outputs are sums over the routers of all pipeline stages."""
+        return self.router_sums or self._records
+
     def outputs(self, samples: Rollouts, packed_row: PackedRow | None = None) -> dict[str, Ragged]:
         arguments, row, column = self._inputs(samples, packed_row)
-        width = arguments["input_ids"].shape[1]
-        device, token_places = arguments["input_ids"].device, row * width + column
-        top_k = experts_per_token(base_of(self.model).config) if self._routers else 0
-        record: ForwardRoutes | None = None
-        if self._routers and (self._records or ROUTES in samples):
-            arguments[ARGUMENT] = routes_of(samples, row, column, width, packed_row, self._routers, top_k)
-        if self._records:
-            arguments[RECORD] = record = ForwardRoutes(self._experts)
-        with recorded(self.model if self.router_sums else None) as router_logits:
+        with self._routed(arguments, samples, row, column, packed_row, records=self._records) as of_routers:
             outputs = self._of_responses(samples, dict(arguments), row, column)
-        if record is not None:
-            outputs[ROUTES] = record.of_samples(on_device(token_places, device), samples.lengths)
-        return outputs | self._router_sums(router_logits, samples, token_places)
+        return outputs | of_routers
 
     def hidden(self, samples: Rollouts, packed_row: PackedRow | None = None) -> tuple[Tensor, dict[str, Ragged]]:
         arguments, row, column = self._inputs(samples, packed_row)
-        with recorded(self.model if self.router_sums else None) as router_logits:
+        records = self._records and not torch.is_grad_enabled()  # a stage that trains returns parts of the loss alone
+        with self._routed(arguments, samples, row, column, packed_row, records=records) as of_routers:
             hidden = self._run(backbone_of(self.model), arguments).last_hidden_state
-        token_places = row * arguments["input_ids"].shape[1] + column
-        return hidden, self._router_sums(router_logits, samples, token_places)
+        return hidden, of_routers
 
-    def _router_sums(self, logits: list[Tensor], samples: Rollouts, token_places: Tensor) -> dict[str, Ragged]:
-        """The columns of `algorithms.router_loss`, of the routers of this rank's layers; empty without `router_sums`.
+    @contextlib.contextmanager
+    def _routed(
+        self,
+        arguments: dict[str, Any],
+        samples: Rollouts,
+        row: Tensor,
+        column: Tensor,
+        packed_row: PackedRow | None,
+        *,
+        records: bool,
+    ) -> Iterator[dict[str, Ragged]]:
+        """Context of a forward of a mixture of experts, which computes with the samples' routes. Yields a dictionary
+        that has, after the forward, the outputs of the routers of this rank's layers: the columns of
+        `algorithms.router_loss`, and `ROUTES` if `records`.
 
         Args:
-            token_places: (tokens,) int64 in host memory, the cell of each token of the samples.
+            arguments, row, column: those of `_inputs`; the routes are added to `arguments`.
         """
-        if not self.router_sums:
-            return {}
-        device, top_k = samples.ragged("responses").values.device, experts_per_token(base_of(self.model).config)
-        of_sample = on_device(torch.repeat_interleave(torch.arange(len(samples)), samples.lengths), device)
-        token_places = on_device(token_places, device)
-        return router_sums(logits, token_places, of_sample, len(samples), top_k, self._experts)
+        outputs: dict[str, Ragged] = {}
+        if not (self._routers or self.router_sums):
+            yield outputs
+            return
+        width, device = arguments["input_ids"].shape[1], arguments["input_ids"].device
+        top_k, token_places = experts_per_token(base_of(self.model).config), on_device(row * width + column, device)
+        record = ForwardRoutes(self._experts, self._routers, top_k) if records else None
+        if records or (self._routers and ROUTES in samples):
+            arguments[ARGUMENT] = routes_of(samples, row, column, width, packed_row, self._routers, top_k)
+        if record is not None:
+            arguments[RECORD] = record
+        with recorded(self.model if self.router_sums else None) as logits:
+            yield outputs
+        if record is not None:
+            outputs[ROUTES] = record.of_samples(token_places, samples.lengths)
+        if self.router_sums:
+            of_sample = on_device(torch.repeat_interleave(torch.arange(len(samples)), samples.lengths), device)
+            outputs |= router_sums(logits, token_places, of_sample, len(samples), top_k, self._experts)
 
     def _of_responses(
         self, samples: Rollouts, arguments: dict[str, Any], row: Tensor, column: Tensor

@@ -28,7 +28,7 @@ from ..requests import SamplingMask
 from ..training_state import StateSpecs, TensorSpec, TrainingState
 from ..transformers_compat import attention_name
 from .heads import PolicyHead, RoleHead, autocast, tied_weight
-from .micro_batches import in_order, row_of, run_forward, run_training, statistics_in_order
+from .micro_batches import in_order, model_inputs, row_of, run_forward, run_training, statistics_in_order
 from .packed_attention import base_of
 from .packed_row import PackedRow
 from .part_gather import PartGather
@@ -216,8 +216,7 @@ class MegatronEngine:
         self.masters.drop()
 
     def _through_stages(self, samples: Rollouts, budget: int) -> dict[str, Ragged]:
-        inputs = samples.only(("index", "prompts", "responses"))
-        batches, micros = self._micro_batches(inputs, budget)
+        batches, micros = self._micro_batches(model_inputs(samples), budget)
         parts: dict[int, Mapping[str, Ragged]] = {}
 
         def finish(index: int, outputs: Mapping[str, Ragged]) -> Tensor:
@@ -241,11 +240,12 @@ class MegatronEngine:
     def _of_stages(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The last stage's results, on every stage. If each stage has a part of some, the sums of the parts."""
         whole = self._from_last_stage(results)
-        if not (isinstance(self.head, PolicyHead) and self.head.router_sums):
+        if not (isinstance(self.head, PolicyHead) and self.head.has_router_outputs):
             return whole
         missing = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
         parts = {name: tensor.to(self.device, copy=True) for name, tensor in {**missing, **results}.items()}
-        self.groups.pp.sum_(parts.values())
+        # routes are int16, which neither gloo nor NCCL sums; one stage alone has a route that is not 0
+        self.groups.pp.sum_(part.view(torch.uint8) if part.dtype == torch.int16 else part for part in parts.values())
         return {name: tensor.cpu() for name, tensor in parts.items()}
 
     def _from_last_stage(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -117,6 +117,11 @@ def cut(
     return batches + [[] for _ in range(group.max(len(batches)) - len(batches))] if in_step else batches
 
 
+def model_inputs(samples: Rollouts) -> Rollouts:
+    """The columns that a forward reads."""
+    return samples.only([name for name in ("index", "prompts", "responses", ROUTES) if name in samples])
+
+
 def placeholder() -> Rollouts:
     """One sample of one token, for a rank without samples that takes part in a collective forward."""
     token = Ragged(torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
@@ -147,7 +152,7 @@ def run_forward(
         graphs: stores the graphs for `run_training`.
         tree: prefix tree of the samples if they share tokens.
     """
-    inputs = samples.only([name for name in ("index", "prompts", "responses", ROUTES) if name in samples])
+    inputs = model_inputs(samples)
     batches = cut(inputs, budget, group, in_step, tree)
     parts: list[Mapping[str, Ragged]] = []
     with torch.no_grad():

@@ -72,22 +72,26 @@ class ForwardRoutes:
     """The routes of one forward, which its layers add. A layer that is computed again for the backward adds the same.
 
     Attributes:
-        of_layer: (cells, k) int64 by the number of the layer.
+        of_layer: (cells, k) int64 by the number of the layer, of the layers of this pipeline stage.
     """
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, layers: int, top_k: int) -> None:
         self.of_layer: dict[int, Tensor] = {}
         self._dtype = torch.uint8 if experts <= MOST_IN_A_BYTE else torch.int16
+        self._layers, self._top_k = layers, top_k
 
     def of_samples(self, token_places: Tensor, lengths: Tensor) -> Ragged:
-        """The column `ROUTES`, (tokens, layers times k).
+        """The column `ROUTES`, (tokens, layers times k), with 0 for the layers of other stages.
 
         Args:
             token_places: (tokens,) int64, the cell of each token of the samples, on the device of the forward.
             lengths: (n,) int64 in host memory, the tokens of each sample.
         """
-        layers = torch.stack([self.of_layer[number] for number in sorted(self.of_layer)], 1).to(self._dtype)
-        return Ragged(layers[token_places].flatten(1), lengths)
+        shape = (len(token_places), self._layers, self._top_k)
+        result = torch.zeros(shape, dtype=self._dtype, device=token_places.device)
+        for number, chosen in self.of_layer.items():
+            result[:, number] = chosen[token_places].to(self._dtype)
+        return Ragged(result.flatten(1), lengths)
 
 
 class _LayerReplay:

@@ -18,6 +18,7 @@ from ...algorithms.rollout import Ragged
 from ...plan.batching import one_f_one_b
 from ..device import is_accelerator
 from ..mesh_group import MeshGroup
+from .micro_batches import model_inputs
 from .pipeline import PackedSamples, StagePipeline
 from .stage_messages import StageLink, StageTask, message_order
 
@@ -64,7 +65,7 @@ class StageWork:
     def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """The stage's hidden states, (1, tokens, width), or on the last stage the loss."""
         head, micro = self.pipeline.head, self.micros[micro_batch]
-        samples, row = micro.samples.only(("index", "prompts", "responses")), micro.row
+        samples, row = model_inputs(micro.samples), micro.row
         if self.pipeline.is_last:
             return self.finish(micro_batch, self.call(lambda: head(samples, row, received=hidden)))
         computed, outputs = self.call(lambda: head(samples, row, received=hidden, returns_hidden=True))

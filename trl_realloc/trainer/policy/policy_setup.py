@@ -44,7 +44,7 @@ from ..grpo_config import (
 )
 from ..run.job_builder import policy_job
 from ..run.plan_request import PlanRequest, read_plan_request
-from ..run.replay_setup import replay_mode, split_policy_call, with_replay
+from ..run.replay_setup import replay_mode, with_replay
 from ..run.role_models import reward_sources, role_configs
 from ..run.run_inputs import RunInputs
 from ..run.run_setup import RunSetup, plan_check, plan_run
@@ -216,7 +216,7 @@ def _describe_job(run: RunInputs, sampling: Sampling, turns: Sequence[str]) -> J
     )
     mask = None if args.full_vocabulary_logprobs else sampling.mask
     options = replace(job.options, sampling_mask=mask, router_sums=router_loss_coefficient(args, config) != 0.0)
-    mode = replay_mode(args, config, by_vllm=request.by_vllm, split=split_policy_call(request.plan))
+    mode = replay_mode(args, config, by_vllm=request.by_vllm)
     job = with_replay(replace(job, options=options), mode)
     return replace(job, streams=not turns and stays is None)
 

@@ -22,7 +22,7 @@ from ..checks.optimizer_checks import check_optimizer
 from ..ppo_config import PPOConfig
 from ..run.job_builder import ppo_job, sampling_temperature
 from ..run.plan_request import PlanRequest
-from ..run.replay_setup import replay_mode, split_policy_call, with_replay
+from ..run.replay_setup import replay_mode, with_replay
 from ..run.role_models import reward_sources, role_configs
 from ..run.run_inputs import RunInputs
 from ..run.run_setup import RunSetup, plan_check, plan_run
@@ -68,8 +68,8 @@ def prepare(
         context_length=context_length,
         pad_token_id=tokens.pad,
     )
-    split, policy = split_policy_call(request.plan), run.configs[Role.ACTOR][0]
-    mode = replay_mode(args, policy, by_vllm=request.by_vllm, split=split, no_forward=_no_forward(args))
+    policy = run.configs[Role.ACTOR][0]
+    mode = replay_mode(args, policy, by_vllm=request.by_vllm, no_forward=_no_forward(args))
     job = with_replay(job, mode)
     stops = () if tokens.stop is None else (tokens.stop,)
     call_settings = CallSettings(

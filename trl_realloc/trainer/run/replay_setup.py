@@ -12,28 +12,17 @@ import torch
 
 from ...common.notices import notice
 from ...engines.training.router_replay import has_replay
-from ...plan.dataflow import Role
-from ...plan.execution_plan import ExecutionPlan
 from ...profiling.job import Job
 from ..checks.config_checks import ConfigError
 from .job_builder import compute_dtype
 
 
-def split_policy_call(plan: ExecutionPlan | None) -> str | None:
-    """The first call of a plan in which engine megatron scores with the policy or trains it; `None` without one."""
-    if plan is None:
-        return None
-    calls = (call for call in plan.graph.calls if call.role is Role.ACTOR)
-    return next((call.name for call in calls if plan[call.name].engine == "megatron"), None)
-
-
-def replay_mode(args: Any, config: Any, *, by_vllm: bool, split: str | None, no_forward: str | None = None) -> str:
+def replay_mode(args: Any, config: Any, *, by_vllm: bool, no_forward: str | None = None) -> str:
     """`rollout`, `recompute` or `none`: the setting `router_replay`, or its default.
 
     Args:
         args: settings of a trainer.
         config: Transformers' config of the policy.
-        split: see `split_policy_call`.
         no_forward: the reason why no forward of the policy comes before its updates; `None` if one does, or if every
             batch has one update, whose forward chooses the experts itself.
 
@@ -51,8 +40,6 @@ def replay_mode(args: Any, config: Any, *, by_vllm: bool, split: str | None, no_
         obstacle = "the training's own model generates, and chooses the same experts"
     elif not has_replay(config):
         obstacle = f"the experts of {text.model_type} cannot be replaced"
-    elif split is not None:
-        obstacle = f"{split} has engine megatron, whose forward does not take them"
     elif mode == "recompute":
         obstacle = no_forward
     if mode is not None:
@@ -68,8 +55,6 @@ def replay_mode(args: Any, config: Any, *, by_vllm: bool, split: str | None, no_
 
 
 def with_replay(job: Job, mode: str) -> Job:
-    """The job with the engines' options for this mode of `replay_mode`. Engine megatron has no replay."""
+    """The job with the engines' options for this mode of `replay_mode`."""
     vllm = {**job.options.vllm, "routes": True} if mode == "rollout" else job.options.vllm
-    options = replace(job.options, router_replay=mode, vllm=vllm)
-    engines = tuple(engine for engine in job.engines if engine != "megatron" or mode == "none")
-    return replace(job, options=options, engines=engines)
+    return replace(job, options=replace(job.options, router_replay=mode, vllm=vllm))
