@@ -32,6 +32,9 @@ def plan(generates: dict[str, Any], trains: str, *more: str, **how: Any) -> dict
 
 
 APART = plan({"mesh": "0"}, "1", staleness=1)
+SPLIT = plan({"mesh": "0-1", "tp": 2}, "0-1")
+for call in ("actor.forward", "actor.train"):
+    SPLIT["calls"][call] = {"mesh": "0-1", "engine": "megatron", "tp": 2}
 MOVES = plan({"mesh": "0-1", "dp": 2}, "0-1", "reward.forward", streams={"migration": {"threshold": 0.9}})
 VLLM = {"use_vllm": True}
 LONG: dict[str, Any] = {**VLLM, "max_completion_length": 64, "max_steps": 4}
@@ -41,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "turns": {**VLLM, "plan": "flatten", "tools": True, "tool_workers": 4, "max_steps": 2},
     "rounds": {**VLLM, "plan": "separate", "tools": True, "max_steps": 2},
     "streams": {**LONG, "plan": MOVES, "reward_model": True, "max_steps": 2},
+    "tensor groups": {**VLLM, "plan": SPLIT, "max_steps": 2},
     "ahead": {**LONG, "plan": APART, "max_staleness": 1, "save_strategy": "steps", "save_steps": 2},
     "resumed": {**LONG, "plan": APART, "max_staleness": 1, "resumes": "ahead/checkpoint-2"},
 }
