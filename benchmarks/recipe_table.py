@@ -26,6 +26,7 @@ CLUSTERS = {  # the first is that of the recipe's plan
     "llama-8b/rloo-lora": ("h100:1", "h100:4"),
     "llama-8b/grpo": ("h100:8", "h100:4", "h200:8"),
     "llama-8b/ppo": ("h100:8", "h100:2x8", "h200:8"),
+    "qwen3-30b-a3b/grpo-lora": ("h100:4",),
     "qwen3-30b-a3b/grpo": ("h100:8",),
     "qwen3-30b-a3b/grpo-32": ("h100:4x8",),
     "qwen-32b/ppo": ("h100:4x8", "h100:8x8", "h200:4x8"),

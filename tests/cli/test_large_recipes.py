@@ -38,7 +38,7 @@ def priced(recipe: Recipe, pricing: Pricing, plan: ExecutionPlan) -> PricedPlan:
 
 
 OF_GROUPS = [("llama-8b/grpo", "h100:8"), ("llama-8b/rloo-lora", "h100:1")]
-OF_MIXTURES = [("grpo", "h100:8"), ("grpo-32", "h100:4x8")]
+OF_MIXTURES = [("grpo", "h100:8"), ("grpo-32", "h100:4x8"), ("grpo-lora", "h100:4")]
 OF_GROUPS += [(f"qwen3-30b-a3b/{name}", cluster) for name, cluster in OF_MIXTURES]
 
 

@@ -117,20 +117,31 @@ def test_the_launchers_offload_and_precision_are_the_engines(run: Callable[..., 
     assert "cpu" in settings["offload"]
 
 
+ENGINES: dict[str, dict[str, Any]] = {
+    "one on each rank": {"mesh": "0-1", "dp": 2},
+    "one over both": {"mesh": "0-1", "tp": 2},
+    "one on one": {"mesh": "1"},
+}
+
+
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.vllm)])
-def test_an_adapter_trains_and_is_saved(run: Callable[..., Path], tmp_path: Path, stage: int) -> None:
-    """Under ZeRO-3 with vLLM, which gets the layers with adapters alone after its first load."""
-    options: dict[str, Any] = {**STEPS, "lora": True, "plan": plan(2, stage=stage)}
-    if stage == 3:
-        options["generation_engine"] = "vllm"
-        options["plan"]["calls"]["actor.generate"] = {"mesh": "0-1", "engine": "vllm", "dp": 2}
+@pytest.mark.parametrize("engines", ["none", *(pytest.param(name, marks=pytest.mark.vllm) for name in ENGINES)])
+def test_an_adapter_trains_and_is_saved(run: Callable[..., Path], tmp_path: Path, engines: str) -> None:
+    """With vLLM under ZeRO-3. The engines get the layers with adapters alone after their first load, and no rank has a
+    whole copy of the policy."""
+    options: dict[str, Any] = {**STEPS, "lora": True, "plan": plan(2, stage=0 if engines == "none" else 3)}
+    if engines != "none":
+        options |= {"generation_engine": "vllm", "num_ppo_epochs": 1}
+        options["plan"]["calls"]["actor.generate"] = {"engine": "vllm", **ENGINES[engines]}
     two = run("train.py", 2, options, "two")
-    if stage == 3:
+    if engines != "none":
+        assert [row["val/ratio"] for row in log(two)] == pytest.approx([1.0] * 4, abs=1e-4)
         fused = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
         adapted = sum(p.nbytes for name, p in tiny.policy().named_parameters() if name.endswith(fused))
-        told = [json.loads((two / f"rank-{rank}.json").read_text())["sent"] for rank in (0, 1)]
-        assert told == [{"actor.generate": adapted}] * 2
+        told = [json.loads((two / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+        has_engine = [engines != "one on one", engines != "one over both"]
+        assert [rank["sent"] for rank in told] == [{"actor.generate": adapted} if has else {} for has in has_engine]
+        assert all(rank["held"] < sum(p.nbytes for p in tiny.policy().parameters()) for rank in told)
     assert abs(log(two)[-1]["objective/kl"]) > 1e-4
     saved = load_file(two / "final" / "adapter_model.safetensors")
     kept = load_file(two / "weights.safetensors")

@@ -118,3 +118,15 @@ def test_where_a_policy_with_adapters_generates_apart_from_its_training_its_base
         first, second = (call_bytes(divided, specs, [Role.ACTOR])[device] for device in (0, 1))
         assert first["actor.generate"].kept == 4e6 and "actor.generate" not in second
         assert second["reference.forward"].held == 4e6
+
+
+@pytest.mark.parametrize("engines", ["tp", "dp"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_engines_on_the_devices_of_a_training_need_no_copy_to_merge_adapters_in(stage: int, engines: str) -> None:
+    made = plan(actor__train={"zero_stage": stage}, actor__generate={"engine": "vllm", "dp": 1, engines: 2})
+    assert call_bytes(made, SPECS, [Role.ACTOR])[0]["actor.generate"].kept == 0
+    wider = plan(
+        actor__train={"zero_stage": stage, "mesh": "0", "dp": 1},
+        actor__generate={"engine": "vllm", "dp": 1, engines: 2},
+    )
+    assert call_bytes(wider, SPECS, [Role.ACTOR])[0]["actor.generate"].kept == 4e6

@@ -1,7 +1,7 @@
-"""Where a policy with adapters computes its own reference: the policy without its adapters, in a copy of the policy
-that the plan has anyway. The functions are about one plan's assignments, and load nothing.
+"""The copies of a policy with adapters that a plan needs: to merge the adapters for vLLM engines, and for its own
+reference, the policy without its adapters. The functions are about one plan's assignments, and load nothing.
 
-`runtime.placement` runs the reference there. `realloc.memory` and `planner.search.plan_memory` count the base once.
+`runtime.placement` makes the copies. `realloc.memory` and `planner.search.plan_memory` count them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,21 @@ from collections.abc import Mapping
 
 from .assignment import Assignment, in_place, whole_everywhere
 from .dataflow import CallKind, DataflowGraph, Role
+
+
+def needs_reallocation(home: Assignment, other: Assignment, *, adapted: bool) -> bool:
+    """True if a call needs a trained role's parameters in another layout than that of their training, in a copy.
+
+    vLLM engines on devices of a ZeRO stage 3 training need no copy of a policy with adapters. The training gathers the
+    adapted weights a bucket at a time, and merges the adapters into them.
+
+    Args:
+        home, other: assignments of the role's training and of the call.
+        adapted: the role trains only adapters.
+    """
+    is_sharded = home.engine == "zero" and home.strategy.zero_stage == 3
+    merges_at_home = adapted and is_sharded and other.engine == "vllm" and other.mesh.inside(home.mesh)
+    return not merges_at_home and not in_place(home, other)
 
 
 def base_holder(graph: DataflowGraph, assignments: Mapping[str, Assignment], scoring: str) -> str | None:
@@ -27,7 +42,7 @@ def base_holder(graph: DataflowGraph, assignments: Mapping[str, Assignment], sco
         return home
     for name in graph.uses_of(Role.ACTOR):
         copied = assignments[name]
-        if in_place(assignments[home], copied):
+        if not needs_reallocation(assignments[home], copied, adapted=True):
             continue
         if graph.call(name).kind is CallKind.GENERATE:
             # a copy for generation is whole, on the first rank of each engine
@@ -45,6 +60,7 @@ def has_merging_copy(home: Assignment, generation: Assignment, device: int) -> b
     Args:
         home, generation: assignments of the policy's training and of a call that generates with it.
     """
-    if generation.engine != "vllm" or in_place(home, generation) or device not in generation.mesh:
+    is_reallocated = generation.engine == "vllm" and needs_reallocation(home, generation, adapted=True)
+    if not is_reallocated or device not in generation.mesh:
         return False
     return generation.mesh.index(device) % generation.strategy.tp == 0

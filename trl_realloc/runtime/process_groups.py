@@ -268,7 +268,10 @@ class ReallocationGroups:
 
 def make_reallocation_groups(plan: ExecutionPlan, rank: int, timeout: timedelta) -> dict[str, ReallocationGroups]:
     """The groups of every reallocation of the plan, by target call. They are not shared, because a transfer's messages
-    must not mix with another group's collectives. All ranks call this together."""
+    must not mix with another group's collectives. All ranks call this together.
+
+    A call whose engines get merged weights of the training's ranks has groups too, for its `ranks`, which load the
+    engines together (`shared_base.needs_reallocation`)."""
     groups, device = {}, group_device()
     for source, target in plan.reallocations:
         ranks = sorted({*plan.mesh(source).devices, *plan.mesh(target).devices})

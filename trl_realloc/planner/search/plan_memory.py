@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ...plan.assignment import in_place
 from ...plan.dataflow import Role
 from ...plan.fused import Fused, joined
-from ...plan.shared_base import base_holder, has_merging_copy
+from ...plan.shared_base import base_holder, has_merging_copy, needs_reallocation
 from .space import Space, State
 
 
@@ -36,7 +35,12 @@ class PlanMemory:
 
     def stays(self, state: State) -> set[int]:
         """The indices of the calls that run in their role's training layout."""
-        return {t for source, t in self.edges if in_place(state[source].assignment, state[t].assignment)}
+        return {target for source, target in self.edges if not self.is_reallocated(state, source, target)}
+
+    def is_reallocated(self, state: State, source: int, target: int) -> bool:
+        """True if the parameters of the training `source` are sent to the call `target`."""
+        adapted = source == self._policy and self._merged_copy > 0
+        return needs_reallocation(state[source].assignment, state[target].assignment, adapted=adapted)
 
     def fullest(self, state: State, stays: Collection[int], fused_transient: float = 0.0) -> tuple[float, int]:
         """Bytes of the fullest device, and its number. The bytes are the static bytes of all its calls and the largest

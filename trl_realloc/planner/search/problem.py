@@ -109,7 +109,7 @@ class Problem:
         key = (id(home), id(other), exact)
         if key not in self._moves:
             seconds = None
-            if not in_place(home.assignment, other.assignment):
+            if self._memory.is_reallocated(state, source, target):
                 factor = self.space.pricing.calibration.move(self.names[target])
                 is_reversed = self.names[source] in self.fused[1:]
                 seconds = factor * self._priced_move(home, other, self._sent(source, target), exact, is_reversed)

@@ -32,6 +32,7 @@ from ...plan.assignment import in_place
 from ...plan.cluster import DeviceMesh
 from ...plan.dataflow import CallKind, Role
 from ...plan.execution_plan import ExecutionPlan
+from ...plan.shared_base import needs_reallocation
 from ..launch.launcher import too_few_connections
 from ..parameters.cpu_offload import CPUOffload, DroppedCopy, Versioned
 from ..parameters.parameter_sinks import STALE, CopiedEngineSink, EngineSink, GeneratorSink, Sink
@@ -69,7 +70,7 @@ class EngineBuilder:
         self._generate_in_place()
         self._fuse()
         for call, groups in self.placement.reallocation_groups.items():
-            if self.rank in groups.ranks:
+            if self.rank in groups.ranks and self._is_reallocated(call):
                 self.placement.reallocations[call] = self._reallocation(call, groups)
             if self.plan[call].drop and call in self.placement.copies:
                 self._drop(call)
@@ -160,7 +161,7 @@ class EngineBuilder:
             trainer = self._engine(home, self._head(role, model))
             self.engines[home], self.placement.trainers[role] = [trainer], trainer
         for call in self.graph.uses_of(role):
-            if call not in self.placement.reallocation_groups and self.placement.has(call) and trains:
+            if trains and self.placement.has(call) and not self._is_reallocated(call):
                 self.engines[call] = self.engines[home]
 
     def _build_frozen(self, role: Role, trained_model: PreTrainedModel | None = None) -> None:
@@ -185,6 +186,9 @@ class EngineBuilder:
                     self._equalize(call, model)
             if loaded:
                 self.engines[call] = [self._engine(call, self._head(role, model)) for model in loaded]
+
+    def _is_reallocated(self, call: str) -> bool:
+        return is_reallocated(self.plan, call, self.roles[self.placement.role_of(call)].adapted)
 
     def _trains(self, call: str) -> bool:
         return self.graph.call(call).trains
@@ -356,6 +360,12 @@ def _dropped(user: Versioned, copied: ScoringEngine, names: Sequence[str]) -> Dr
     return DroppedCopy(user, filled, [tensor for tensor in tensors if tensor.data_ptr() not in filled_addresses], STALE)
 
 
+def is_reallocated(plan: ExecutionPlan, call: str, adapted: bool) -> bool:
+    """`shared_base.needs_reallocation` for a call of a plan; False for a role that is not trained."""
+    home = plan.graph.train_call(plan.graph.call(call).role)
+    return home is not None and needs_reallocation(plan[home], plan[call], adapted=adapted)
+
+
 def holds_copy(plan: ExecutionPlan, call: str, rank: int, adapted: bool) -> bool:
     """True if this rank needs a copy of a trained role's model for the call: for scoring, for generation, or to merge
     adapters for its generation engine.
@@ -364,7 +374,7 @@ def holds_copy(plan: ExecutionPlan, call: str, rank: int, adapted: bool) -> bool
         adapted: the role trains only adapters.
     """
     assignment = plan[call]
-    if all(edge.target != call for edge in plan.reallocations) or rank not in assignment.mesh:
+    if rank not in assignment.mesh or not is_reallocated(plan, call, adapted):
         return False
     if plan.graph.call(call).kind is not CallKind.GENERATE:
         return True
