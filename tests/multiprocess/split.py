@@ -239,7 +239,7 @@ def run(case: Mapping[str, Any], head: str, world: int) -> dict[str, float]:
     differences: dict[str, float] = {}
     budget = case.get("tokens", 40)
     if chosen is not None:
-        differences["recorded routes"] = unlike_routes(split, mine, chosen.select(mine.tensor("index")), budget)
+        differences["other recorded routes"] = unlike_routes(split, mine, chosen.select(mine.tensor("index")), budget)
         chosen = None  # it would count as the rank's memory
     held: list[int] = []
     if is_balanced:
