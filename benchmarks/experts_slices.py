@@ -4,8 +4,8 @@ over random splits.
     python benchmarks/experts_slices.py [--plans 10] [--seed 0] [FAMILY ...]
 
 `slices` gives these columns of `experts.py`. Each plan draws the ranks (2 or 4), tp, pp, the number of experts and
-those of a token, ZeRO stage 1, checkpointing, the tokens of a micro-batch, and whether the samples have routes, which are
-replayed. Small models train two steps in float32 and score (`tests/multiprocess/split.py`).
+those of a token, ZeRO stage 1, checkpointing, the tokens of a micro-batch, and whether the samples have routes, which
+are replayed. Small models train two steps in float32 and score (`tests/multiprocess/split.py`).
 
 - `slices_difference`: the largest difference of log-probabilities, entropies, the norm of the gradient, parameters, and
   the optimizer's state, also after a resumption.
