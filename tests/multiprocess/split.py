@@ -175,7 +175,7 @@ def with_router_loss(samples: Rollouts, counts: Ragged, coefficient: float, top_
 def with_other_routes(samples: Rollouts, chosen: Ragged, experts: int) -> Rollouts:
     """The samples with other experts than the routers choose, of all tokens but the last, as engines record them."""
     others = [(rows[:-1].int() + 1) % experts for rows in chosen.rows()]
-    return samples.plus(**{ROUTES: Ragged.of(others, torch.uint8)})
+    return samples.plus(**{ROUTES: Ragged.of(others, chosen.values.dtype)})
 
 
 def unlike_routes(split: MegatronEngine, samples: Rollouts, expected: Ragged, budget: int) -> float:

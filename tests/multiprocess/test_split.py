@@ -39,7 +39,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "config": {"mlp_only_layers": [0]},
     },
     "olmoe, dp2 tp2": {"tp": 2, "config": {"clip_qkv": 0.5}},
-    "granitemoe, tp2 pp2": {"tp": 2, "pp": 2, "config": {"num_local_experts": 6, **GRANITE}},
+    # more experts than a byte can number
+    "granitemoe, tp2 pp2": {"tp": 2, "pp": 2, "config": {"num_local_experts": 260, **GRANITE}},
     "glm4_moe, tp2 pp2": {"tp": 2, "pp": 2, "config": {"n_routed_experts": 6, "use_qk_norm": True}},
     "qwen3_moe, adapters": {"tp": 2, "lora": {"target_modules": ["q_proj", "o_proj"]}},
     # most micro-batches have no token for some rank's experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,14 @@ def stored(folder: Path) -> dict[str, bytes]:
     return {name: tensor.view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
+def check_filled(folder: Path, limit: int) -> None:
+    """No file could have had the tensors of the next one too, and the index counts all of their bytes."""
+    files = [load_file(file).values() for file in sorted(folder.glob("*.safetensors"))]
+    sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in files]
+    assert max(sizes) <= limit and all(sum(pair) > limit for pair in itertools.pairwise(sizes))
+    assert json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == sum(sizes)
+
+
 @pytest.mark.parametrize("size", ["50GB", "9KB"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_file_is_that_of_save_pretrained(family: str, size: str, tmp_path: Path) -> None:
@@ -83,6 +92,8 @@ def test_every_file_is_that_of_save_pretrained(family: str, size: str, tmp_path:
     ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
     if size == "50GB" or family not in MIXTURES:
         assert ours == theirs
+    else:
+        check_filled(tmp_path / "ours", 9_000)
     assert stored(tmp_path / "ours") == stored(tmp_path / "theirs")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     expected = policy(family).state_dict()

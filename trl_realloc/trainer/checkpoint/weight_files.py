@@ -56,7 +56,11 @@ class WeightFiles:
         self.folder, self.convert = folder, convert
         self._open: BinaryIO | None = None
         meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-        stored = dict(convert(list(meta.items())))
+        # not the converted tensors: an expert's is a view, which would be counted with the memory of all experts
+        stored = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in dict(convert(list(meta.items()))).items()
+        }
         self._groups = _groups(meta, stored, convert)
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._assembly = Assembly(specs)
