@@ -12,7 +12,9 @@ import tiny_groups
 import torch
 from routes import Forwards
 
+from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.trainer.checks.config_checks import ConfigError
+from trl_realloc.trainer.policy.sampled_routes import SampledRoutes
 
 
 BF16: dict[str, Any] = {"bf16": True, "use_cpu": True, "gradient_checkpointing": False, "optim": "sgd"}
@@ -50,6 +52,35 @@ def test_all_updates_on_a_batch_compute_with_the_experts_of_the_forward_before_t
         assert max(map(len, samples)) > 1
         same = [all(torch.equal(first, other) for other in others) for first, *others in samples]
         assert all(same) == (mode == "recompute"), (mode, same)
+
+
+# prompts and responses, the samples of an engine whose routes are their tokens but the last, and what others get
+KNOWN = [([2, 3, 4], [5, 6]), ([2, 3, 4], [7]), ([8, 9], [10, 11, 12])]
+ATTACHED = {
+    "a completion": (([2, 3, 4], [7]), [2, 3, 4]),
+    "one that goes on": (([8, 9], [10, 11, 12, 13]), [8, 9, 10, 11]),
+    "one whose response is masked": (([8, 9], []), [8, 9]),
+    "another response": (([2, 3, 4], [5, 9, 9]), [2, 3, 4, 5]),
+    "a prompt that begins alike": (([2, 9], [4, 5]), [2]),
+    "another prompt": (([20, 21], [5]), []),
+}
+
+
+def test_a_sample_has_the_experts_of_the_longest_beginning_that_an_engine_has_computed() -> None:
+    def rollouts(samples: list[Any], **columns: Any) -> Rollouts:
+        prompts, responses = (Ragged.of([sample[part] for sample in samples], torch.long) for part in (0, 1))
+        return Rollouts(prompts=prompts, responses=responses, **columns)
+
+    def routes(rows: list[list[int]]) -> Ragged:
+        return Ragged.of([torch.tensor(row, dtype=torch.uint8).view(-1, 1) for row in rows], torch.uint8)
+
+    kept = SampledRoutes()
+    kept.begin_generation(trains=True)
+    drawn = rollouts(KNOWN, routes=routes([[*prompt, *response][:-1] for prompt, response in KNOWN]))
+    kept.add([prompt for prompt, _ in KNOWN], drawn)
+    attached = kept.attach(rollouts([sample for sample, _ in ATTACHED.values()]))
+    found = dict(zip(ATTACHED, (row.flatten().tolist() for row in attached.ragged("routes").rows()), strict=True))
+    assert found == {case: expected for case, (_, expected) in ATTACHED.items()}
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
