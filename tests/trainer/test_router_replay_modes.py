@@ -11,10 +11,12 @@ import tiny
 import tiny_groups
 import torch
 from routes import Forwards
+from transformers import AutoConfig
 
 from trl_realloc.algorithms.rollout import Ragged, Rollouts
 from trl_realloc.trainer.checks.config_checks import ConfigError
 from trl_realloc.trainer.policy.sampled_routes import SampledRoutes
+from trl_realloc.trainer.run.replay_setup import replay_mode
 
 
 BF16: dict[str, Any] = {"bf16": True, "use_cpu": True, "gradient_checkpointing": False, "optim": "sgd"}
@@ -105,3 +107,25 @@ def test_a_replay_that_cannot_be_is_refused_with_its_reason_before_anything_star
         ConfigError, match=f"router_replay is {settings['router_replay']}, but {reason}.*; leave it out"
     ):
         trainer(tmp_path, given={"model": model}, **settings)
+
+
+# of a family, and what it changes in the config: the default with vLLM in 16 bits, and whether a line tells why
+DEFAULTS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "qwen3_moe": ({}, "rollout", False),
+    "deepseek_v3": ({}, "none", True),
+    "gemma4_text": ({"num_experts": 8, "top_k_experts": 2}, "none", True),
+    "llama": ({}, "none", False),
+    "granitemoehybrid": ({"num_local_experts": 0}, "none", False),
+}
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_a_mixture_that_is_trained_without_replay_is_told_in_one_line(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, expected, is_told = DEFAULTS[family]
+    args = tiny_groups.settings(tmp_path, bf16=True, use_cpu=True)
+    capsys.readouterr()
+    assert replay_mode(args, AutoConfig.for_model(family, **changes), by_vllm=True) == expected
+    line = f"the policy is trained without router replay, because the experts of {family} cannot be replaced."
+    assert capsys.readouterr().err == (f"trl_realloc: {line}\n" if is_told else "")
