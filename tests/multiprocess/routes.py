@@ -102,14 +102,12 @@ class Forwards:
             self._ids = None
 
     def _add_rows(self, model: nn.Module) -> None:
-        outputs = [(router, index, self._routed[router]) for router, index in routers(model)]
-        # of a router's outputs the experts' numbers are those that are no logits or weights
-        numbers = [next(part for part in of_layer if not part.is_floating_point()) for *_, of_layer in outputs]
-        used = torch.stack(numbers, 1)
-        chosen = [
-            mixtures.choice(router, of_layer[index].detach(), used.shape[-1]) for router, index, of_layer in outputs
-        ]
-        experts = (part.sort(-1).values.split(self._ids.shape[1]) for part in (used, torch.stack(chosen, 1)))
+        used, chosen = [], []
+        for router, index in routers(model):
+            outputs = self._routed[router]
+            used.append(next(part for part in outputs if not part.is_floating_point()))  # not the logits and weights
+            chosen.append(mixtures.choice(router, outputs[index].detach(), used[-1].shape[-1]))
+        experts = (torch.stack(part, 1).sort(-1).values.split(self._ids.shape[1]) for part in (used, chosen))
         for tokens, *of_row in zip(self._ids.tolist(), *experts, strict=True):
             self.rows.append((torch.is_grad_enabled(), tuple(tokens), *of_row))
 
