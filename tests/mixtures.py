@@ -91,8 +91,13 @@ def chosen(model: Any, ids: Tensor) -> Tensor:
     """(tokens, layers, k): the experts that the routers choose for the tokens of a sample."""
     with torch.no_grad(), recorded(model) as logits:
         model(input_ids=ids[None], use_cache=False)
-    scores = [layer.float() for layer in logits]
-    for at, (router, _) in enumerate(routers(model)):
-        for bias in router.buffers():
-            scores[at] = scores[at].sigmoid() + bias
-    return torch.stack([layer.topk(experts_per_token(model.config)).indices for layer in scores], dim=1)
+    pairs = zip(routers(model), logits, strict=True)
+    return torch.stack([choice(router, layer, experts_per_token(model.config)) for (router, _), layer in pairs], dim=1)
+
+
+def choice(router: Any, logits: Tensor, top_k: int) -> Tensor:
+    """(tokens, k): the experts that a router chooses by its logits."""
+    scores = logits.float()
+    for bias in router.buffers():
+        scores = scores.sigmoid() + bias
+    return scores.topk(top_k).indices

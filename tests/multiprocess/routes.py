@@ -1,8 +1,8 @@
 """A rank that trains a mixture of experts in bfloat16, once for each of the given runs. It compares the experts
 of each of the policy's forwards with those that the engines recorded; rank 0 writes the counts.
 
-A run has the settings of GRPO's trainer, or of PPO's (`ppo`), and may have `tools` (its completions call a tool),
-`reward_model`, and `resumes` (the checkpoint of an earlier run).
+A run has the settings of GRPO's trainer, RLOO's (`kind`) or PPO's (`ppo`), and may have `family`, `tools` (its
+completions call a tool), `reward_model`, and `resumes` (the checkpoint of an earlier run).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from tool_users import trainer as tool_user
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
+from trl_realloc import GRPOTrainer, RLOOTrainer
 from trl_realloc.engines.generation.background_generation import BackgroundGeneration
+from trl_realloc.engines.transformers_compat import routers
 from trl_realloc.runtime.process_groups import all_gather_object
 
 
 Tokens = tuple[int, ...]
-LAYERS = 2
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Forwards:
 
     rows: list[tuple[bool, Tokens, Any, Any]] = field(default_factory=list)
     _ids: Any = None
-    _layers: list[tuple[Any, Any]] = field(default_factory=list)
+    _routed: dict[nn.Module, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -89,19 +90,26 @@ class Forwards:
         handle.remove()
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        kind = type(module).__name__
-        if kind == "Embedding":
-            self._ids, self._layers = inputs[0], []
-        elif kind == "Qwen3MoeTopKRouter":
-            self._layers.append((output[0].detach(), output[2]))
-        elif kind == "Qwen3MoeForCausalLM" and self._ids is not None and next(module.parameters()).requires_grad:
+        kind = type(module).__name__.lower()
+        if kind == "embedding":
+            self._ids, self._routed = inputs[0], {}
+        elif kind.endswith("topkrouter"):
+            self._routed[module] = output
+        elif kind.endswith("forcausallm") and self._routed and next(module.parameters()).requires_grad:
             # the check of the head runs the model without an embedding
-            used = torch.stack([indices for _, indices in self._layers], 1)
-            chosen = torch.stack([logits.topk(used.shape[-1]).indices for logits, _ in self._layers], 1)
-            experts = (part.sort(-1).values.split(self._ids.shape[1]) for part in (used, chosen))
-            for tokens, *of_row in zip(self._ids.tolist(), *experts, strict=True):
-                self.rows.append((torch.is_grad_enabled(), tuple(tokens), *of_row))
+            if self._ids is not None:
+                self._add_rows(module)
             self._ids = None
+
+    def _add_rows(self, model: nn.Module) -> None:
+        used, chosen = [], []
+        for router, index in routers(model):
+            outputs = self._routed[router]
+            used.append(next(part for part in outputs if not part.is_floating_point()))  # not the logits and weights
+            chosen.append(mixtures.choice(router, outputs[index].detach(), used[-1].shape[-1]))
+        experts = (torch.stack(part, 1).sort(-1).values.split(self._ids.shape[1]) for part in (used, chosen))
+        for tokens, *of_row in zip(self._ids.tolist(), *experts, strict=True):
+            self.rows.append((torch.is_grad_enabled(), tuple(tokens), *of_row))
 
 
 def look_up(word: int) -> str:
@@ -113,17 +121,24 @@ def look_up(word: int) -> str:
     return f"w{word}"
 
 
+def model_of(run: dict[str, Any]) -> Any:
+    return mixtures.mixture(run.get("family", "qwen3_moe"), attn_implementation="eager")
+
+
 def made_for(folder: Path, run: dict[str, Any]) -> Any:
-    model = mixtures.mixture("qwen3_moe", moe_intermediate_size=32, attn_implementation="eager")
-    given: dict[str, Any] = {"model": model}
+    given: dict[str, Any] = {"model": model_of(run)}
     settings = {"bf16": True, "use_cpu": True, "gradient_checkpointing": False, **run}
+    settings.pop("family", None)
+    if "eval_strategy" in settings:
+        given["eval_dataset"] = tiny.prompts(8)
     if settings.pop("tools", False):
         return tool_user(folder, pytest.MonkeyPatch(), [look_up], given=given, **settings)
     if settings.pop("ppo", False):
         return tiny.trainer(folder, given={**given, "train_dataset": tiny_groups.PROMPTS}, **settings)
     if settings.pop("reward_model", False):
         given |= {"reward_funcs": [tiny.classifier()], "reward_processing_classes": [tiny.tokenizer()]}
-    return tiny_groups.trainer(folder, given=given, **settings)
+    kind = {"GRPO": GRPOTrainer, "RLOO": RLOOTrainer}[settings.pop("kind", "GRPO")]
+    return tiny_groups.trainer(folder, kind, given=given, **settings)
 
 
 def recorded(tokens: Tokens, known: Sequence[tuple[Tokens, Any]]) -> list[Any]:
@@ -131,6 +146,16 @@ def recorded(tokens: Tokens, known: Sequence[tuple[Tokens, Any]]) -> list[Any]:
     alike = [(len(other), routes) for other, routes in known if tokens[: len(other)] == other]
     longest = max((length for length, _ in alike), default=0)
     return [routes for length, routes in alike if length == longest]
+
+
+def first_forwards(rows: Sequence[Any]) -> dict[Tokens, Any]:
+    """The experts of the first forward of each row, by its tokens without padding, of all of them but the last."""
+    found: dict[Tokens, Any] = {}
+    for is_trained, tokens, used, _ in rows:
+        length = len(torch.tensor(tokens).nonzero())
+        if not is_trained:
+            found.setdefault(tokens[:length], used[: length - 1].numpy())
+    return found
 
 
 def counts(forwards: Sequence[Any], known: Sequence[tuple[Tokens, Any]]) -> dict[str, int]:
@@ -141,11 +166,18 @@ def counts(forwards: Sequence[Any], known: Sequence[tuple[Tokens, Any]]) -> dict
         if len(tokens) <= 2:  # in the place of samples, where there are none
             continue
         found["trained" if is_trained else "scored"] += 1
-        routes = [np.sort(rows.reshape(len(rows), LAYERS, -1), -1) for rows in recorded(tokens, known)]
+        routes = [np.sort(rows.reshape(len(rows), *used.shape[1:]), -1) for rows in recorded(tokens, known)]
         found["unknown"] += not routes
         found["different"] += bool(routes) and not any(np.array_equal(used[: len(r)].numpy(), r) for r in routes)
         found["flipped"] += not torch.equal(used, chosen)
     return found
+
+
+def still(made: Any, model: nn.Module) -> list[str]:
+    """The parameters that are trained on this rank and are those of `model`. All ranks together."""
+    engine, begun = made.placement.engine("actor.train"), dict(model.named_parameters())
+    exported = (pair for bucket in engine.export(merged=False) for pair in bucket) if engine is not None else ()
+    return [name for name, tensor in exported if torch.equal(tensor, begun[name])]
 
 
 def main(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
@@ -164,9 +196,12 @@ def main(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
         all_rows = [row for rows in all_gather_object(forwards.rows, control) for row in rows]
         known = [routes for rank_routes in all_gather_object(engines.routes, control) for routes in rank_routes]
         continued = sum(all_gather_object(engines.continued, control))
+        unchanged = sum(all_gather_object(still(made, model_of(run)), control), [])
         if made.accelerator.is_main_process:
+            if run.get("router_replay") == "recompute":
+                known = [*first_forwards(all_rows).items()]
             whole = sum(len(routes) == len(tokens) - 1 for tokens, routes in known)
-            told = {"completions": len(known), "whole": whole, "continued": continued}
+            told = {"completions": len(known), "whole": whole, "continued": continued, "still": unchanged}
             (folder / f"{name}.json").write_text(json.dumps(counts(all_rows, known) | told))
         made.close()
         tiny.forget_accelerate()

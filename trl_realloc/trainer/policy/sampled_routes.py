@@ -6,7 +6,8 @@ turns the engine's last answer has the experts of all turns. Equal completions h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,24 +53,26 @@ class SampledRoutes:
         self._of_mode[self._trains].update((key, rows) for key, rows in zip(keys, routes, strict=True) if len(rows))
 
     def attach(self, samples: Rollouts) -> Rollouts:
-        """The samples with the column `routes`, if this rank has any. The routes of a sample that goes on after the
-        engine's answer, such as with a tool's result, are those of the longest beginning that the engine has answered
-        with; those of an unknown sample are empty."""
+        """The samples with the column `routes`, if this rank has any. A sample that is not known, such as one that goes
+        on with a tool's result or whose response is masked, has those of the longest beginning that it shares with a
+        known one. A token's experts depend on the tokens before it alone."""
         if self._empty is None or not len(samples):
             return samples
-        found = [self._find(key) for key in _keys(samples)]
+        known = self._of_mode[False] | self._of_mode[True]
+        ordered = sorted(known)
+        found = [known[key] if key in known else self._of_beginning(key, known, ordered) for key in _keys(samples)]
         return samples.plus(**{ROUTES: Ragged.of(found, self._empty.dtype)})
 
-    def _find(self, key: bytes) -> Tensor:
+    def _of_beginning(self, key: bytes, known: Mapping[bytes, Tensor], ordered: Sequence[bytes]) -> Tensor:
         assert self._empty is not None, "there are routes"
-        for known in self._of_mode.values():
-            if key in known:
-                return known[key]
-        begun = [beginning for known in self._of_mode.values() for beginning in known if key.startswith(beginning)]
-        if not begun:
-            return self._empty
-        longest = max(begun, key=len)
-        return next(known[longest] for known in self._of_mode.values() if longest in known)
+        at = bisect_left(ordered, key)  # the longest common beginning is that with a neighbor
+        alike = [known[other][: _shared_tokens(key, other)] for other in ordered[max(at - 1, 0) : at + 1]]
+        return max(alike, key=len, default=self._empty)
+
+
+def _shared_tokens(key: bytes, other: bytes) -> int:
+    differ = (at for at, pair in enumerate(zip(key, other, strict=False)) if pair[0] != pair[1])
+    return next(differ, min(len(key), len(other))) // torch.long.itemsize
 
 
 def _keys(samples: Rollouts) -> list[bytes]:

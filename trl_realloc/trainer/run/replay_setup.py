@@ -12,6 +12,7 @@ import torch
 
 from ...common.notices import notice
 from ...engines.training.router_replay import has_replay
+from ...plan.parameter_spec import EXPERT_COUNTS
 from ...profiling.job import Job
 from ..checks.config_checks import ConfigError
 from .job_builder import compute_dtype
@@ -30,7 +31,7 @@ def replay_mode(args: Any, config: Any, *, by_vllm: bool, no_forward: str | None
         ConfigError: the policy shall be trained with replay, and cannot.
     """
     text, mode = config.get_text_config(), args.router_replay
-    is_mixture = hasattr(text, "num_experts_per_tok")
+    is_mixture = any(getattr(text, name, None) for name in (*EXPERT_COUNTS, "moe_num_experts"))
     if mode == "none" or (mode is None and not is_mixture):
         return "none"
     obstacle = None
