@@ -121,6 +121,15 @@ class ModelSpec:
         return max((parameter.elements for parameter in self.parameters), default=0)
 
     @cached_property
+    def largest_module(self) -> int:
+        """Elements of the module with the most parameters of its own: of a mixture, all experts of a layer."""
+        sizes: dict[str, int] = {}
+        for parameter in self.parameters:
+            module = parameter.name.rpartition(".")[0]
+            sizes[module] = sizes.get(module, 0) + parameter.elements
+        return max(sizes.values(), default=0)
+
+    @cached_property
     def layer_elements(self) -> float:
         """Mean elements of a decoder layer; elements of the whole model if its layers are unknown."""
         if not self.layers:
@@ -138,6 +147,17 @@ class ModelSpec:
     def experts(self) -> int:
         """Number of experts of a layer; 0 for a model without a mixture."""
         return max((p.shape[0] for p in self.parameters if p.is_of_experts), default=0) if self.expert_elements else 0
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an element in which experts compute. Transformers computes them in their parameters' dtype, because
+        torch's grouped products do not follow autocast."""
+        return max(self.bytes_per_element, self.activation_bytes)
+
+    @property
+    def cast_layer_elements(self) -> float:
+        """Mean elements of a layer that autocast casts."""
+        return self.layer_elements - self.expert_elements - self.quantized_elements / max(1, self.layers)
 
     @cached_property
     def active_layer_elements(self) -> float:
