@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from ..common.errors import PlanError, Problems, shown
-from .parameter_spec import FIRST, MIXTURES, Head, ModelSizes, ParameterSpec, parameters_of
+from .parameter_spec import FIRST, MIXTURES, TOO_MANY_CHOSEN, Head, ModelSizes, ParameterSpec, parameters_of
 from .quantization import Quantization
 
 
@@ -107,9 +107,15 @@ class ModelSpec:
         Args:
             vocabulary: vocabulary size of a causal language model; 0 for a sequence classifier.
             experts_per_token: the field of `ModelSpec`.
+
+        Raises:
+            PlanError: a token has more experts than there are.
         """
         parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
-        return ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary, experts_per_token=experts_per_token)
+        spec = ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary, experts_per_token=experts_per_token)
+        if 0 < spec.experts < experts_per_token:
+            raise PlanError(TOO_MANY_CHOSEN.format(chosen=experts_per_token, count=spec.experts))
+        return spec
 
     @cached_property
     def elements(self) -> int:
