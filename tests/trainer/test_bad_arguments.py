@@ -114,6 +114,11 @@ OF_GRPO: list[tuple[dict[str, Any], str]] = [
     ({"tool_timeout": NAN}, "tool_timeout .* not nan"),
     ({"tool_timeout": INF}, "tool_timeout .* not inf"),
     ({"tool_timeout": "5 s"}, "tool_timeout .* not '5 s'"),
+    ({"router_replay": "rolout"}, "router_replay must be 'none' or 'rollout' or 'recompute' .*, not 'rolout'"),
+    ({"router_replay": True}, "router_replay .* not True"),
+    ({"router_aux_loss_coef": -1}, r"router_aux_loss_coef must be a finite number from 0 \(or None\), not -1"),
+    ({"router_aux_loss_coef": NAN}, "router_aux_loss_coef .* not nan"),
+    ({"router_aux_loss_coef": "small"}, "router_aux_loss_coef .* not 'small'"),
 ]
 
 

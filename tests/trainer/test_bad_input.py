@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
     OPTConfig,
@@ -207,6 +208,12 @@ def _on_four(memory_gb: float | None = None, **changes: dict[str, Any]) -> Execu
         ),
         (_on_four(critic__forward={"pp": 4}), "llama", "critic.forward: pp 4 is more than the model's 2 layers"),
         (_on_four(reference__forward={"tp": 2, "dp": 2}), "opt", "the family 'opt' cannot be split"),
+        (
+            _on_four(actor__train={"dp": 4}),
+            "mixture",
+            "actor.train: the family 'deepseek_v3' cannot be split by tensor or pipeline; use engine zero",
+        ),
+        (_on_four(80.0), "mixture", "actor.train: the config's num_experts_per_tok 9 is more than its 8 experts"),
         (_on_four(0.0001), "llama", "device 0 would hold .* but cluster.memory_gb is 0.0001; split"),
     ],
 )
@@ -214,7 +221,9 @@ def test_a_plan_unfit_for_the_models_is_refused_by_configs(plan: ExecutionPlan, 
     sizes = {"hidden_size": 36, "intermediate_size": 48, "vocab_size": 190}
     nine = tiny.config(num_attention_heads=9, num_key_value_heads=3, **sizes)
     seven = OPTConfig(hidden_size=56, num_attention_heads=7)
-    config = {"llama": tiny.config(), "nine": nine, "seven": seven, "opt": OPTConfig()}[model_type]
+    mixture = DeepseekV3Config(num_hidden_layers=4, n_routed_experts=8, num_experts_per_tok=9)
+    others = {"seven": seven, "opt": OPTConfig(), "mixture": mixture}
+    config = {"llama": tiny.config(), "nine": nine, **others}[model_type]
     configs = {role: [config] for role in Role}
     with pytest.raises(PlanError, match=sentence):
         check_layouts(plan, configs, [])

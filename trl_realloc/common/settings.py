@@ -179,6 +179,7 @@ SETTINGS: Mapping[str, Setting] = {
     "max_mismatch": _number(above=1, optional=True),
     "mismatch_action": _one_of("correct", "end"),
     "router_replay": _one_of("none", "rollout", "recompute", optional=True),
+    "router_aux_loss_coef": _number(least=0, optional=True),
     "memory_headroom": _number(least=0, most=0.9),
     "heartbeat_timeout": _number(least=5, optional=True),
 }

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from ..common.errors import PlanError, Problems, shown
-from .parameter_spec import FIRST, MIXTURES, Head, ModelSizes, ParameterSpec, parameters_of
+from .parameter_spec import FIRST, MIXTURES, TOO_MANY_CHOSEN, Head, ModelSizes, ParameterSpec, parameters_of
 from .quantization import Quantization
 
 
@@ -107,9 +107,15 @@ class ModelSpec:
         Args:
             vocabulary: vocabulary size of a causal language model; 0 for a sequence classifier.
             experts_per_token: the field of `ModelSpec`.
+
+        Raises:
+            PlanError: a token has more experts than there are.
         """
         parameters = tuple(ParameterSpec(name, tuple(shape)) for name, shape in shapes)
-        return ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary, experts_per_token=experts_per_token)
+        spec = ModelSpec("", parameters, bytes_per_element, vocabulary=vocabulary, experts_per_token=experts_per_token)
+        if 0 < spec.experts < experts_per_token:
+            raise PlanError(TOO_MANY_CHOSEN.format(chosen=experts_per_token, count=spec.experts))
+        return spec
 
     @cached_property
     def elements(self) -> int:
@@ -119,6 +125,15 @@ class ModelSpec:
     def largest_parameter(self) -> int:
         """Elements of the largest parameter."""
         return max((parameter.elements for parameter in self.parameters), default=0)
+
+    @cached_property
+    def largest_module(self) -> int:
+        """Elements of the module with the most parameters of its own: of a mixture, all experts of a layer."""
+        sizes: dict[str, int] = {}
+        for parameter in self.parameters:
+            module = parameter.name.rpartition(".")[0]
+            sizes[module] = sizes.get(module, 0) + parameter.elements
+        return max(sizes.values(), default=0)
 
     @cached_property
     def layer_elements(self) -> float:
@@ -138,6 +153,17 @@ class ModelSpec:
     def experts(self) -> int:
         """Number of experts of a layer; 0 for a model without a mixture."""
         return max((p.shape[0] for p in self.parameters if p.is_of_experts), default=0) if self.expert_elements else 0
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an element in which experts compute. Transformers computes them in their parameters' dtype, because
+        torch's grouped products do not follow autocast."""
+        return max(self.bytes_per_element, self.activation_bytes)
+
+    @property
+    def cast_layer_elements(self) -> float:
+        """Mean elements of a layer that autocast casts."""
+        return self.layer_elements - self.expert_elements - self.quantized_elements / max(1, self.layers)
 
     @cached_property
     def active_layer_elements(self) -> float:

@@ -177,6 +177,7 @@ MIXTURES: Mapping[str, str] = {
     "qwen3_moe": "moe_intermediate_size",
 }
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")  # the setting's names in these families
+TOO_MANY_CHOSEN = "the config's num_experts_per_tok {chosen} is more than its {count} experts."
 TIED = frozenset({"gemma"})  # families whose config.json leaves out a true tie_word_embeddings
 
 
@@ -308,7 +309,7 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
         if count is None:
             problems.append(f"the config of a {family} model must have its number of experts as {EXPERT_COUNTS[-1]}.")
         elif chosen > count:
-            problems.append(f"the config's num_experts_per_tok {chosen} is more than its {count} experts.")
+            problems.append(TOO_MANY_CHOSEN.format(chosen=chosen, count=count))
         if not (dense is None or (isinstance(dense, list) and all(isinstance(layer, int) for layer in dense))):
             problems.append(f"the config's mlp_only_layers must be a list of layers; it is {shown(dense)}.")
     problems.refuse()

@@ -45,8 +45,8 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
     | of each of a token's experts: its input and output, and the same of its MLP | m (2 hidden + 4 intermediate) |
     | of the router: scores, as they are chosen and as they weigh | (a + 8) experts |
 
-    m is the larger of p and a, because torch's grouped products do not follow autocast. p and a are the bytes of an
-    element of the parameters and of the activations; q and kv the channels of all heads. A model whose MLP has no gate
+    m is `ModelSpec.expert_bytes`. p and a are the bytes of an element of the parameters and of the activations; q and
+    kv the channels of all heads. A model whose MLP has no gate
     keeps less than this estimate. 0 for a model of which only the parameter shapes are known.
     """
     if not spec.layers:
@@ -59,7 +59,7 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
     mlp = max(0.0, outside - 2 * hidden * (queries + keys)) / hidden  # 3 intermediate sizes
     norms = 2 * (4 + max(p, a)) * hidden
     inputs = (5 if a < p else 2) * a * hidden
-    experts = max(p, a) * (2 * spec.mean_experts_per_token * hidden + 4 / 3 * of_experts / hidden)
+    experts = spec.expert_bytes * (2 * spec.mean_experts_per_token * hidden + 4 / 3 * of_experts / hidden)
     normalized = (4 + a) * (queries + keys) * spec.norms_heads
     split = a * (2 * queries + 2 * keys + 4 / 3 * mlp) + 4 * spec.heads + normalized + experts
     return LayerActivations(norms + inputs + 8 + (a + 8) * spec.experts, split)
@@ -67,7 +67,7 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
 
 def kept_casts(spec: ModelSpec) -> float:
     """Bytes of the cast weights that a Transformers generation under autocast keeps until it ends."""
-    elements = spec.elements - spec.quantized_elements
+    elements = spec.elements - max(1, spec.layers) * (spec.layer_elements - spec.cast_layer_elements)
     return elements * spec.activation_bytes if spec.activation_bytes < spec.bytes_per_element else 0.0
 
 
@@ -107,8 +107,7 @@ def working_bytes(
         one_layer = measured * (of_token.of(strategy.tp) / of_token.of(1) if spec.layers else 1.0)
     cast = 0.0
     if spec.activation_bytes < spec.bytes_per_element:
-        uncast = spec.quantized_elements / max(spec.layers, 1)
-        cast = spec.activation_bytes * (spec.layer_elements - uncast) / strategy.tp
+        cast = spec.activation_bytes * spec.cast_layer_elements / strategy.tp
     # the residual stream has the parameters' dtype if it is wider: autocast does not change it
     layer_input = tokens * spec.hidden * max(spec.activation_bytes, spec.bytes_per_element)
     saved = layer_input * layers if workload.recompute else (one_layer + cast) * (layers - 1)

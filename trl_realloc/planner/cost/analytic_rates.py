@@ -89,12 +89,10 @@ class AnalyticRates:
 
     def layer(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         # causal attention computes half of the pairs
-        of_experts = spec.active_layer_elements + spec.expert_elements - spec.layer_elements
-        active = spec.active_layer_elements + (spec.unevenness(tp) - 1) * of_experts
-        flops = 2 * tokens * active + 4 * spec.heads * spec.head_dim * squared / 2
+        compute = self._compute(spec, tokens, 4 * spec.heads * spec.head_dim * squared / 2, spec.unevenness(tp))
         read = _read_bytes(spec, spec.bytes_per_element, tokens) / self._read
         moved = self.device.passes * layer_activations(spec).of(tp) * tokens / self._read
-        return max(max(flops / self._flops(spec), read) / tp + moved, self.device.launch)
+        return max(max(compute, read) / tp + moved, self.device.launch)
 
     def layer_backward(self, spec: ModelSpec, tokens: float, squared: float, tp: int) -> float:
         # the gradients of the inputs, and those of the trained parameters
@@ -111,8 +109,8 @@ class AnalyticRates:
         return again + (1 + spec.trained_share) * products + moved
 
     def _head(self, spec: ModelSpec, tokens: float, tp: int, element_bytes: int) -> float:
-        flops = 2 * tokens * spec.head_elements / self._flops(spec)
-        return max(flops, spec.head_elements * element_bytes / self._read) / tp
+        compute = 2 * tokens * spec.head_elements / self._flops(spec.activation_bytes)
+        return max(compute, spec.head_elements * element_bytes / self._read) / tp
 
     @property
     def decodes_whole(self) -> bool:
@@ -120,8 +118,7 @@ class AnalyticRates:
 
     def decode(self, spec: ModelSpec, samples: float, cached: float, tp: int) -> tuple[float, float]:
         pairs = 4 * spec.heads * spec.head_dim * samples * cached
-        flops = 2 * samples * spec.active_layer_elements + pairs
-        compute = max(flops / self._flops(spec) / tp, self.device.decode_launch)
+        compute = max(self._compute(spec, samples, pairs) / tp, self.device.decode_launch)
         cache = samples * cached * spec.kv_bytes_per_token / max(spec.layers, 1) / min(tp, max(spec.kv_heads, 1))
         return compute, (_read_bytes(spec, _decoded_bytes(spec), samples) / tp + cache) / self._read
 
@@ -134,8 +131,20 @@ class AnalyticRates:
         # Reads the gradient, reads and writes the float32 weight and two moments, and writes the weight once more.
         return elements * (2 * element_bytes + 24) / self._read
 
-    def _flops(self, spec: ModelSpec) -> float:
-        peak = self.device.single_flops if spec.activation_bytes > 2 else 0.0
+    def _compute(self, spec: ModelSpec, tokens: float, of_pairs: float, unevenness: float = 1.0) -> float:
+        """Seconds of a layer's arithmetic on one device.
+
+        Args:
+            of_pairs: FLOPs of the attention between positions.
+            unevenness: factor of the experts' arithmetic.
+        """
+        of_experts = spec.active_layer_elements + spec.expert_elements - spec.layer_elements
+        others = 2 * tokens * (spec.active_layer_elements - of_experts) + of_pairs
+        experts = 2 * tokens * of_experts * unevenness
+        return others / self._flops(spec.activation_bytes) + experts / self._flops(spec.expert_bytes)
+
+    def _flops(self, element_bytes: int) -> float:
+        peak = self.device.single_flops if element_bytes > 2 else 0.0
         return (peak or self.device.flops) * self.device.efficiency
 
     @property
@@ -162,11 +171,12 @@ def _read_bytes(spec: ModelSpec, element_bytes: int, tokens: float) -> float:
     """Bytes of a layer's weights that a forward reads, and of those that it dequantizes, writes and reads again.
 
     Args:
-        element_bytes: bytes of an element that is not quantized.
+        element_bytes: bytes of an element that is neither quantized nor an expert's.
         tokens: number of tokens of the forward.
     """
     if spec.quantization is None:
-        return spec.read_layer_elements(tokens) * element_bytes
+        of_experts = spec.read_layer_elements(tokens) + spec.expert_elements - spec.layer_elements
+        return (spec.layer_elements - spec.expert_elements) * element_bytes + of_experts * spec.expert_bytes
     quantized = spec.quantized_elements / max(spec.layers, 1)
     again = 2 * spec.activation_bytes * quantized + spec.quantized_bytes / max(spec.layers, 1)
     return (spec.layer_elements - quantized) * element_bytes + again

@@ -51,9 +51,9 @@ class EngineRoom:
 
 def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float:
     """Bytes that a vLLM engine on GPUs does not use for its cache, because its largest forward (run when it starts)
-    needs them: the activations of `BATCHED` tokens, or fewer if its requests are shorter; for each sample two float32
-    copies of the logits of a token, and the counts of sampled tokens (4 bytes per token of the vocabulary, and a bit
-    for the prompt); and CUDA graphs.
+    needs them: the activations of `BATCHED` tokens, or fewer if its requests are shorter, of a mixture with the rows of
+    a token's experts (`_expert_rows`); for each sample two float32 copies of the logits of a token, and the counts of
+    sampled tokens (4 bytes per token of the vocabulary, and a bit for the prompt); and CUDA graphs.
 
     Args:
         samples: number of samples of the engine; it decodes at most `MAX_SLOTS` at once.
@@ -61,9 +61,21 @@ def engine_peak(spec: ModelSpec, tp: int, samples: int, longest: float) -> float
     """
     samples = min(samples, MAX_SLOTS)
     tokens = min(BATCHED, samples * longest)
-    activations = tokens * (OF_FORWARD_SPLIT / tp + OF_FORWARD_WHOLE) * spec.hidden * spec.activation_bytes / 2
+    split = max(OF_FORWARD_SPLIT / 2 * spec.hidden / tp, _expert_rows(spec, tp))
+    activations = tokens * (split + OF_FORWARD_WHOLE / 2 * spec.hidden) * spec.activation_bytes
     of_samples = 2 * 4 * min(samples, tokens) + 4 * (1 + 1 / 32) * samples
     return activations + of_samples * spec.outputs + CUDA_GRAPH_BYTES
+
+
+def _expert_rows(spec: ModelSpec, tp: int) -> float:
+    """Elements per token of the two buffers in which vLLM's Triton kernels compute experts (0.27). Both have a row for
+    each of a token's experts, one of the gate and up projections' outputs or of the result, one of their product or of
+    the input, whichever is longer. Tensor parallelism divides the projections' outputs alone."""
+    if not spec.experts or not spec.hidden:
+        return 0.0
+    largest = max(p.elements // p.shape[0] for p in spec.parameters if p.is_of_experts)  # gate and up of an expert
+    projected = largest / spec.hidden / tp
+    return spec.experts_per_token * (max(spec.hidden, projected) + max(spec.hidden, projected / 2))
 
 
 def model_part(spec: ModelSpec, assignment: Assignment) -> float:
@@ -72,6 +84,12 @@ def model_part(spec: ModelSpec, assignment: Assignment) -> float:
     tp, pp = assignment.strategy.tp, assignment.strategy.pp
     more = 0.0 if assignment.engine == "vllm" else spec.unevenness(tp) - 1
     return (spec.stage_elements(pp) + more * spec.expert_elements * math.ceil(spec.layers / pp)) / tp
+
+
+def layer_sums(spec: ModelSpec, assignment: Assignment) -> float:
+    """Sums over a tensor-parallel group in the forward of a layer. vLLM adds a shared expert's output to that of the
+    others before it sums."""
+    return 2 if assignment.engine == "vllm" else spec.sums
 
 
 def cache_bytes(spec: ModelSpec, strategy: ParallelStrategy) -> float:

@@ -19,7 +19,7 @@ from ...realloc.memory import MOMENTS, gradient_bytes, state_bytes
 from .activation_memory import kept_casts, working_bytes
 from .call_cost import CallCost, StageSeconds, TrainingStage
 from .device_memory import DeviceMemory
-from .engine_room import EngineRoom, cache_bytes, engine_peak, load_seconds, model_part
+from .engine_room import EngineRoom, cache_bytes, engine_peak, layer_sums, load_seconds, model_part
 from .estimate_factors import CalibrationFactors
 from .hardware import Link, Rates
 from .workload import Decoding, Workload
@@ -230,7 +230,7 @@ class Pricing:
             backward = work.recompute * layer + layers * rates.layer_backward(spec, tokens, squared, strategy.tp)
             backward += rates.head(spec, answered, strategy.tp, backward=True)
         activations = tokens * spec.hidden * spec.activation_bytes
-        sweep = layers * spec.sums * tensor_link.all_reduce(activations, strategy.tp)
+        sweep = layers * layer_sums(spec, assignment) * tensor_link.all_reduce(activations, strategy.tp)
         hop = pipeline_link.send(activations) + rates.hop if strategy.pp > 1 else 0.0
         return StageSeconds((forward, backward), (sweep, train * (1 + work.recompute) * sweep), hop)
 
@@ -335,13 +335,13 @@ class Pricing:
         tp, pp, layers = assignment.strategy.tp, assignment.strategy.pp, self._stage_layers(spec, assignment)
         part = batch / pp  # pp micro-batches keep all stages busy
         busy, reading = rates.decode(spec, part, cached, tp)
-        head = pp * rates.decode_head(spec, part, tp) / (1 if pp == 1 else pp)
-        parts = {"compute": head, "launch": rates.step + rates.sample * batch}
+        parts = {"compute": rates.decode_head(spec, part, tp), "launch": rates.step + rates.sample * batch}
         _add(parts, {"memory" if reading > busy else "compute": pp * layers * max(reading, busy)})
         size = part * spec.hidden * spec.activation_bytes
         if not rates.decodes_whole:
             logits = part * spec.outputs * spec.activation_bytes
-            parts["tensor"] = pp * layers * 2 * tensor_link.all_reduce(size, tp) + tensor_link.gather(logits, tp)
+            sums = pp * layers * layer_sums(spec, assignment)
+            parts["tensor"] = sums * tensor_link.all_reduce(size, tp) + tensor_link.gather(logits, tp)
         if pp > 1:
             parts["pipeline"] = pp * pipeline_link.send(size)
         return parts

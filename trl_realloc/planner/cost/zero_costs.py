@@ -16,7 +16,8 @@ from .hardware import Link
 
 
 # DeepSpeed's defaults of stage3_max_live_parameters and stage3_max_reuse_distance: under stage 3 a module's parameters
-# are gathered ahead of its use and kept for the next use while no more elements than these lie between.
+# are gathered ahead of its use and kept for the next use while no more elements than these lie between. A module that
+# computes has all of its own parameters, however many they are.
 LIVE = 1_000_000_000
 
 
@@ -101,7 +102,8 @@ def backward_bucket(spec: ModelSpec, assignment: Assignment) -> float:
 
 def gathered_bytes(spec: ModelSpec, assignment: Assignment) -> float:
     """The largest number of bytes of parameters that stage 3 has gathered at a time."""
-    return min(LIVE, spec.elements) * spec.bytes_per_element if assignment.strategy.zero_stage == 3 else 0.0
+    gathered = max(min(LIVE, spec.elements), spec.largest_module)
+    return gathered * spec.bytes_per_element if assignment.strategy.zero_stage == 3 else 0.0
 
 
 def whole_gradient(spec: ModelSpec, assignment: Assignment) -> float:
