@@ -33,6 +33,20 @@ def test_the_spec_says_whether_the_logits_are_in_memory_whole(family: str, whole
     assert (critic.outputs, critic.whole_logits) == (1, False)
 
 
+OTHER_MIXTURES: dict[str, dict[str, Any]] = {  # families without a table of parameters
+    "gemma4_text": {"num_experts": 4, "top_k_experts": 2, "enable_moe_block": True, "moe_intermediate_size": 16},
+    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+}
+
+
+@pytest.mark.parametrize("family", OTHER_MIXTURES)
+def test_a_token_computes_the_experts_of_its_configs_setting(family: str) -> None:
+    changes = {"first_k_dense_replace": 0, "moe_layer_start_index": 0, **OTHER_MIXTURES[family]}
+    assert spec_of(config(family, **changes), is_policy=True).experts_per_token == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "adapted"),
     [

@@ -16,6 +16,7 @@ from ..engines.transformers_compat import attention_name
 from ..plan.algorithm_graphs import ppo_graph
 from ..plan.dataflow import CallKind, DataflowGraph, Role
 from ..plan.model_spec import FAMILIES, ModelSpec
+from ..plan.parameter_spec import CHOSEN_COUNTS
 from ..plan.quantization import Quantization
 
 
@@ -254,7 +255,8 @@ def spec_of(config: PretrainedConfig, is_policy: bool) -> ModelSpec:
     model = shell(config, is_policy)
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     text = config.get_text_config()
-    vocabulary, experts = text.vocab_size if is_policy else 0, getattr(text, "num_experts_per_tok", None) or 0
+    vocabulary, chosen = text.vocab_size if is_policy else 0, [getattr(text, name, None) for name in CHOSEN_COUNTS]
+    experts = next((count for count in chosen if isinstance(count, int)), 0)
     spec = ModelSpec.of_shapes(shapes, bytes_per_element=size, vocabulary=vocabulary, experts_per_token=experts)
     return replace(spec, whole_logits=is_policy and not logits_are_of_head(model))
 
