@@ -90,8 +90,8 @@ typecheck: setup
 TIMES := build/test_times
 TIMED = --durations=40 --junitxml=$(TIMES)/$@.xml
 PYTEST = PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -p no:cacheprovider $(TIMED)
-# The folders of the first of two runs of the tests of one process; the second has all others.
-FIRST_RUN := tests/engines tests/runtime tests/trainer
+# Of the first of two runs of the tests of one process; the second has all others, and both take equally long.
+FIRST_RUN := tests/engines $(filter-out %/test_trl_own_tests.py, $(wildcard tests/trainer/test_*.py))
 
 test: lint
 	@rm -rf $(TIMES)
@@ -108,7 +108,7 @@ test-one-process-1: setup
 	$(PYTEST) -m "not multiprocess" $(FIRST_RUN)
 
 test-one-process-2: setup
-	$(PYTEST) -m "not multiprocess" $(FIRST_RUN:%=--ignore=%)
+	$(PYTEST) -m "not multiprocess" $(FIRST_RUN:%=--ignore=%) tests
 
 # Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too: the first has
 # these, the second all others. The second ends first, and the tests on the oldest releases begin then.

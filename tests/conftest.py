@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from unittest import mock
 
 
 # Before anything reads them: no model hub, no notices, one thread per process (two cores are shared by several).
@@ -20,6 +21,7 @@ from hypothesis import settings
 
 
 if TYPE_CHECKING:
+    from engine_forks import EngineForks
     from ranks import RankServers
 
 
@@ -58,3 +60,22 @@ def servers(request: pytest.FixtureRequest) -> Iterator[RankServers]:
     made = RankServers(engines=starts_engines and is_vllm_available())
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[EngineForks]:
+    """Forks engines from a process that has imported vLLM."""
+    from engine_forks import EngineForks
+
+    made = EngineForks.started()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(forks: EngineForks) -> Iterator[None]:
+    """From here to the end of the file, engines are forked where they would be started."""
+    from trl_realloc.engines.generation import engine_process
+
+    with mock.patch.object(engine_process, "spawn", forks.spawn):
+        yield

@@ -99,6 +99,7 @@ def test_a_wrong_file_kind_is_named(folder: Path, name: str, data: bytes, capsys
         assert main(READERS[name]) == 0
         return
     assert Path(name).name in refusal(READERS[name], capsys)
+    assert not [*folder.rglob("*.png"), *folder.rglob("*.md")], "all files are read before a picture is drawn"
 
 
 def _edited(change: Callable[[Any], Any]) -> Callable[[Path], None]:

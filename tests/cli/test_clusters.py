@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trl_realloc.cli.main import main
+from trl_realloc.cli.recipe_planning import IterationSize, cluster_space
 from trl_realloc.common.errors import PlanError
 from trl_realloc.plan.cluster import DeviceMesh
 from trl_realloc.plan.execution_plan import ExecutionPlan
 from trl_realloc.planner.cost.hardware import DEVICES, parse_cluster
 from trl_realloc.planner.recipe.recipe import read_recipe
+from trl_realloc.planner.search import fastest
+from trl_realloc.planner.search.clusters import colocated
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -144,6 +149,18 @@ def test_clusters_are_compared_by_equal_iterations_if_unset(tmp_path: Path, caps
         tokens = {round(plan["seconds"] * plan["tokens_per_second"]) for plan in plans}
         work = read_recipe(RECIPE).workload(parse_cluster("h100:2x8")[0])
         assert tokens == {round(work.tokens)}
+
+
+def test_the_time_limit_is_that_of_the_colocated_plan_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that each look at it moves on by a hundredth of a second."""
+    space = cluster_space(read_recipe(RECIPE), "h100:8", IterationSize())
+    looks = []
+    for limit in (0.1, 1.0):
+        ticks = itertools.count()
+        monkeypatch.setattr(fastest, "time", SimpleNamespace(perf_counter=lambda ticks=ticks: next(ticks) / 100))
+        assert colocated(space, limit) is not None
+        looks.append(next(ticks))
+    assert 2 * looks[0] < looks[1]
 
 
 def test_a_plan_for_lengths_with_a_tail_says_their_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

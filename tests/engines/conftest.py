@@ -23,14 +23,6 @@ from trl_realloc.engines.generation.vllm import VLLMEngine
 Start = Callable[..., VLLMEngine]
 
 
-@pytest.fixture(scope="session")
-def forks() -> Iterator[EngineForks]:
-    """Forks engines from a process that has imported vLLM."""
-    made = EngineForks.started()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def run_with_vllm(forks: EngineForks, tmp_path: Path) -> Callable[..., str]:
     """Run a program with one argument in a process that has imported vLLM already, which must stay out of this one.

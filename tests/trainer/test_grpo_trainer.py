@@ -535,6 +535,7 @@ def test_generation_in_the_model_that_trains_has_room_for_all_prompts_that_the_m
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+@pytest.mark.usefixtures("forked_engines")
 def test_an_engine_that_shortens_completions_says_what_to_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = trainer(tmp_path, per_device_eval_batch_size=4, use_vllm=True)
     assert made.evaluate(words(5))["eval_completions/max_length"] == 6

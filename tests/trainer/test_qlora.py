@@ -165,6 +165,7 @@ def test_the_reference_of_an_adapter_that_changes_the_base_is_the_model_before_i
 @pytest.mark.vllm
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+@pytest.mark.usefixtures("forked_engines")
 def test_the_engine_has_the_trainers_probabilities_in_every_update(folder: Path, tmp_path: Path) -> None:
     """vLLM gets whole weights once, and of later updates only the layers with adapters."""
     given = {"model": str(folder), "quantization_config": NF4, "peft_config": lora()}

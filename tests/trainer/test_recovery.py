@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny
 import tiny_groups
 import torch
-from engine_forks import EngineForks
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_realloc import GRPOTrainer
 from trl_realloc.algorithms.rollout import Rollouts
 from trl_realloc.engines.base import EngineError
-from trl_realloc.engines.generation import engine_process
 from trl_realloc.engines.generation.vllm_support import is_vllm_available
 from trl_realloc.engines.training import zero
 from trl_realloc.runtime.failures.alarm import JobFailed
@@ -55,19 +52,11 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-@pytest.fixture
-def forked_engines() -> Iterator[None]:
-    """vLLM engines are forked from a process that has imported vLLM."""
-    forks = EngineForks.started()
-    with mock.patch.object(engine_process, "spawn", forks.spawn):
-        yield
-    forks.close()
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
-def test_a_training_whose_reward_function_failed_goes_on_in_a_new_engine(tmp_path: Path, forked_engines: None) -> None:
+@pytest.mark.usefixtures("forked_engines")
+def test_a_training_whose_reward_function_failed_goes_on_in_a_new_engine(tmp_path: Path) -> None:
     reward = Reward(fails_at=2)
     made = grpo(tmp_path, reward, use_vllm=True, vllm_importance_sampling_correction=True)
     engines: Any = made.placement.generators

@@ -48,6 +48,7 @@ def assert_engines_follow(made: Any) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize("kind", ["a head", "tokens"])
 def test_grpo_of_a_policy_by_path(tmp_path: Path, kind: str) -> None:
     given = {"model": tied_policy(tmp_path / "policy"), "reward_funcs": tiny.short, "peft_config": lora(kind)}
@@ -58,6 +59,7 @@ def test_grpo_of_a_policy_by_path(tmp_path: Path, kind: str) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(not is_vllm_available(), reason="vLLM is not installed")
+@pytest.mark.usefixtures("forked_engines")
 def test_ppo_of_a_loaded_policy_with_adapters(tmp_path: Path) -> None:
     policy = get_peft_model(tiny.policy(tie_word_embeddings=True), lora("the embedding"))
     on = {"generation_engine": "vllm", "vllm_importance_sampling_correction": True}

@@ -64,6 +64,8 @@ def tools(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     in less time, they take their turns in rounds."""
     if request.param == "vllm" and not is_vllm_available():
         pytest.skip("vLLM is not installed")
+    if request.param == "vllm":
+        request.getfixturevalue("forked_engines")
     made = Tools()
     given = {"reward_funcs": made.score, "eval_dataset": tool_users.PROMPTS.select(range(2))}
     with pytest.MonkeyPatch.context() as patch:

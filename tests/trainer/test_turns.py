@@ -61,7 +61,7 @@ class Calls:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def made(tmp_path_factory: pytest.TempPathFactory, forked_engines: None) -> Iterator[Any]:
     """A trainer whose tools are those of `made.tool_calls`."""
     patch, calls = pytest.MonkeyPatch(), Calls()
     given = {"reward_funcs": calls.judged_by_length}

@@ -240,7 +240,8 @@ def plan(
         _say_who_trains(recipe)
         for call in named:
             recipe.graph.call(call)  # the run may have no actor.forward
-        chosen = with_colocated(choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit, work))
+        decision = choose_for_recipe(recipe, cluster, measured, devices, nodes, time_limit, work)
+        chosen = with_colocated(decision, time_limit)
         if corrected := chosen.best.space.pricing.calibration.described():
             click.echo(f"The estimates are corrected by the times of runs on this machine: {corrected}.")
         worth = overlap_worth(recipe, chosen, time_limit) if len(named) < len(calls) else None

@@ -181,7 +181,7 @@ def answer_for(
         return replace(answer, refusal=error.problems[0])
     fits = plan is not None and plan.cluster.size == space.cluster.size
     estimate = estimate_plan(plan, recipe.specs(plan.graph), space.pricing) if plan is not None and fits else None
-    return replace(answer, best=best, colocated=colocated(space), own=estimate)
+    return replace(answer, best=best, colocated=colocated(space, time_limit), own=estimate)
 
 
 def _space(recipe: Recipe, pricing: Pricing) -> Space:

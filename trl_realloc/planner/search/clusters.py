@@ -16,11 +16,11 @@ from .space import Space
 
 
 COLOCATED = "colocated"
-COLOCATED_S = 1.0  # time limit of its search: some hundred layouts of each call on one mesh
+COLOCATED_S = 1.0  # longest time limit of its search: some hundred layouts of each call on one mesh
 UPDATES = 1000  # number of iterations to which device-hours and costs refer
 
 
-def colocated(space: Space) -> PricedPlan | None:
+def colocated(space: Space, time_limit_s: float) -> PricedPlan | None:
     """The fastest plan in which every call runs on all devices, one call after the other, like TRL with colocated
     engines: training and scoring by ZeRO under any stage, generation under any tensor-parallel degree, memory share and
     sleep mode. `None` if none fits in memory."""
@@ -31,15 +31,15 @@ def colocated(space: Space) -> PricedPlan | None:
         of_kind = replace(whole, pricing=replace(space.pricing, vllm_sleeps=sleeps))
         with contextlib.suppress(PlanError):
             problem = Problem(of_kind, of_kind.candidates(), Overlap.of_runs(space.graph, barrier=False))
-            state = search(problem, time_limit_s=COLOCATED_S, keep=1).states[0]
+            state = search(problem, time_limit_s=min(COLOCATED_S, time_limit_s), keep=1).states[0]
             plans.append(problem.priced_plan(state, COLOCATED, exact=space.is_small))
     return min(plans, key=lambda plan: plan.seconds, default=None)
 
 
-def with_colocated(decision: Decision) -> Decision:
+def with_colocated(decision: Decision, time_limit_s: float) -> Decision:
     """The decision with `colocated` as its first alternative, unless it is the choice."""
     best = decision.best
-    plan = colocated(best.space)
+    plan = colocated(best.space, time_limit_s)
     if plan is None:
         reason = "it does not fit, whatever the ZeRO stage, and the tp, share and sleep of the engines"
         row = Alternative(COLOCATED, None, reason)

@@ -191,6 +191,7 @@ class _Climb:
         fastest = tuple(candidates[0] for candidates in self.lists)
         smallest = tuple(min(candidates, key=lambda c: c.cost.static + c.cost.transient) for candidates in self.lists)
         first_starts = [*starts, fastest, smallest, *self._roles_apart(fastest)]
+        self.weigh(smallest)  # which may be all that fits among the states that there is time for
         for number in range(rounds):
             self.looks = self.improved_at = 0
             if not number or time.perf_counter() < self.deadline:

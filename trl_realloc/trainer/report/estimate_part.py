@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ...common.files import exists
 from ...plan.picture import draw_timeline
 from ...plan.timeline import Timeline
 
@@ -75,18 +74,14 @@ def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.3f} s"
 
 
-def estimate_lines(folder: Path, measured: Timeline) -> list[str]:
-    """Report lines with a table and a picture of the estimate in the run's folder; empty without one."""
-    file = folder / ESTIMATE_FILE
-    estimate, first = Timeline.load(file) if exists(file) else Timeline(), folder / FIRST_ESTIMATE_FILE
-    if not estimate.spans:
-        return []
+def estimate_lines(folder: Path, estimate: Timeline, measured: Timeline, first: Timeline | None) -> list[str]:
+    """Report lines with a table and a picture of the estimate; the picture is drawn to the run's folder."""
     title = f"estimated: {estimate.seconds_per_update:.3g} s per update"
     draw_timeline(estimate, folder / "estimate.png", title=title)
     return [
         "### Estimated and measured",
         "",
-        *markdown(estimate_table(estimate, measured, Timeline.load(first) if exists(first) else None)),
+        *markdown(estimate_table(estimate, measured, first)),
         "",
         "![the iteration as it was expected](estimate.png)",
         "",

@@ -18,6 +18,7 @@ from ...common.files import MAX_RECORD_BYTES, exists, read_json, read_text
 from ...common.schema import checked
 from ...plan.execution_plan import ExecutionPlan
 from ...plan.timeline import Timeline
+from .estimate_part import ESTIMATE_FILE, FIRST_ESTIMATE_FILE
 from .logged_updates import METRICS, STATE, LogRow, logged_updates
 
 
@@ -42,6 +43,8 @@ class RunFiles:
         rows: logs of updates, from `logged_updates`; empty if there are fewer than two, which cannot be compared.
         plan_text: content of `plan.yaml`, which may not be a valid plan.
         facts: result of `run_facts`.
+        estimate: estimate of the iteration; `None` without one, or without a timeline to compare it with.
+        first_estimate: estimate when the plan was chosen, if `estimate` was corrected during the run.
     """
 
     folder: Path
@@ -50,6 +53,8 @@ class RunFiles:
     plan_text: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     completions: Completions | None = None
+    estimate: Timeline | None = None
+    first_estimate: Timeline | None = None
 
     @classmethod
     def load(cls, folder: str | Path) -> RunFiles:
@@ -59,10 +64,8 @@ class RunFiles:
             PlanError: there is no timeline and a log has fewer than two updates, or a file cannot be read.
         """
         folder = Path(folder)
-        rows, timeline, completions, facts = logged_updates(folder), None, None, dict[str, str]()
-        if exists(folder / TIMELINE):
-            loaded = Timeline.load(folder / TIMELINE)
-            timeline = loaded if loaded.spans else None
+        rows, completions, facts = logged_updates(folder), None, dict[str, str]()
+        timeline = _timeline(folder / TIMELINE)
         if len(rows) < MIN_LOGS:
             if timeline is None:
                 raise PlanError(
@@ -76,7 +79,9 @@ class RunFiles:
             read = read_json(folder / FACTS, "the facts of the run", MAX_RECORD_BYTES)
             facts = checked(dict[str, str], read, str(folder / FACTS))
         plan = read_text(folder / PLAN, "the plan") if exists(folder / PLAN) else ""
-        return cls(folder, rows, timeline, plan, facts, completions)
+        estimate = None if timeline is None else _timeline(folder / ESTIMATE_FILE)
+        first = None if estimate is None else _timeline(folder / FIRST_ESTIMATE_FILE)
+        return cls(folder, rows, timeline, plan, facts, completions, estimate, first)
 
     @cached_property
     def plan(self) -> ExecutionPlan | None:
@@ -90,6 +95,12 @@ class RunFiles:
     def updates(self) -> int:
         """Number of the last update."""
         return self.rows[-1]["step"] if self.rows else self.timeline.steps[-1] + 1 if self.timeline else 0
+
+
+def _timeline(path: Path) -> Timeline | None:
+    """The timeline of a file; `None` if there is no file, or no span in it."""
+    timeline = Timeline.load(path) if exists(path) else Timeline()
+    return timeline if timeline.spans else None
 
 
 def _logs(rows: Sequence[LogRow]) -> str:

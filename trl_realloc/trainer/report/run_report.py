@@ -153,7 +153,7 @@ def _timeline_parts(run: RunFiles, measured: Timeline) -> list[str]:
     return [
         *(f"![two updates, devices down, time across]({PICTURE}); whole run: trace.json", ""),
         *(_wait_lines(plan, timeline) if plan is not None else []),
-        *estimate_lines(run.folder, timeline),
+        *(estimate_lines(run.folder, run.estimate, timeline, run.first_estimate) if run.estimate is not None else []),
         *([*markdown(moved), ""] if moved is not None else []),
     ]
 
