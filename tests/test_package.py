@@ -162,7 +162,7 @@ def test_the_installed_recipes_are_planned_and_plans_shown_without_torch(environ
     )
     ended = run([environment / "bin" / "python", "all.py"], tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert len(plans) == 20 and len(list(tmp_path.glob("plan*.png"))) == 2 * len(recipes)
+    assert len(plans) == 21 and len(list(tmp_path.glob("plan*.png"))) == 2 * len(recipes)
 
 
 @pytest.mark.parametrize(
