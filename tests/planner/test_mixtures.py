@@ -124,17 +124,17 @@ def test_a_forward_costs_the_active_experts_arithmetic_and_a_decode_step_the_rea
     assert one == pytest.approx(few, rel=0.02) and many > 10 * few
 
 
-@given(st.integers(1, 9), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
-def test_the_fullest_rank_holds_what_is_estimated(count: int, tp: int, pp: int) -> None:
-    sizes = {"num_hidden_layers": 8, "vocab_size": 4096, "num_experts": count, "num_experts_per_tok": 1}
-    spec, mesh = mixture(**sizes), DeviceMesh(0, tp * pp)
+@given(st.integers(1, 9), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sets(st.integers(0, 4)))
+def test_the_fullest_rank_holds_what_is_estimated(count: int, tp: int, pp: int, dense: set[int]) -> None:
+    sizes = {"num_hidden_layers": 5, "vocab_size": 4096, "num_experts": count, "num_experts_per_tok": 1}
+    spec, mesh = mixture(**sizes, mlp_only_layers=sorted(dense)), DeviceMesh(0, tp * pp)
     layout = megatron_layout(spec, mesh, tp, pp)
     fullest = max(layout.bytes(device) for device in layout.devices)
     estimate = 2 * model_part(spec, Assignment(mesh, ParallelStrategy(1, tp, pp), "megatron"))
-    assert estimate == pytest.approx(fullest, rel=0.1)
+    assert estimate == pytest.approx(fullest, rel=1e-6)
     in_vllm = vllm_layout(spec, DeviceMesh(0, tp), tp)
     estimate = 2 * model_part(spec, Assignment(DeviceMesh(0, tp), ParallelStrategy(1, tp), "vllm"))
-    assert estimate == pytest.approx(max(map(in_vllm.bytes, in_vllm.devices)), rel=0.1)
+    assert estimate == pytest.approx(max(map(in_vllm.bytes, in_vllm.devices)), rel=1e-6)
 
 
 def test_a_shared_expert_has_a_sum_of_its_own_in_a_layer_but_not_in_vllm() -> None:

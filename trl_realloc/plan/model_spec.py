@@ -262,18 +262,27 @@ class ModelSpec:
             return (pp - 1,)
         return (stage_of_layer(self.layers, pp, parameter.layer),)
 
-    def stage_elements(self, pp: int) -> int:
-        """Elements of the largest of `pp` pipeline stages: the first has the embedding, the last the head."""
-        if pp not in self._stage_elements:
-            stages = [0] * pp
+    def rank_elements(self, tp: int, pp: int, *, whole_experts: bool) -> float:
+        """Elements of the fullest rank under tensor and pipeline parallelism: the first stage has the embedding, the
+        last the head, and every rank of a tensor-parallel group the parameters without a cut.
+
+        Args:
+            whole_experts: whether whole experts are divided among the group, or the channels of each.
+        """
+        key = tp, pp, whole_experts
+        if key not in self._rank_elements:
+            stages = [0.0] * pp
             for parameter in self.parameters:
+                share = 1 / tp if parameter.cut is not None else 1.0
+                if whole_experts and parameter.is_of_experts:
+                    share *= self.unevenness(tp)
                 for stage in self.stages_of(parameter, pp):
-                    stages[stage] += parameter.elements
-            self._stage_elements[pp] = max(stages)
-        return self._stage_elements[pp]
+                    stages[stage] += share * parameter.elements
+            self._rank_elements[key] = max(stages)
+        return self._rank_elements[key]
 
     @cached_property
-    def _stage_elements(self) -> dict[int, int]:
+    def _rank_elements(self) -> dict[tuple[int, int, bool], float]:
         return {}
 
     def check_strategy(self, tp: int, pp: int) -> None:

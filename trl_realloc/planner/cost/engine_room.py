@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ...plan.assignment import MAX_SLOTS, Assignment, ParallelStrategy
@@ -82,8 +81,7 @@ def model_part(spec: ModelSpec, assignment: Assignment) -> float:
     """Elements of the largest part of a model under tensor and pipeline parallelism. Training engines divide whole
     experts, vLLM each expert's channels."""
     tp, pp = assignment.strategy.tp, assignment.strategy.pp
-    more = 0.0 if assignment.engine == "vllm" else spec.unevenness(tp) - 1
-    return (spec.stage_elements(pp) + more * spec.expert_elements * math.ceil(spec.layers / pp)) / tp
+    return spec.rank_elements(tp, pp, whole_experts=assignment.engine != "vllm")
 
 
 def layer_sums(spec: ModelSpec, assignment: Assignment) -> float:
