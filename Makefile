@@ -91,7 +91,7 @@ TIMES := build/test_times
 TIMED = --durations=40 --junitxml=$(TIMES)/$@.xml
 PYTEST = PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -p no:cacheprovider $(TIMED)
 # Of the first of two runs of the tests of one process; the second has all others, and both take equally long.
-FIRST_RUN := tests/engines $(filter-out %/test_trl_own_tests.py, $(wildcard tests/trainer/test_*.py))
+FIRST_RUN := tests/engines tests/runtime $(filter-out %/test_trl_own_tests.py, $(wildcard tests/trainer/test_*.py))
 
 test: lint
 	@rm -rf $(TIMES)
