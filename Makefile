@@ -112,7 +112,8 @@ test-one-process-2: setup
 
 # Ranks wait for each other, and an engine's process is one thread, so two of these runs at a time too: the first has
 # these, the second all others. The second ends first, and the tests on the oldest releases begin then.
-FIRST_PROCESSES := tests/standin_device $(filter-out %/test_grpo_plans.py %/test_failure.py, $(wildcard tests/multiprocess/test_*.py))
+FIRST_PROCESSES := tests/standin_device $(filter-out %/test_grpo_plans.py %/test_failure.py %/test_auto.py, \
+	$(wildcard tests/multiprocess/test_*.py))
 
 test-processes: setup
 	@$(MAKE) $(SIDE_BY_SIDE) test-processes-1 test-processes-2 test-oldest

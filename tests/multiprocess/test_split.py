@@ -140,15 +140,10 @@ THREE: dict[str, dict[str, Any]] = {
     "tp3 of 9 heads, tied embeddings": {"tp": 3, "shard": True, "config": {**NINE, "tie_word_embeddings": True}},
 }
 EIGHT: dict[str, dict[str, Any]] = {
-    "dp8": {"shard": True},
     "dp4 tp2": {"tp": 2, "shard": True},
-    "dp4 pp2": {"pp": 2},
-    "dp2 tp4": {"tp": 4, "config": {"num_key_value_heads": 4}},
-    "dp2 pp4": {"pp": 4},
     "tp8": {"tp": 8, "config": {"num_attention_heads": 8, "num_key_value_heads": 8}},
     "pp8": {"pp": 8, "config": {"num_hidden_layers": 8}},
     "dp2 tp2 pp2": {"tp": 2, "pp": 2, "shard": True},
-    "tp4 pp2": {"tp": 4, "pp": 2, "config": {"num_key_value_heads": 4}},
     "tp2 pp4": {"tp": 2, "pp": 4},
 }
 
