@@ -54,9 +54,8 @@ GRPO: dict[str, Any] = {"steps_per_generation": 4, "max_steps": 4, "beta": 0.04,
 GRPO |= {"mask_truncated_completions": True, "num_generations": 8}
 RLOO: dict[str, Any] = {"kind": "RLOO", "num_iterations": 2, "max_steps": 4}
 MIXTURE: dict[str, Any] = {**GRPO, "beta": 0.0, "mixture": "qwen3_moe", "router_aux_loss_coef": 0.5}
-MIXTURE["router_replay"] = (
-    "recompute"  # else the second step on a generation has other experts: grad_norm differs by 0.15
-)
+# else the second step on a generation has other experts: grad_norm differs by 0.15
+MIXTURE["router_replay"] = "recompute"
 PLANS: dict[str, Any] = {"flatten": "flatten", "separate": "separate", "tensor parallel": plan(engine="megatron", tp=2)}
 
 

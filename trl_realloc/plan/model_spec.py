@@ -166,11 +166,14 @@ class ModelSpec:
         return self.layer_elements - self.expert_elements - self.quantized_elements / max(1, self.layers)
 
     @cached_property
+    def active_expert_elements(self) -> float:
+        """Mean elements of a layer's experts that compute a token."""
+        return self.expert_elements * self.experts_per_token / self.experts if self.experts else 0.0
+
+    @property
     def active_layer_elements(self) -> float:
         """Mean elements of a layer that compute a token."""
-        if not self.experts:
-            return self.layer_elements
-        return self.layer_elements - self.expert_elements * (1 - self.experts_per_token / self.experts)
+        return self.layer_elements - self.expert_elements + self.active_expert_elements
 
     @cached_property
     def mean_experts_per_token(self) -> float:

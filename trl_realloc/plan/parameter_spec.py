@@ -176,8 +176,9 @@ MIXTURES: Mapping[str, str] = {
     "qwen2_moe": "moe_intermediate_size",
     "qwen3_moe": "moe_intermediate_size",
 }
-EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")  # the setting's names in these families
-# a token's number of experts, in Transformers' other families: Gemma 4; Aria, HunYuan and LongCat; DBRX
+# The names of settings in Transformers' families: the number of experts (the first: Aria, DBRX, ERNIE 4.5), and that of
+# a token (the second: Gemma 4; the third: Aria, HunYuan, LongCat; the last: DBRX).
+EXPERT_COUNTS = ("moe_num_experts", "num_local_experts", "n_routed_experts", "num_experts")
 CHOSEN_COUNTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 TOO_MANY_CHOSEN = "the config's num_experts_per_tok {chosen} is more than its {count} experts."
 TIED = frozenset({"gemma"})  # families whose config.json leaves out a true tie_word_embeddings

@@ -255,7 +255,8 @@ def spec_of(config: PretrainedConfig, is_policy: bool) -> ModelSpec:
     model = shell(config, is_policy)
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     text = config.get_text_config()
-    vocabulary, chosen = text.vocab_size if is_policy else 0, [getattr(text, name, None) for name in CHOSEN_COUNTS]
+    vocabulary = text.vocab_size if is_policy else 0
+    chosen = (getattr(text, name, None) for name in CHOSEN_COUNTS)
     experts = next((count for count in chosen if isinstance(count, int)), 0)
     spec = ModelSpec.of_shapes(shapes, bytes_per_element=size, vocabulary=vocabulary, experts_per_token=experts)
     return replace(spec, whole_logits=is_policy and not logits_are_of_head(model))

@@ -46,22 +46,21 @@ def layer_activations(spec: ModelSpec) -> LayerActivations:
     | of the router: scores, as they are chosen and as they weigh | (a + 8) experts |
 
     m is `ModelSpec.expert_bytes`. p and a are the bytes of an element of the parameters and of the activations; q and
-    kv the channels of all heads. A model whose MLP has no gate
-    keeps less than this estimate. 0 for a model of which only the parameter shapes are known.
+    kv the channels of all heads. A model whose MLP has no gate keeps less than this estimate. 0 for a model of which
+    only the parameter shapes are known.
     """
     if not spec.layers:
         return LayerActivations(0.0, 0.0)
     a, p, hidden = spec.activation_bytes, spec.bytes_per_element, spec.hidden
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    of_experts = spec.active_layer_elements + spec.expert_elements - spec.layer_elements
     routing = spec.experts * hidden  # elements of the router
     outside = spec.layer_elements - spec.expert_elements - routing
     mlp = max(0.0, outside - 2 * hidden * (queries + keys)) / hidden  # 3 intermediate sizes
     norms = 2 * (4 + max(p, a)) * hidden
     inputs = (5 if a < p else 2) * a * hidden
-    experts = spec.expert_bytes * (2 * spec.mean_experts_per_token * hidden + 4 / 3 * of_experts / hidden)
+    of_experts = 2 * spec.mean_experts_per_token * hidden + 4 / 3 * spec.active_expert_elements / hidden
     normalized = (4 + a) * (queries + keys) * spec.norms_heads
-    split = a * (2 * queries + 2 * keys + 4 / 3 * mlp) + 4 * spec.heads + normalized + experts
+    split = a * (2 * queries + 2 * keys + 4 / 3 * mlp) + 4 * spec.heads + normalized + spec.expert_bytes * of_experts
     return LayerActivations(norms + inputs + 8 + (a + 8) * spec.experts, split)
 
 

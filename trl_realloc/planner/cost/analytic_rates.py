@@ -138,9 +138,8 @@ class AnalyticRates:
             of_pairs: FLOPs of the attention between positions.
             unevenness: factor of the experts' arithmetic.
         """
-        of_experts = spec.active_layer_elements + spec.expert_elements - spec.layer_elements
-        others = 2 * tokens * (spec.active_layer_elements - of_experts) + of_pairs
-        experts = 2 * tokens * of_experts * unevenness
+        others = 2 * tokens * (spec.layer_elements - spec.expert_elements) + of_pairs
+        experts = 2 * tokens * spec.active_expert_elements * unevenness
         return others / self._flops(spec.activation_bytes) + experts / self._flops(spec.expert_bytes)
 
     def _flops(self, element_bytes: int) -> float:

@@ -139,11 +139,7 @@ class EngineBuilder:
         home = self.graph.train_call(role)
         assert home is not None, "a trained role has a call that trains it"
         adapted = self.roles[role].adapted
-        copied = [
-            call
-            for call in self.graph.uses_of(role)
-            if call in self.placement.reallocation_groups and any_copies(self.plan, call, adapted)
-        ]
+        copied = [call for call in self.graph.uses_of(role) if any_copies(self.plan, call, adapted)]
         copied_here = [call for call in copied if holds_copy(self.plan, call, self.rank, adapted)]
         trains = self.placement.has(home)
         model = self.roles[role].load[0]() if trains or copied_here else None

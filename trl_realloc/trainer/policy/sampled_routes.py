@@ -58,9 +58,9 @@ class SampledRoutes:
         known one. A token's experts depend on the tokens before it alone."""
         if self._empty is None or not len(samples):
             return samples
-        known = self._of_mode[False] | self._of_mode[True]
-        ordered = sorted(known)
-        found = [known[key] if key in known else self._of_beginning(key, known, ordered) for key in _keys(samples)]
+        keys, known = _keys(samples), self._of_mode[False] | self._of_mode[True]
+        ordered = [] if all(key in known for key in keys) else sorted(known)
+        found = [known[key] if key in known else self._of_beginning(key, known, ordered) for key in keys]
         return samples.plus(**{ROUTES: Ragged.of(found, self._empty.dtype)})
 
     def _of_beginning(self, key: bytes, known: Mapping[bytes, Tensor], ordered: Sequence[bytes]) -> Tensor:

@@ -31,7 +31,7 @@ def replay_mode(args: Any, config: Any, *, by_vllm: bool, no_forward: str | None
         ConfigError: the policy shall be trained with replay, and cannot.
     """
     text, mode = config.get_text_config(), args.router_replay
-    is_mixture = any(getattr(text, name, None) for name in (*EXPERT_COUNTS, "moe_num_experts"))
+    is_mixture = any(getattr(text, name, None) for name in EXPERT_COUNTS)
     if mode == "none" or (mode is None and not is_mixture):
         return "none"
     obstacle = None
